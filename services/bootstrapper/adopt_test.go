@@ -26,8 +26,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// controlPlane is a machine on which somebody else's kubeadm has run.
-func controlPlane(t *testing.T) *world {
+// controlPlane returns a machine that kubeadm has made a control plane without Muster.
+func controlPlane(t *testing.T) *fixture {
 	t.Helper()
 	w := first(t)
 	w.adopted = true
@@ -78,22 +78,22 @@ users: [{name: u, user: {}}]
 `, server, base64.StdEncoding.EncodeToString(certPEM(ca)))
 }
 
-func (w *world) place(t *testing.T, path, content string) {
+func (w *fixture) place(t *testing.T, path, content string) {
 	t.Helper()
 	if err := machine.WriteFile(filepath.Join(w.root, path), []byte(content), 0o600, 0o755); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func (w *world) adoption() *initv1.InitRequest {
+func (w *fixture) adoption() *initv1.InitRequest {
 	q := w.request()
 	q.PodCidrs, q.ServiceCidrs = nil, nil
 	w.sign(q, true)
 	return q
 }
 
-// kubeadms are the calls that would change a control plane.
-func (w *world) kubeadms() []string {
+// kubeadms returns the recorded kubeadm calls that would change a control plane.
+func (w *fixture) kubeadms() []string {
 	return slices.DeleteFunc(w.machine.Calls(), func(c string) bool { return !strings.HasPrefix(c, "kubeadm") })
 }
 
@@ -124,8 +124,7 @@ func TestAControlPlaneThatIsThereIsAdopted(t *testing.T) {
 	}
 }
 
-// B3 for an adoption: killed after each of its effects, it ends as adopted when it is asked again, and nothing of the
-// cluster that is there was touched.
+// B3 for an adoption: killed after each of its effects, the machine is adopted when the request is repeated, and the existing cluster is unchanged.
 func TestAnAdoptionSurvivesBeingKilledAnywhere(t *testing.T) {
 	for n := 0; ; n++ {
 		w := controlPlane(t)
@@ -165,27 +164,27 @@ func TestAnAdoptionSurvivesBeingKilledAnywhere(t *testing.T) {
 	}
 }
 
-// The wrong machine is refused before anything of it is locked or changed.
+// A machine that is no control plane is refused before it is locked or changed.
 func TestAMachineThatIsNoControlPlaneIsNotAdopted(t *testing.T) {
 	for name, tt := range map[string]struct {
-		change  func(t *testing.T, w *world)
+		change  func(t *testing.T, w *fixture)
 		request func(*initv1.InitRequest)
 		want    string
 	}{
-		"a fresh machine":            {change: func(t *testing.T, w *world) { w.remove(t, "/etc/kubernetes/manifests/kube-apiserver.yaml") }},
-		"no administrator":           {change: func(t *testing.T, w *world) { w.remove(t, "/etc/kubernetes/admin.conf") }},
-		"a node without certificate": {change: func(t *testing.T, w *world) { w.remove(t, "/var/lib/kubelet/pki/kubelet-client-current.pem") }},
-		"another name":               {change: func(_ *testing.T, w *world) { w.meta.Name = "node2" }},
-		"another cluster's kubelet": {change: func(t *testing.T, w *world) {
+		"a fresh machine":            {change: func(t *testing.T, w *fixture) { w.remove(t, "/etc/kubernetes/manifests/kube-apiserver.yaml") }},
+		"no administrator":           {change: func(t *testing.T, w *fixture) { w.remove(t, "/etc/kubernetes/admin.conf") }},
+		"a node without certificate": {change: func(t *testing.T, w *fixture) { w.remove(t, "/var/lib/kubelet/pki/kubelet-client-current.pem") }},
+		"another name":               {change: func(_ *testing.T, w *fixture) { w.meta.Name = "node2" }},
+		"another cluster's kubelet": {change: func(t *testing.T, w *fixture) {
 			w.place(t, "/etc/kubernetes/kubelet.conf", kubeconfigOf(otherCA(t), "https://192.168.77.1:6443"))
 		}},
-		"a kubelet of another authority": {change: func(t *testing.T, w *world) {
+		"a kubelet of another authority": {change: func(t *testing.T, w *fixture) {
 			for _, name := range []string{"admin", "kubelet"} {
 				w.place(t, "/etc/kubernetes/"+name+".conf", kubeconfigOf(otherCA(t), "https://192.168.77.1:6443"))
 			}
 		}},
 		"another endpoint":    {request: func(q *initv1.InitRequest) { q.ControlPlaneEndpoint = "192.168.77.2:6443" }},
-		"no init in metadata": {change: func(_ *testing.T, w *world) { w.meta.InitSecretHash = nil }},
+		"no init in metadata": {change: func(_ *testing.T, w *fixture) { w.meta.InitSecretHash = nil }},
 		"a wrong secret":      {request: func(q *initv1.InitRequest) { q.InitSecret = bytes.Repeat([]byte{1}, 32) }, want: "INIT_SECRET_INVALID"},
 		"networks of its own": {request: func(q *initv1.InitRequest) { q.PodCidrs = []string{"10.1.0.0/16"} }, want: "REQUEST_INVALID"},
 		"no order":            {request: func(q *initv1.InitRequest) { proto.Reset(q) }, want: "REQUEST_INVALID"},
@@ -214,7 +213,7 @@ func TestAMachineThatIsNoControlPlaneIsNotAdopted(t *testing.T) {
 	}
 }
 
-// B1, B2: a machine that was adopted is never initialised, since that would destroy its cluster, nor the other way round.
+// B1, B2: an adopted machine never accepts an init, which would destroy its cluster, and an initialized machine never accepts an adoption.
 func TestInitAndAdoptionExcludeEachOther(t *testing.T) {
 	w := controlPlane(t)
 	w.linger = time.Minute
@@ -229,7 +228,7 @@ func TestInitAndAdoptionExcludeEachOther(t *testing.T) {
 	if c := w.kubeadms(); len(c) != 0 {
 		t.Errorf("%q", c)
 	}
-	// Nor if the bootstrapper knows of it by its journal only.
+	// The same holds if only the bootstrapper's journal records the adoption.
 	w = controlPlane(t)
 	r = w.boot()
 	w.dieAfter(5)
@@ -258,7 +257,7 @@ func TestInitAndAdoptionExcludeEachOther(t *testing.T) {
 	}
 }
 
-func (w *world) remove(t *testing.T, path string) {
+func (w *fixture) remove(t *testing.T, path string) {
 	t.Helper()
 	if err := os.Remove(filepath.Join(w.root, path)); err != nil {
 		t.Fatal(err)

@@ -1,18 +1,15 @@
-// Package bootstrapper turns a freshly booted machine into a node: into the first one of a
-// new cluster, if its owner says so over init.v1, or into one more of a running cluster,
-// if a joinservice gives it a ticket.
+// Package bootstrapper turns a freshly booted machine into a node: the first one of a new cluster, if its owner requests that over init.v1, or another
+// one of a running cluster, if a joinservice issues a ticket.
 //
-// Both are tried at the same time, and whoever takes the node lock first is the one. Three
-// things hold, and the code that keeps one names it:
+// Both are attempted at the same time, and the first to take the node lock proceeds. The code keeps three invariants and names them where it keeps them:
 //
 //	B1  unlocked becomes locked, once;
 //	B2  init and join never both proceed;
 //	B3  killed at any step, the machine ends as a node, or cleanly retryable, or locked
 //	    with a named way out.
 //
-// B3 is kept by a journal that is written before what can't be repeated and after what
-// can: whatever the journal says, the next step is safe to take again. Once the machine is
-// a node the bootstrapper has nothing left to do, and ends.
+// For B3, a journal is written before each step that can't be repeated and after each step that can: at any entry of the journal, the next step is safe
+// to repeat. The bootstrapper ends once the machine is a node.
 package bootstrapper
 
 import (
@@ -40,7 +37,7 @@ import (
 // Config lists what a Bootstrapper needs. All fields but Console and Now are required.
 type Config struct {
 	provision.Config
-	// WriteClusterState writes the cluster's own objects: [clusterstate.Write].
+	// WriteClusterState writes Muster's objects into the new cluster: [clusterstate.Write].
 	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error
 	// CleanEtcd removes members that unfinished joins left in the cluster's etcd: [etcd.Clean].
 	CleanEtcd func(ctx context.Context, t etcd.Target) ([]etcd.Member, error)
@@ -53,8 +50,8 @@ type Bootstrapper struct {
 	join *joinclient.Client
 }
 
-// New reads the journal and looks at disk and TPM. It returns an error that names the fields of cfg that
-// are missing or wrong, or says why this machine can't go on.
+// New reads the journal and checks the disk and the TPM. It returns an error that names the fields of cfg that are missing or wrong, or the reason why
+// this machine can't continue.
 func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 	if err := required.Fields("bootstrapper.New", cfg, "Console", "Now"); err != nil {
 		return nil, err
@@ -73,8 +70,7 @@ func New(ctx context.Context, cfg Config) (*Bootstrapper, error) {
 // InitServer returns the handler of init.v1's InitService.
 func (b *Bootstrapper) InitServer() *initserver.Server { return b.init }
 
-// Run joins a cluster unless an init comes first, and returns nil once the machine is a
-// node. Inits under way end before it returns.
+// Run joins a cluster unless an init comes first, and returns nil once the machine is a node. It returns after all running inits have ended.
 func (b *Bootstrapper) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var joining sync.WaitGroup
@@ -86,7 +82,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	if err := b.recall(); err != nil {
 		return err
 	}
-	// After a reboot PCR 15 is zero; services prove with it which cluster they belong to.
+	// PCR 15 is zero after a reboot; services use it to prove which cluster they belong to.
 	if err := b.node.Lock.Relock(ctx); err != nil {
 		return err
 	}
@@ -94,7 +90,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := statecheck.Run(ctx, b.node); err != nil { // B8: whatever the journal says
+	if err := statecheck.Run(ctx, b.node); err != nil { // B8: at every step of the journal
 		return fmt.Errorf("compare what is on the state disk with the cluster's list: %w", err)
 	}
 	b.init.Start(ctx)
@@ -110,7 +106,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 		if err := b.node.StartNode(ctx); err != nil {
 			return err
 		}
-		b.node.Console.Say("this machine is the node " + rec.NodeName)
+		b.node.Console.Print("this machine is the node " + rec.NodeName)
 		if rec.Kind == journal.KindJoin || rec.ResultSent {
 			return nil
 		}
@@ -135,13 +131,13 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	}
 }
 
-// recall adds to the journal what other processes of this machine have accepted of policies since it was written, or refuses with
-// POLICY_INVALID if one was older: the disk was opened by a joinservice that the owner may have shut out.
+// recall adds to the journal the policies that other processes of this machine have accepted since the journal was written. It returns POLICY_INVALID if
+// one of them is older than the journal's: a joinservice that the owner has since removed may have opened the disk.
 func (b *Bootstrapper) recall() error {
 	known := b.node.Lock.Record().Policy
 	newest, err := discovery.Recall(b.node.Root, known)
 	if err != nil {
-		b.node.Console.Say("this machine does not start as a node: " + attest.ReasonName(attest.ReasonOf(err)) + ". Restart it; its disk was opened under a policy that is older than one it has accepted before")
+		b.node.Console.Print("this machine does not start as a node: " + attest.ReasonName(attest.ReasonOf(err)) + ". Restart it; its disk was opened under a policy that is older than one it has accepted before")
 		return err
 	}
 	if newest != known {
@@ -149,14 +145,14 @@ func (b *Bootstrapper) recall() error {
 			return err
 		}
 	}
-	// It was compared: what is accepted later in this life is no older for it.
+	// The policy has been compared. A later policy of this boot can't be older.
 	if err := os.Remove(b.node.On(journal.UnlockPolicy)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	return nil
 }
 
-// linger keeps an init's result for a client that lost its connection at the end.
+// linger keeps an init's result for a client whose connection was lost at the end.
 func (b *Bootstrapper) linger(ctx context.Context) error {
 	wait := time.NewTimer(b.node.Timing.Unclaimed)
 	defer wait.Stop()
@@ -164,7 +160,7 @@ func (b *Bootstrapper) linger(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	case <-wait.C:
-		b.node.Log.WarnContext(ctx, "nobody fetched the init's result; the administrator's kubeconfig is at "+machine.AdminConf)
+		b.node.Log.WarnContext(ctx, "no client fetched the init's result; the administrator's kubeconfig is at "+machine.AdminConf)
 		return nil
 	case <-b.init.Sent():
 	}

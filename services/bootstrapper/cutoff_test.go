@@ -19,8 +19,8 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// cutOff lets the power go away when the machine is about to have the effect, and the machine be off for a time.
-func (w *world) cutOff(t *testing.T, at string, off time.Duration, become func(r *running)) {
+// cutOff cuts the power just before the named effect and keeps the machine off for a time.
+func (w *fixture) cutOff(t *testing.T, at string, off time.Duration, become func(r *running)) {
 	t.Helper()
 	w.dieAfter(-1)
 	w.at = at
@@ -33,8 +33,8 @@ func (w *world) cutOff(t *testing.T, at string, off time.Duration, become func(r
 	w.later(off)
 }
 
-// startsWithCertificates has the test fail if the kubelet is started with a certificate that has ended: it would end as well, and run no pod.
-func (w *world) startsWithCertificates(t *testing.T) {
+// startsWithCertificates fails the test if the kubelet is started with an expired certificate: such a kubelet exits and runs no pod.
+func (w *fixture) startsWithCertificates(t *testing.T) {
 	t.Helper()
 	w.machine.Step = func(name string) error {
 		if name == "start "+machine.UnitKubelet {
@@ -46,7 +46,7 @@ func (w *world) startsWithCertificates(t *testing.T) {
 	}
 }
 
-// B3: nobody but the machine itself can sign them, since the API server needs the kubelet.
+// B3: only the machine itself can sign these certificates, since the API server needs the kubelet.
 func TestAnInitCutOffForLongerThanItsCertificatesGoesOn(t *testing.T) {
 	w := first(t)
 	w.cutOff(t, "before the cluster's objects", 48*time.Hour, func(r *running) { _ = w.init(t.Context(), r, w.request()) })
@@ -60,7 +60,7 @@ func TestAnInitCutOffForLongerThanItsCertificatesGoesOn(t *testing.T) {
 	}
 }
 
-// B3: its kubelet's certificate, which lived for a year, has been replaced by one for a day.
+// B3: the kubelet's certificate of one year has been replaced by one of one day.
 func TestAnAdoptionCutOffForLongerThanItsCertificatesGoesOn(t *testing.T) {
 	for _, at := range []string{"before the cluster's objects", "before the journal says done"} {
 		w := controlPlane(t)
@@ -76,8 +76,8 @@ func TestAnAdoptionCutOffForLongerThanItsCertificatesGoesOn(t *testing.T) {
 	}
 }
 
-// waitsForEtcd lets a joinservice give no ticket until the machine's etcd is back, and then refuse some more times.
-func (j *joinservice) waitsForEtcd(w *world, refusals int) {
+// waitsForEtcd makes the joinservice issue no ticket until the machine's etcd runs again, and refuse some more times after that.
+func (j *joinservice) waitsForEtcd(w *fixture, refusals int) {
 	j.script(func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 		if !w.machine.Running(machine.UnitKubelet) || refusals > 0 {
 			refusals--
@@ -87,7 +87,7 @@ func (j *joinservice) waitsForEtcd(w *world, refusals int) {
 	}, nil)
 }
 
-// B3: etcd, which the kubelet runs, may have no quorum without it, and no joinservice can sign anything then.
+// B3: without this machine's etcd, which the kubelet runs, etcd may have no quorum, and then no joinservice can sign anything.
 func TestAJoinCutOffForLongerThanItsCertificatesGoesOn(t *testing.T) {
 	w, j := joiner(t)
 	key, err := x509.MarshalECPrivateKey(j.key)
@@ -109,7 +109,7 @@ func TestAJoinCutOffForLongerThanItsCertificatesGoesOn(t *testing.T) {
 	eventually(t, "its kubelet runs, and it asks", func() bool { return w.machine.Running(machine.UnitKubelet) && j.asked() > 1 })
 }
 
-// The memory of a TPM's counter wears out, and a machine may wait for its ticket for days.
+// Each increment wears out the memory of a TPM's counter, and a machine may wait for its ticket for days.
 func TestAJoinThatWaitsForATicketCountsOnceInABoot(t *testing.T) {
 	w, j := joiner(t)
 	w.cutOff(t, "kubeadm join is half done", 0, func(*running) {})
@@ -119,17 +119,17 @@ func TestAJoinThatWaitsForATicketCountsOnceInABoot(t *testing.T) {
 	}
 	const refusals = 5
 	j.waitsForEtcd(w, refusals)
-	w.at = "kubeadm reset begins" // after it, the record begins anew
+	w.at = "kubeadm reset begins" // the record starts anew after it
 	if err := w.boot().end(t); err == nil {
 		t.Fatal("it is a node")
 	}
 	after, err := w.tpm.Counter(t.Context())
 	if err != nil || after != before+2 || j.asked() < refusals {
-		t.Errorf("the counter went from %d to %d, %v, in %d tries", before, after, err, j.asked())
+		t.Errorf("the counter went from %d to %d, %v, in %d attempts", before, after, err, j.asked())
 	}
 }
 
-// B7: also in the middle of an init, nothing of the cluster is served from an older copy of the disk, whoever calls.
+// B7: a machine never serves the cluster from an older copy of the disk, also in the middle of an init, and for every caller.
 func TestAnInitIsNotResumedFromAnOlderCopyOfItsDisk(t *testing.T) {
 	w := first(t)
 	w.counter, w.image.Listen.Recover = tpmtest.SWTPM(t).Open(), "127.0.0.1:0"
@@ -165,7 +165,7 @@ func TestAnInitIsNotResumedFromAnOlderCopyOfItsDisk(t *testing.T) {
 	}
 }
 
-// B7: an older copy of an adopted control plane is found from before its kubelet is started on.
+// B7: an older copy of an adopted control plane's disk is detected from the time before its kubelet is started.
 func TestAnAdoptionBeginsItsRecordBeforeItServes(t *testing.T) {
 	w := controlPlane(t)
 	w.cutOff(t, "start "+machine.UnitKubelet, 0, func(r *running) { _ = w.adopt(t.Context(), r, w.adoption()) })

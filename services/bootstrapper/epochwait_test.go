@@ -29,9 +29,9 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// plane is a control plane whose counter is a real TPM's, and the owner's key.
+// plane is a control plane with the owner's key and a real TPM's counter.
 type plane struct {
-	*world
+	*fixture
 	priv ed25519.PrivateKey
 }
 
@@ -55,7 +55,7 @@ func (p plane) keeper() epoch.Keeper {
 	return epoch.Keeper{Dir: filepath.Join(p.root, epoch.Folder), TPM: p.counter}
 }
 
-// restore puts the disk back.
+// restore replaces the disk with an earlier copy.
 func (p plane) restore(from string) {
 	p.t.Helper()
 	if err := machine.EmptyDir(p.root); err != nil {
@@ -66,7 +66,7 @@ func (p plane) restore(from string) {
 	}
 }
 
-// on gives where the machine waits for its owner; empty: it does not.
+// on returns the address where the machine waits for its owner; empty: it does not wait.
 func (p plane) on() string {
 	for line := range strings.SplitSeq(p.logged.String(), "\n") {
 		var said struct {
@@ -80,15 +80,15 @@ func (p plane) on() string {
 	return ""
 }
 
-// rolledBack boots the machine, and returns once it has refused for the reason, and waits for its owner.
+// rolledBack boots the machine, and returns once it has refused with the reason and waits for its owner.
 func (p plane) rolledBack(t *testing.T, want attestv1.Reason) *running {
 	t.Helper()
 	p.reboot()
 	p.logged = &logBuffer{}
 	p.dieAfter(-1)
 	r := p.boot()
-	// What it tells from its start on counts, since it begins by itself.
-	s, begun := p.witnesses(r), false
+	// The observation covers everything from the machine's start, since it starts the comparison by itself.
+	s, begun := p.observations(r), false
 	families, log := s.Families, s.Log
 	s.Families = func(t testing.TB) []*dto.MetricFamily {
 		if !begun {
@@ -130,8 +130,8 @@ func (p plane) order(d *recoverv1.DescribeEpochResponse) ownerorder.Epoch {
 	return ownerorder.Epoch{Cluster: p.cluster(), Machine: p.tpm.ID(), Epoch: d.GetEpoch(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(), Nonce: ownerorder.Nonce(d.GetNonce())}
 }
 
-// Whoever provides the disks puts those of all control planes back to when node4 was no machine of an attacker's: none of them serves that cluster by
-// itself (B7).
+// The provider restores the disks of all control planes to a time before node4 belonged to an attacker: no control plane serves that cluster by itself
+// (B7).
 func TestControlPlanesThatAreRestoredAreNotServed(t *testing.T) {
 	var planes []plane
 	var copies []string
@@ -160,7 +160,7 @@ func TestControlPlanesThatAreRestoredAreNotServed(t *testing.T) {
 		p.restore(copies[i])
 		p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK).kill(t)
 	}
-	for _, p := range planes { // and not after another boot either
+	for _, p := range planes { // nor after another boot
 		r := p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK)
 		c := p.client()
 		d, err := c.DescribeEpoch(t.Context(), &recoverv1.DescribeEpochRequest{})
@@ -201,7 +201,7 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	good := p.order(d)
-	_, stranger := ownerKey(t)
+	_, other := ownerKey(t)
 	with := func(change func(o *ownerorder.Epoch)) *recoverv1.AcceptEpochRequest {
 		o := good
 		change(&o)
@@ -212,7 +212,7 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 		req  *recoverv1.AcceptEpochRequest
 		want attestv1.Reason
 	}{
-		"signed by another owner":      {good.Wire(stranger), attestv1.Reason_REASON_OWNER_SIGNATURE},
+		"signed by another owner":      {good.Wire(other), attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"for another epoch":            {with(func(o *ownerorder.Epoch) { o.Epoch++ }), attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"for another machine":          {with(func(o *ownerorder.Epoch) { o.Machine[0]++ }), attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"for another cluster":          {with(func(o *ownerorder.Epoch) { o.Cluster[0]++ }), attestv1.Reason_REASON_OWNER_SIGNATURE},
@@ -223,7 +223,7 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 		"with half a signature":        {&recoverv1.AcceptEpochRequest{Epoch: d.GetEpoch(), Signature: bytes.Repeat([]byte{1}, 32)}, attestv1.Reason_REASON_REQUEST_INVALID},
 	} {
 		t.Log(name)
-		refusaltest.Refused(t, p.witnesses(r), tt.want, places, func() error {
+		refusaltest.Refused(t, p.observations(r), tt.want, places, func() error {
 			_, err := c.AcceptEpoch(t.Context(), tt.req)
 			return err
 		})
@@ -231,14 +231,14 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 	if p.did("start " + machine.UnitKubelet) {
 		t.Error("the kubelet was started")
 	}
-	refusaltest.EveryProcedure(t, p.witnesses(r), refusaltest.Plain(t), "https://"+p.on(), attestv1.Reason_REASON_SESSION_REQUIRED, recoverv1connect.EpochServiceName)
+	refusaltest.EveryProcedure(t, p.observations(r), refusaltest.Plain(t), "https://"+p.on(), attestv1.Reason_REASON_SESSION_REQUIRED, recoverv1connect.EpochServiceName)
 	if _, err := c.AcceptEpoch(t.Context(), good.Wire(p.priv)); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.end(t); err != nil || !p.did("start "+machine.UnitKubelet) {
 		t.Errorf("accepted: %v", err)
 	}
-	// The order is worth nothing for the next time.
+	// The owner's order is not valid for a second restore.
 	p.restore(dir)
 	r = p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK)
 	defer r.kill(t)
@@ -247,7 +247,7 @@ func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
 	}
 }
 
-// B7: each boot counts the counter up by two, and the metadata, which nothing measures, make no worker of a control plane.
+// B7: each boot raises the counter by two. The metadata, which are not measured, can't turn a control plane into a worker.
 func TestEachBootCountsAndMetadataHideNoOlderDisk(t *testing.T) {
 	p := newPlane(t, "node1")
 	counter := func() uint64 {
@@ -275,13 +275,13 @@ func TestEachBootCountsAndMetadataHideNoOlderDisk(t *testing.T) {
 	p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK).kill(t)
 }
 
-// A machine of an earlier version of Muster has no record, and begins one at its first boot; a worker has none at all.
+// A machine of an earlier version of Muster has no record, and creates one at its first boot; a worker has no record.
 func TestARecordBeginsWithControlPlanesAlone(t *testing.T) {
 	p := newPlane(t, "node1")
 	if err := os.RemoveAll(filepath.Join(p.root, epoch.Folder)); err != nil {
 		t.Fatal(err)
 	}
-	p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK).kill(t) // the counter is there
+	p.rolledBack(t, attestv1.Reason_REASON_CLUSTER_ROLLED_BACK).kill(t) // the counter exists
 	p.counter = tpmtest.SWTPM(t).Open()
 	p.reboot()
 	p.dieAfter(-1)

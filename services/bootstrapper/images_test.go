@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 )
 
-// pulled checks that images were pulled by digest, and containerd told of the sandbox's, before kubeadm ran.
-func (w *world) pulled(t *testing.T, verb string, names ...string) {
+// pulled checks that images were pulled by digest, and that containerd was given the sandbox image, before kubeadm ran.
+func (w *fixture) pulled(t *testing.T, verb string, names ...string) {
 	t.Helper()
 	calls := w.machine.Calls()
 	ran := slices.Index(calls, "kubeadm "+verb)
@@ -26,7 +26,7 @@ func (w *world) pulled(t *testing.T, verb string, names ...string) {
 		}
 	}
 	if at := slices.Index(calls, "restart containerd.service"); at < 0 || at > ran {
-		t.Errorf("containerd was not told: %q", calls)
+		t.Errorf("containerd was not configured: %q", calls)
 	}
 	if at := filepath.Join(w.root, "run/muster/kubeadm-patches"); ran < 0 || w.exists("run/muster/kubeadm-patches") {
 		t.Errorf("%s is left", at)
@@ -34,7 +34,7 @@ func (w *world) pulled(t *testing.T, verb string, names ...string) {
 	w.sandbox(t)
 }
 
-func (w *world) sandbox(t *testing.T) {
+func (w *fixture) sandbox(t *testing.T) {
 	t.Helper()
 	got, err := os.ReadFile(filepath.Join(w.root, "run/muster/containerd/sandbox.toml"))
 	if err != nil || !strings.Contains(string(got), machinetest.Images()[versions.Pause].String()) {
@@ -42,9 +42,9 @@ func (w *world) sandbox(t *testing.T) {
 	}
 }
 
-// B9: what runs before anything else on a control plane is named by digest.
+// B9: the images that run before everything else on a control plane are named by digest.
 func TestAnInitRunsTheListedImages(t *testing.T) {
-	w := newWorld(t, "node1")
+	w := newFixture(t, "node1")
 	w.allowInit()
 	r := w.boot()
 	if out := w.init(t.Context(), r, w.request()); out.err != nil {
@@ -59,9 +59,9 @@ func TestAnInitRunsTheListedImages(t *testing.T) {
 	}
 }
 
-// B9: the file that tells containerd lies in memory.
+// B9: the file that names the sandbox image for containerd is in memory.
 func TestEachBootNamesTheSandboxsImage(t *testing.T) {
-	w := newWorld(t, "node1")
+	w := newFixture(t, "node1")
 	w.allowInit()
 	r := w.boot()
 	if out := w.init(t.Context(), r, w.request()); out.err != nil {
@@ -78,14 +78,14 @@ func TestEachBootNamesTheSandboxsImage(t *testing.T) {
 	r.kill(t)
 	w.sandbox(t)
 	calls := w.machine.Calls()[before:]
-	if told, started := slices.Index(calls, "restart containerd.service"), slices.Index(calls, "start kubelet.service"); told < 0 || told > started {
+	if restarted, started := slices.Index(calls, "restart containerd.service"), slices.Index(calls, "start kubelet.service"); restarted < 0 || restarted > started {
 		t.Errorf("%q", calls)
 	}
 }
 
-// B9: a list without digests would leave what runs as root to whoever serves the registry.
+// B9: without digests, the operator of the registry would decide what runs as root.
 func TestAnInitWithoutDigestsIsRefused(t *testing.T) {
-	w := newWorld(t, "node1")
+	w := newFixture(t, "node1")
 	w.allowInit()
 	r := w.boot()
 	defer r.kill(t)
@@ -109,9 +109,9 @@ func TestAnInitWithoutDigestsIsRefused(t *testing.T) {
 	}
 }
 
-// A registry that has another image under the tag, and not the one that is listed, gets nothing to run.
+// If the registry has another image under the tag, and not the listed digest, no image of it runs.
 func TestAnImageThatIsNotThereEndsAnInit(t *testing.T) {
-	w := newWorld(t, "node1")
+	w := newFixture(t, "node1")
 	w.allowInit()
 	w.machine.Step = func(name string) error {
 		if name == "an image is pulled" {

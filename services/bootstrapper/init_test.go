@@ -20,9 +20,9 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-func first(t *testing.T) *world {
+func first(t *testing.T) *fixture {
 	t.Helper()
-	w := newWorld(t, "node1")
+	w := newFixture(t, "node1")
 	w.allowInit()
 	return w
 }
@@ -145,16 +145,16 @@ func TestARequestIsRefusedBeforeAnythingHappens(t *testing.T) {
 	if w.record().Locked() || len(w.machine.Calls()) != 0 || !bytes.Equal(w.tpm.PCRs()[15], make([]byte, 32)) {
 		t.Error("something happened")
 	}
-	// Only the offending input repaired: the same request is taken.
+	// The same request succeeds once only the wrong input is repaired.
 	if out := w.init(t.Context(), r, w.request()); out.err != nil {
 		t.Error(out.err)
 	}
 }
 
 func TestMetadataDecideWhoMayInit(t *testing.T) {
-	for name, change := range map[string]func(*world){
-		"no hash": func(w *world) { w.meta.InitSecretHash = nil },
-		"worker":  func(w *world) { w.meta.Role = "worker" },
+	for name, change := range map[string]func(*fixture){
+		"no hash": func(w *fixture) { w.meta.InitSecretHash = nil },
+		"worker":  func(w *fixture) { w.meta.Role = "worker" },
 	} {
 		w := first(t)
 		good := w.meta
@@ -171,7 +171,7 @@ func TestMetadataDecideWhoMayInit(t *testing.T) {
 	}
 }
 
-// As a node it could not believe any joinservice.
+// A node without the owner's key could not verify any joinservice.
 func TestAnImageThatKnowsNoOwnerBecomesNoFirstMachine(t *testing.T) {
 	w := first(t)
 	w.image.OwnerKey = nil
@@ -189,7 +189,7 @@ func TestAnImageThatKnowsNoOwnerBecomesNoFirstMachine(t *testing.T) {
 	}
 }
 
-// Wrong secrets are anybody's to send: they must neither keep the owner out nor fill the log.
+// An unauthenticated client can send wrong secrets: they must neither keep the owner out nor fill the log.
 func TestWrongSecretsDoNotKeepTheRightOneOut(t *testing.T) {
 	w := first(t)
 	r := w.boot()
@@ -203,7 +203,7 @@ func TestWrongSecretsDoNotKeepTheRightOneOut(t *testing.T) {
 		}
 		places := initRefused()
 		places.Log = nil
-		refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, places, func() error { return w.init(t.Context(), r, wrong).err })
+		refusaltest.Refused(t, w.observations(r), attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, places, func() error { return w.init(t.Context(), r, wrong).err })
 	}
 	logged := w.logged.String()
 	if n := strings.Count(logged, `"wrong init secret"`); n != 5 {
@@ -236,8 +236,8 @@ func TestAnInitGoesOnWithoutItsClientAndIsAttachedTo(t *testing.T) {
 	other := w.request()
 	other.IdempotencyKey = bytes.Repeat([]byte{2}, 16)
 	places := initRefused()
-	places.Beside = []attestv1.Reason{attestv1.Reason_REASON_DEADLINE} // of the one that hung up
-	refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_NODE_LOCKED, places, func() error { return w.init(t.Context(), r, other).err })
+	places.Beside = []attestv1.Reason{attestv1.Reason_REASON_DEADLINE} // of the client that hung up
+	refusaltest.Refused(t, w.observations(r), attestv1.Reason_REASON_NODE_LOCKED, places, func() error { return w.init(t.Context(), r, other).err })
 	changed := w.request()
 	changed.ClusterName = "other"
 	if out := w.init(t.Context(), r, changed); reason(out.err) != "REQUEST_INVALID" {
@@ -282,7 +282,7 @@ func TestAResultThatNobodyFetchedIsKeptAcrossARestart(t *testing.T) {
 	if err := r.end(t); err != nil {
 		t.Fatal(err)
 	}
-	// From then on a boot only makes sure that the node runs.
+	// After that, a boot only ensures that the node runs.
 	w.reboot()
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)
@@ -306,7 +306,7 @@ func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
 	}
 	r := w.boot()
 	var out outcome
-	refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_KUBEADM_FAILED, initFailed(), func() error {
+	refusaltest.Refused(t, w.observations(r), attestv1.Reason_REASON_KUBEADM_FAILED, initFailed(), func() error {
 		out = w.init(t.Context(), r, w.request())
 		return out.err
 	})
@@ -316,11 +316,11 @@ func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
 	if w.exists("/etc/kubernetes/manifests") || w.exists("/var/lib/etcd/member") {
 		t.Error("left something behind")
 	}
-	// What kubeadm said is for those who have the init secret.
-	stranger := w.request()
-	stranger.InitSecret = make([]byte, 32)
-	if err := w.refused(t, r, stranger, attestv1.Reason_REASON_INIT_SECRET_INVALID); err == nil || strings.Contains(err.Error(), "wait-control-plane") {
-		t.Errorf("a stranger is told %v", err)
+	// The output of kubeadm is only for clients with the init secret.
+	unauthenticated := w.request()
+	unauthenticated.InitSecret = make([]byte, 32)
+	if err := w.refused(t, r, unauthenticated, attestv1.Reason_REASON_INIT_SECRET_INVALID); err == nil || strings.Contains(err.Error(), "wait-control-plane") {
+		t.Errorf("an unauthenticated client gets %v", err)
 	}
 	other := w.request()
 	other.IdempotencyKey = bytes.Repeat([]byte{2}, 16)
@@ -344,9 +344,8 @@ func TestAFailedInitSaysWhyCleansUpAndCanBeCorrected(t *testing.T) {
 	}
 }
 
-// B3: the machine dies at each of its effects in turn, with or without a reboot. When it is
-// back and the owner calls again with the same key, it ends as the first node, once, of the
-// same cluster.
+// B3: the machine stops at each of its effects in turn, with or without a reboot. After its restart the owner repeats the request with the same key, and
+// the machine becomes the first node of the same cluster, once.
 func TestAnInitThatDiesAnywhereEndsAsANode(t *testing.T) {
 	for _, reboot := range []bool{false, true} {
 		for point := 0; ; point++ {
@@ -354,7 +353,7 @@ func TestAnInitThatDiesAnywhereEndsAsANode(t *testing.T) {
 			w.dieAfter(point)
 			r := w.boot()
 			out := w.init(t.Context(), r, w.request())
-			_ = r.end(t) // from here on nothing adds to the steps
+			_ = r.end(t) // no more steps are recorded after this
 			died := w.steps[len(w.steps)-1]
 			if out.err == nil {
 				if point < 25 {

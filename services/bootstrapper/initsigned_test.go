@@ -11,8 +11,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// sign has the owner of the image sign a request for this machine.
-func (w *world) sign(req *initv1.InitRequest, adopt bool) {
+// sign signs a request for this machine with the key of the image's owner.
+func (w *fixture) sign(req *initv1.InitRequest, adopt bool) {
 	root, err := keys.ParseRoot(keys.FirstVersion, req.GetRootSecret(), req.GetSalt())
 	if err != nil {
 		w.t.Fatal(err)
@@ -20,12 +20,12 @@ func (w *world) sign(req *initv1.InitRequest, adopt bool) {
 	req.OwnerSignature = ownerorder.Init{Cluster: root.ClusterID([32]byte(req.GetMeasurementSalt())), Machine: w.tpm.ID(), Adopt: adopt}.Sign(w.signer)
 }
 
-// Whoever writes the metadata of a machine knows its init secret. Nobody but the owner of its image begins a cluster on it (B10).
+// A writer of a machine's metadata knows its init secret, but only the owner of its image can begin a cluster on it (B10).
 func TestOnlyTheOwnerOfTheImageBeginsACluster(t *testing.T) {
 	w := first(t)
 	r := w.boot()
 	defer r.kill(t)
-	_, stranger := ownerKey(t)
+	_, other := ownerKey(t)
 	right := w.signer
 	for name, tt := range map[string]struct {
 		change func(*initv1.InitRequest)
@@ -33,8 +33,8 @@ func TestOnlyTheOwnerOfTheImageBeginsACluster(t *testing.T) {
 	}{
 		"no signature": {func(q *initv1.InitRequest) { q.OwnerSignature = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a long one":   {func(q *initv1.InitRequest) { q.OwnerSignature = append(q.OwnerSignature, 0) }, attestv1.Reason_REASON_REQUEST_INVALID},
-		"of a stranger": {func(q *initv1.InitRequest) {
-			w.signer = stranger
+		"of another owner": {func(q *initv1.InitRequest) {
+			w.signer = other
 			w.sign(q, false)
 			w.signer = right
 		}, attestv1.Reason_REASON_OWNER_SIGNATURE},

@@ -16,7 +16,7 @@ import (
 )
 
 // put writes a file of the machine.
-func (w *world) put(t *testing.T, name, content string) {
+func (w *fixture) put(t *testing.T, name, content string) {
 	t.Helper()
 	at := filepath.Join(w.root, name)
 	if err := os.MkdirAll(filepath.Dir(at), 0o755); err != nil {
@@ -27,7 +27,7 @@ func (w *world) put(t *testing.T, name, content string) {
 	}
 }
 
-func (w *world) get(name string) string {
+func (w *fixture) get(name string) string {
 	b, _ := os.ReadFile(filepath.Join(w.root, name))
 	return string(b)
 }
@@ -41,10 +41,10 @@ const (
 	kubeletEnv    = "KUBELET_KUBEADM_ARGS=\"--node-ip=192.168.77.11\"\n"
 )
 
-// rebooted is a node whose encrypted disk a joinservice has opened at this boot, with the list of the cluster.
-func rebooted(t *testing.T) *world {
+// rebooted returns a node whose encrypted disk was opened by a joinservice at this boot, with the cluster's list.
+func rebooted(t *testing.T) *fixture {
 	t.Helper()
-	w := newWorld(t, "node1")
+	w := newFixture(t, "node1")
 	w.allowInit()
 	r := w.boot()
 	if out := w.init(t.Context(), r, w.request()); out.err != nil {
@@ -70,7 +70,7 @@ func rebooted(t *testing.T) *world {
 	return w
 }
 
-// link makes to a second name of the file at, or at a link to it.
+// link makes the path to a second name of the file at, or a link to it.
 func link(t *testing.T, at, to string, hard bool) {
 	t.Helper()
 	if hard {
@@ -82,8 +82,8 @@ func link(t *testing.T, at, to string, hard bool) {
 	}
 }
 
-// desires has the joinservice that gave the key say what the machine is to be.
-func (w *world) desires(t *testing.T) {
+// desires makes the joinservice that gave the key send the desired state of the machine.
+func (w *fixture) desires(t *testing.T) {
 	t.Helper()
 	ca := []byte(strings.TrimSpace(w.get("etc/kubernetes/pki/ca.crt")))
 	d := component.Desired{
@@ -95,8 +95,8 @@ func (w *world) desires(t *testing.T) {
 	}
 }
 
-// startAgain lets the machine come up.
-func (w *world) startAgain(t *testing.T) {
+// startAgain restarts the machine and its bootstrapper.
+func (w *fixture) startAgain(t *testing.T) {
 	t.Helper()
 	r := w.boot()
 	eventually(t, "the kubelet runs", func() bool { return w.machine.Running("kubelet.service") })
@@ -105,7 +105,7 @@ func (w *world) startAgain(t *testing.T) {
 
 const tampered = "the state disk has what the cluster does not list"
 
-// A disk as the machine left it is left alone.
+// A disk that nothing has changed since the machine used it stays as it is.
 func TestAnUnchangedStateDiskIsLeftAlone(t *testing.T) {
 	w := rebooted(t)
 	before := map[string]string{}
@@ -124,13 +124,13 @@ func TestAnUnchangedStateDiskIsLeftAlone(t *testing.T) {
 	w.sandbox(t)
 }
 
-// B8: whoever was root once does not run at the next boot.
+// B8: a file that an attacker with root rights left does not run at the next boot.
 func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 	images := machinetest.Images()
 	for name, tt := range map[string]struct {
 		file, content string
-		gone          bool   // or else as want
-		want          string // what it must be
+		gone          bool   // or else as in want
+		want          string // the expected content
 	}{
 		"a replaced program":                {file: "usr/local/bin/kubeadm", content: "#!evil", want: string(kubeadmBinary)},
 		"a program in the path":             {file: "usr/local/bin/apparmor_parser", content: "#!evil", gone: true},
@@ -163,14 +163,14 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 			if w.exists(tt.file) == tt.gone || !tt.gone && w.get(tt.file) != tt.want {
 				t.Errorf("%s is %q", tt.file, w.get(tt.file))
 			}
-			if told := strings.Contains(w.logged.String(), tampered); told == (tt.file == component.KeptList || strings.HasSuffix(tt.file, "checkpoint")) {
-				t.Errorf("told: %t", told)
+			if logged := strings.Contains(w.logged.String(), tampered); logged == (tt.file == component.KeptList || strings.HasSuffix(tt.file, "checkpoint")) {
+				t.Errorf("logged: %t", logged)
 			}
 		})
 	}
 }
 
-// B8: a link in the place of a folder leads programs elsewhere, and one in the place of a static pod can say something else later.
+// B8: a link in the place of a folder leads programs to another folder, and a link in the place of a static pod can change its content later.
 func TestALinkInPlaceOfAFolderIsReplaced(t *testing.T) {
 	w := rebooted(t)
 	const pod = "etc/kubernetes/manifests/etcd.yaml"
@@ -191,11 +191,11 @@ func TestALinkInPlaceOfAFolderIsReplaced(t *testing.T) {
 	}
 }
 
-// B8: what lies on the state disk by two names, or is a link, can be changed after it was looked at.
+// B8: a file of the state disk with two names, or a link, can be changed after it was checked.
 func TestWhatHasTwoNamesOrIsALinkIsNotLeft(t *testing.T) {
 	for name, tt := range map[string]struct {
-		at   string // a link, as it would be without the check
-		to   string // where it leads
+		at   string // a link, as without the check
+		to   string // its target
 		hard bool
 	}{
 		"a program that a volume has too":   {"usr/local/bin/kubeadm", "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v/kubeadm", true},
@@ -229,13 +229,13 @@ func TestWhatHasTwoNamesOrIsALinkIsNotLeft(t *testing.T) {
 				t.Error("the link is there")
 			}
 			if !strings.Contains(w.logged.String(), tampered) {
-				t.Error("nobody is told")
+				t.Error("nothing is logged")
 			}
 		})
 	}
 }
 
-// B7, B8: the kubelet's unit starts it if this file is there, and a boot begins without it.
+// B7, B8: the kubelet's unit starts the kubelet only if this file exists, and the file does not exist at boot.
 func TestNothingOfTheStateDiskStartsBeforeItWasLookedAt(t *testing.T) {
 	w := rebooted(t)
 	if w.exists(strings.TrimPrefix(mayStart, "/")) {
@@ -253,16 +253,16 @@ func TestNothingOfTheStateDiskStartsBeforeItWasLookedAt(t *testing.T) {
 
 const mayStart = "/run/muster/kubelet-may-start"
 
-// B8: fields by which the kubelet would take pods from elsewhere, or run programs.
+// B8: these fields make the kubelet take pods from another source or run programs.
 func TestTheKubeletsConfigurationIsPutRight(t *testing.T) {
 	for name, change := range map[string][2]string{
-		"pods of another folder":  {"staticPodPath: /etc/kubernetes/manifests", "staticPodPath: /var/evil"},
-		"pods of a server":        {"clusterDomain", "staticPodURL: http://evil/\nclusterDomain"},
-		"plugins of a folder":     {"clusterDomain", "volumePluginDir: /var/evil\nclusterDomain"},
-		"another runtime":         {"clusterDomain", "containerRuntimeEndpoint: unix:///var/evil\nclusterDomain"},
-		"orders of whom it signs": {"ca.crt", "evil.crt"},
-		"orders of anybody":       {"anonymous: {enabled: false}", "anonymous: {enabled: true}"},
-		"everything allowed":      {"mode: Webhook", "mode: AlwaysAllow"},
+		"pods of another folder":            {"staticPodPath: /etc/kubernetes/manifests", "staticPodPath: /var/evil"},
+		"pods of a server":                  {"clusterDomain", "staticPodURL: http://evil/\nclusterDomain"},
+		"plugins of a folder":               {"clusterDomain", "volumePluginDir: /var/evil\nclusterDomain"},
+		"another runtime":                   {"clusterDomain", "containerRuntimeEndpoint: unix:///var/evil\nclusterDomain"},
+		"orders of whom it signs":           {"ca.crt", "evil.crt"},
+		"orders of unauthenticated clients": {"anonymous: {enabled: false}", "anonymous: {enabled: true}"},
+		"everything allowed":                {"mode: Webhook", "mode: AlwaysAllow"},
 	} {
 		w := rebooted(t)
 		w.put(t, "var/lib/kubelet/config.yaml", strings.Replace(kubeletConfig, change[0], change[1], 1))
@@ -272,12 +272,12 @@ func TestTheKubeletsConfigurationIsPutRight(t *testing.T) {
 			t.Errorf("%s: %s", name, got)
 		}
 		if !strings.Contains(w.logged.String(), tampered) {
-			t.Errorf("%s: nobody is told", name)
+			t.Errorf("%s: nothing is logged", name)
 		}
 	}
 }
 
-// B8: the kubelet takes its pods, and orders, from whom the cluster's own authority and address say.
+// B8: the kubelet takes its pods and orders only from the cluster's own authority and address.
 func TestTheKubeletsClusterIsPutRight(t *testing.T) {
 	const conf, kubelet = "etc/kubernetes/kubelet.conf", "  user:\n"
 	own := "https://192.168.77.11:6443"
@@ -291,7 +291,7 @@ func TestTheKubeletsClusterIsPutRight(t *testing.T) {
 		"another user":          {old: kubelet, new: kubelet + "    as: evil\n"},
 		"a plugin":              {old: kubelet, new: kubelet + "    auth-provider: {name: evil}\n"},
 		"a proxy":               {old: "    server:", new: "    proxy-url: http://evil\n    server:"},
-		"nobody's server":       {old: "    server:", new: "    insecure-skip-tls-verify: true\n    server:"},
+		"an unverified server":  {old: "    server:", new: "    insecure-skip-tls-verify: true\n    server:"},
 		"another name in TLS":   {old: "    server:", new: "    tls-server-name: evil\n    server:"},
 		"another authority":     {old: "    certificate-authority-data: ", new: "    certificate-authority-data: ZXZpbA==\n    x: "},
 		"an authority's file":   {old: "    server:", new: "    certificate-authority: /var/evil\n    server:"},
@@ -315,13 +315,13 @@ func TestTheKubeletsClusterIsPutRight(t *testing.T) {
 				t.Errorf("%s, want %s with server %s", got, before, want)
 			}
 			if !strings.Contains(w.logged.String(), tampered) {
-				t.Error("nobody is told")
+				t.Error("nothing is logged")
 			}
 		})
 	}
 }
 
-// B8: whoever has an authority's key gives a kubelet orders, or an API server.
+// B8: the owner of an authority's private key could control a kubelet, or pose as an API server.
 func TestAuthoritiesAreThoseOfTheCluster(t *testing.T) {
 	for _, name := range []string{"ca.crt", "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"} {
 		w := rebooted(t)
@@ -334,7 +334,7 @@ func TestAuthoritiesAreThoseOfTheCluster(t *testing.T) {
 			t.Errorf("%s is %q, want %q", name, got, want)
 		}
 		if !strings.Contains(w.logged.String(), tampered) {
-			t.Errorf("%s: nobody is told", name)
+			t.Errorf("%s: nothing is logged", name)
 		}
 	}
 	for name, at := range map[string]string{"the file": "etc/kubernetes/pki/ca.crt", "the folder": "etc/kubernetes/pki"} {
@@ -349,7 +349,7 @@ func TestAuthoritiesAreThoseOfTheCluster(t *testing.T) {
 	}
 }
 
-// B8: a journal that was set back has kubeadm run again, and the kubelet with it.
+// B8: an old journal would make kubeadm, and with it the kubelet, run again.
 func TestAJournalThatWasSetBackRunsNothing(t *testing.T) {
 	for _, step := range []journal.Step{journal.StepDisk, journal.StepConfigured, journal.StepKubeadm, journal.StepKubeadmRan} {
 		t.Run(step.String(), func(t *testing.T) {
@@ -369,13 +369,13 @@ func TestAJournalThatWasSetBackRunsNothing(t *testing.T) {
 			eventually(t, "it has looked", func() bool { return w.exists("run/muster/state-checked") })
 			r.kill(t)
 			if w.get("usr/local/bin/kubeadm") != string(kubeadmBinary) || w.exists("usr/local/bin/evil") || w.exists("etc/kubernetes/manifests/evil.yaml") {
-				t.Error("what somebody left is there")
+				t.Error("the attacker's file is there")
 			}
 		})
 	}
 }
 
-// A worker has no static pods, and what a network's installer has brought since the boot stays when the bootstrapper runs again.
+// A worker has no static pods. Files that a network plugin's installer wrote after the boot stay when the bootstrapper runs again.
 func TestAWorkerHasNoStaticPods(t *testing.T) {
 	w := rebooted(t)
 	w.meta.Role = "worker"

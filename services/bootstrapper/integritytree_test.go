@@ -17,14 +17,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// B8: links, and files with a second name, lead to what somebody changes later.
+// B8: links, and files with a second name, lead to content that an attacker can change later.
 func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
 	const volume = "var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/v"
 	for name, tt := range map[string]struct {
 		at     string
 		hard   bool
-		gone   bool // or else a file of its own
-		others bool // may write it
+		gone   bool // or else a regular file with one name
+		others bool // others may write it
 	}{
 		"a configuration that others may write": {at: "var/lib/kubelet/config.yaml", others: true},
 		"an authority in a volume":              {at: "etc/kubernetes/pki/ca.crt", hard: true},
@@ -83,7 +83,7 @@ func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
 	}
 }
 
-// B8: a mark that somebody has a program leave by a link on the disk says nothing.
+// B8: a mark is ignored if a program wrote it through a link on the disk.
 func TestAForeignMarkDoesNotEndTheComparison(t *testing.T) {
 	for _, content := range []string{"", "0123456789abcdef0123456789abcdef\n"} {
 		w := rebooted(t)
@@ -96,7 +96,7 @@ func TestAForeignMarkDoesNotEndTheComparison(t *testing.T) {
 	}
 }
 
-// B8: this machine's own services use these as root.
+// B8: this machine's own services use these kubeconfigs as root.
 func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
 	const user = "  user:\n"
 	own := "https://192.168.77.11:6443"
@@ -119,11 +119,11 @@ func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
 				t.Errorf("%s, %s: %s", name, file, got)
 			}
 			if !strings.Contains(w.logged.String(), tampered) {
-				t.Errorf("%s, %s: nobody is told", name, file)
+				t.Errorf("%s, %s: nothing is logged", name, file)
 			}
 		}
 	}
-	// One that leads to the cluster's address stays as it is, and a worker has none.
+	// A kubeconfig with the cluster's address stays as it is, and a worker has none.
 	w := rebooted(t)
 	text := strings.Replace(w.get("etc/kubernetes/admin.conf"), own, "https://192.168.77.1:6443", 1)
 	w.put(t, "etc/kubernetes/admin.conf", text)
@@ -142,7 +142,7 @@ func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
 	}
 }
 
-// B8: a renewal that was interrupted has files that are put in place at the next boot.
+// B8: an interrupted renewal leaves files that the next boot puts in place.
 func TestAStagedRenewalIsComparedToo(t *testing.T) {
 	w := rebooted(t)
 	evil := strings.Replace(w.get("etc/kubernetes/admin.conf"), "  user:\n", "  user:\n    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n", 1)
@@ -154,7 +154,7 @@ func TestAStagedRenewalIsComparedToo(t *testing.T) {
 	}
 }
 
-// B7: an authority that was moved away makes no worker of a control plane.
+// B7: a control plane whose authority was moved away does not count as a worker.
 func TestAControlPlaneWithoutItsAuthorityIsComparedWithItsTPM(t *testing.T) {
 	w := rebooted(t)
 	if err := os.Remove(filepath.Join(w.root, "etc/kubernetes/pki/ca.key")); err != nil {
@@ -171,7 +171,7 @@ func TestAControlPlaneWithoutItsAuthorityIsComparedWithItsTPM(t *testing.T) {
 	}
 }
 
-// B8: the log of a boot may be read by nobody, so the attester's metrics have it until the next boot.
+// B8: an operator may never read the log of a boot, so the attester's metrics show its findings until the next boot.
 func TestFindingsAreInTheAttestersMetrics(t *testing.T) {
 	w := rebooted(t)
 	metrics := w.reattest()
@@ -186,7 +186,8 @@ func TestFindingsAreInTheAttestersMetrics(t *testing.T) {
 	}
 }
 
-// B8: while the mirror does not answer, the process starts again and compares again. The program is one finding, and is said to be installed once it is.
+// B8: while the mirror does not answer, the process restarts and compares again. The program is one finding, and is reported as installed only once it
+// is.
 func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
 	w := rebooted(t)
 	metrics, mirror := w.reattest(), w.mirror
@@ -213,7 +214,7 @@ func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
 	}
 }
 
-// B8: the kubelet leaves what it finds in the place of a ConfigMap's file, and what a folder of pods leads to is not the comparison's to delete.
+// B8: the kubelet does not remove unknown files from a ConfigMap's volume. The comparison removes them, but does not follow links out of a pods folder.
 func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	w := rebooted(t)
 	const pod = "var/lib/kubelet/pods/u"
@@ -239,7 +240,7 @@ func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	}
 }
 
-// B8: whoever has a program delete the list by a path on the disk gets no start without a comparison.
+// B8: an attacker who makes a program delete the list through a path on the disk can't start a machine without a comparison.
 func TestWithoutItsListNothingOfAnEncryptedDiskStarts(t *testing.T) {
 	w := rebooted(t)
 	w.encrypt(luks2test.Genuine(t, firstKey, luks2.HMACSHA256, luks2.LabelState))

@@ -24,11 +24,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// worker is a machine that joins, and a joinservice on another machine of the same image.
-// The machine's image knows the owner's key.
-func worker(t testing.TB) (*world, *joinservice) {
+// worker returns a machine that joins, and a joinservice on another machine of the same image. The image has the owner's key.
+func worker(t testing.TB) (*fixture, *joinservice) {
 	t.Helper()
-	w := newWorld(t, "node2")
+	w := newFixture(t, "node2")
 	w.meta.Role = "worker"
 	priv := w.signer
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
@@ -36,7 +35,7 @@ func worker(t testing.TB) (*world, *joinservice) {
 	return w, j
 }
 
-func (w *world) isNode(t testing.TB) {
+func (w *fixture) isNode(t testing.TB) {
 	t.Helper()
 	rec := w.record()
 	bank, _ := w.tpm.Bank().Hash()
@@ -76,7 +75,7 @@ func TestAMachineJoins(t *testing.T) {
 		}
 	}
 	w.kubeletAsks(t, "https://192.168.77.1:6443")
-	// K3: the disk's key is nowhere.
+	// K3: no file has the disk's key.
 	key := bytes.Repeat([]byte{0xD1}, 32)
 	if strings.Contains(w.logged.String(), hex.EncodeToString(key)) {
 		t.Error("the disk key is in the log")
@@ -110,11 +109,11 @@ func TestAControlPlaneJoinsWithExactlyItsEightFiles(t *testing.T) {
 	if j.requests[0].GetRole() != joinv1.Role_ROLE_CONTROL_PLANE {
 		t.Error("role")
 	}
-	w.kubeletAsks(t, "https://"+w.meta.Addresses[0].String()+":6443") // its own API server: whoever leads the cluster's endpoint elsewhere keeps no control plane from it
+	w.kubeletAsks(t, "https://"+w.meta.Addresses[0].String()+":6443") // its own API server: an attacker who redirects the cluster's endpoint can't cut a control plane off from it
 }
 
-// kubeletAsks wants a kubelet that uses its certificate at server, and nothing left of what kubeadm discovered the cluster by.
-func (w *world) kubeletAsks(t *testing.T, server string) {
+// kubeletAsks checks that the kubelet uses its certificate at server, and that nothing of kubeadm's discovery is left.
+func (w *fixture) kubeletAsks(t *testing.T, server string) {
 	t.Helper()
 	conf, err := os.ReadFile(filepath.Join(w.root, kubeadm.KubeletConf))
 	if err != nil || !strings.Contains(string(conf), "server: "+server+"\n") || !strings.Contains(string(conf), clientFile) {
@@ -149,65 +148,65 @@ func TestRequestsAreWhatJoinserviceWants(t *testing.T) {
 	}
 }
 
-// A joinservice is believed only if its machine is what the owner's policy says.
+// A joinservice is accepted only if its machine matches the owner's policy.
 func TestAJoinserviceIsJudged(t *testing.T) {
 	for name, tt := range map[string]struct {
-		setUp func(t *testing.T, w *world) *attesttest.Machine // the joinservice's machine
-		other bool                                             // signed by another owner
-		lists func(w *world) []*attesttest.Machine             // the policy's control planes; nil: the joinservice's machine
-		want  attestv1.Reason                                  // 0: accepted
+		setUp func(t *testing.T, w *fixture) *attesttest.Machine // the joinservice's machine
+		other bool                                               // signed by another owner
+		lists func(w *fixture) []*attesttest.Machine             // the policy's control planes; nil: the joinservice's machine
+		want  attestv1.Reason                                    // 0: accepted
 	}{
-		"the same image, the owner's policy": {setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"the same image, the owner's policy": {setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
-		"another image": {want: attestv1.Reason_REASON_POLICY_REFUSED, setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"another image": {want: attestv1.Reason_REASON_POLICY_REFUSED, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "tampered"})
 		}},
-		"another EK root": {want: attestv1.Reason_REASON_EK_UNTRUSTED, setUp: func(t *testing.T, _ *world) *attesttest.Machine {
+		"another EK root": {want: attestv1.Reason_REASON_EK_UNTRUSTED, setUp: func(t *testing.T, _ *fixture) *attesttest.Machine {
 			return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 		}},
-		"a policy of another owner": {want: attestv1.Reason_REASON_POLICY_SIGNATURE, other: true, setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"a policy of another owner": {want: attestv1.Reason_REASON_POLICY_SIGNATURE, other: true, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
-		// What root on a worker has, a banned one too: a genuine machine of the cluster, its attester's socket of the purpose joinservice, and the
-		// policy in force.
+		// An attacker with root rights on a worker, also a banned one, has a genuine machine of the cluster, its attester's socket of the purpose
+		// joinservice, and the policy in force.
 		"a worker, with the real policy": {
-			want: attestv1.Reason_REASON_SERVER_NOT_LISTED, lists: func(w *world) []*attesttest.Machine {
+			want: attestv1.Reason_REASON_SERVER_NOT_LISTED, lists: func(w *fixture) []*attesttest.Machine {
 				return []*attesttest.Machine{attesttest.NewMachine(w.t, w.ca, attesttest.Options{})}
 			},
-			setUp: func(t *testing.T, w *world) *attesttest.Machine {
+			setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 				return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 			},
 		},
-		"a policy that lists nobody": {
-			want: attestv1.Reason_REASON_SERVER_NOT_LISTED, lists: func(*world) []*attesttest.Machine { return []*attesttest.Machine{} },
-			setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"a policy that lists no machine": {
+			want: attestv1.Reason_REASON_SERVER_NOT_LISTED, lists: func(*fixture) []*attesttest.Machine { return []*attesttest.Machine{} },
+			setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 				return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 			},
 		},
-		"no owner's key, and no switch": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"no owner's key, and no switch": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			w.image.OwnerKey = nil
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
-		"no owner's key, the same image": {setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"no owner's key, the same image": {setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
-		"no owner's key, another image": {want: attestv1.Reason_REASON_POLICY_REFUSED, setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"no owner's key, another image": {want: attestv1.Reason_REASON_POLICY_REFUSED, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "tampered"})
 		}},
-		"no owner's key, another EK root": {want: attestv1.Reason_REASON_EK_UNTRUSTED, setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"no owner's key, another EK root": {want: attestv1.Reason_REASON_EK_UNTRUSTED, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 		}},
-		"no owner's key, no roots": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *world) *attesttest.Machine {
+		"no owner's key, no roots": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
 			w.image.OwnerKey, w.image.NoOwnerKey, w.image.EKRoots = nil, true, nil
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, "node2")
+			w := newFixture(t, "node2")
 			w.meta.Role = "worker"
 			pub, priv := ownerKey(t)
 			w.image.OwnerKey = pub
@@ -235,7 +234,7 @@ func TestAJoinserviceIsJudged(t *testing.T) {
 	}
 }
 
-// B2: an init that wins while a ticket is on its way: the ticket is given back.
+// B2: an init wins while the joinservice issues a ticket: the ticket is returned.
 func TestATicketThatLosesTheRaceIsGivenBack(t *testing.T) {
 	w, j := worker(t)
 	w.meta.Role = "control-plane"
@@ -246,7 +245,8 @@ func TestATicketThatLosesTheRaceIsGivenBack(t *testing.T) {
 		<-release
 		return nil, nil
 	}, nil)
-	// The ticket comes once the init has the lock, and the init goes on once it was given back: how long a result lingers decides nothing.
+	// The ticket arrives after the init has taken the lock, and the init continues after the ticket was returned, so the linger time of a result has no
+	// effect.
 	w.machine.Step = func(name string) error {
 		if name == "kubeadm init begins" {
 			close(release)
@@ -296,7 +296,7 @@ func TestAnInitIsRefusedOnceAJoinHasTheLock(t *testing.T) {
 	w.isNode(t)
 }
 
-// What is wrong with a ticket is found before the machine is changed.
+// An error in a ticket is found before the machine is changed.
 func TestABadTicketIsGivenBackAndChangesNothing(t *testing.T) {
 	for name, tt := range map[string]struct {
 		change func(*joinv1.IssueJoinTicketResponse)
@@ -339,7 +339,7 @@ func TestABadTicketIsGivenBackAndChangesNothing(t *testing.T) {
 			if w.record().Locked() || len(w.machine.Calls()) != 0 || w.exists("/etc/kubernetes") || w.exists("/var/lib/kubelet") {
 				t.Error("the machine was changed")
 			}
-			// Only the offending input repaired: it joins.
+			// The machine joins once only the wrong input is repaired.
 			j.script(nil, nil)
 			if err := r.end(t); err != nil {
 				t.Fatal(err)
@@ -372,7 +372,7 @@ func TestTheServersHintIsHonoured(t *testing.T) {
 	}
 }
 
-// Of several endpoints, ones that refuse, hang or are nobody's cost one stagger each.
+// An endpoint that refuses, hangs or does not exist costs one stagger.
 func TestEndpointsThatDontAnswerAreSteppedOver(t *testing.T) {
 	w, j := worker(t)
 	silent, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -389,7 +389,7 @@ func TestEndpointsThatDontAnswerAreSteppedOver(t *testing.T) {
 	w.isNode(t)
 }
 
-// B3: the machine dies at each effect of a join in turn, and ends as a node all the same.
+// B3: the machine stops at each effect of a join in turn, and still becomes a node.
 func TestAJoinThatDiesAnywhereEndsAsANode(t *testing.T) {
 	for _, role := range []string{"worker", "control-plane"} {
 		for point := 0; ; point++ {
@@ -449,7 +449,7 @@ func TestAKubeadmJoinThatFailsIsRepeatedWithANewTicket(t *testing.T) {
 	}
 }
 
-// A mainboard was exchanged: what the disk has of the node was given to another TPM, and retired.
+// The mainboard was replaced: the credentials of the node on the disk belong to another TPM, which is retired.
 func TestANodeWithAnotherTPMJoinsAnew(t *testing.T) {
 	w, j := worker(t)
 	if err := w.boot().end(t); err != nil {
@@ -474,7 +474,7 @@ func TestANodeWithAnotherTPMJoinsAnew(t *testing.T) {
 
 func TestAMachineThatIsLockedStaysWithItsCluster(t *testing.T) {
 	w, j := worker(t)
-	w.dieAfter(8) // somewhere after the lock
+	w.dieAfter(8) // at some step after the lock
 	r := w.boot()
 	_ = r.end(t)
 	if !w.record().Locked() {

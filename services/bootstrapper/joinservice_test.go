@@ -35,18 +35,17 @@ import (
 
 var clusterID = [32]byte(bytes.Repeat([]byte{0xC1}, 32))
 
-// joinservice is a cluster of one joinservice on a machine of its own: real attested TLS,
-// real certificates, and a script for what it answers.
+// joinservice is a cluster with one joinservice on a machine of its own: real attested TLS, real certificates, and scripted answers.
 type joinservice struct {
-	joinv1connect.UnimplementedJoinServiceHandler // a machine that runs asks for no rejoin ticket
+	joinv1connect.UnimplementedJoinServiceHandler // a running machine requests no rejoin ticket
 
-	t      testing.TB
-	addr   string
-	host   *attesttest.Machine
-	signed *attestv1.SignedPolicy
-	key    *ecdsa.PrivateKey
-	ca     *x509.Certificate
-	world  *world
+	t       testing.TB
+	addr    string
+	host    *attesttest.Machine
+	signed  *attestv1.SignedPolicy
+	key     *ecdsa.PrivateKey
+	ca      *x509.Certificate
+	fixture *fixture
 
 	mu       sync.Mutex
 	answer   func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) // nil: a ticket
@@ -54,30 +53,30 @@ type joinservice struct {
 	requests []*joinv1.IssueJoinTicketRequest
 	callers  []attest.MachineID
 	returned [][]byte
-	attested []attest.Peer                                 // that came again
-	again    func(n int) (*joinv1.ReattestResponse, error) // the answer to the nth; nil: an empty one
+	attested []attest.Peer                                 // the peers of Reattest calls
+	again    func(n int) (*joinv1.ReattestResponse, error) // returns the nth answer; nil: an empty one
 	at       []time.Time
-	lease    time.Duration // of a control plane's turn
+	lease    time.Duration // of a control plane's join lease
 	renewals []*joinv1.RenewJoinLeaseRequest
-	renewal  func(n int) error // the answer to the nth; nil: it is renewed
-	ahead    atomic.Int64      // of the cluster's clock
+	renewal  func(n int) error // returns the nth answer; nil: the lease is renewed
+	ahead    atomic.Int64      // offset of the cluster's clock
 	renewed  []*joinv1.RenewNodeCertificatesRequest
-	renew    func(n int, out *joinv1.RenewNodeCertificatesResponse) error // changes the answer to the nth; nil: certificates
+	renew    func(n int, out *joinv1.RenewNodeCertificatesResponse) error // changes the nth answer; nil: certificates
 }
 
-// signs is the policy that it shows from now on.
+// signs sets the policy that the joinservice shows from now on.
 func (j *joinservice) signs(p *attestv1.SignedPolicy) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.signed = p
 }
 
-// newJoinservice starts one that admits what the world's machine has booted. It runs on
-// host, and presents a policy that owner signed and that lists the host, with the changes.
-func newJoinservice(t testing.TB, w *world, host *attesttest.Machine, owner ed25519.PrivateKey, changes ...func(*attestv1.Policy)) *joinservice {
+// newJoinservice starts a joinservice that admits the fixture's machine as it was booted. It runs on host, and presents a policy that owner signed and
+// that lists the host, with the changes.
+func newJoinservice(t testing.TB, w *fixture, host *attesttest.Machine, owner ed25519.PrivateKey, changes ...func(*attestv1.Policy)) *joinservice {
 	t.Helper()
 	policy := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, slices.Insert(changes, 0, attesttest.ControlPlanes(host))...)
-	j := &joinservice{t: t, host: host, lease: time.Minute, signed: attest.SignPolicy(owner, policy), world: w}
+	j := &joinservice{t: t, host: host, lease: time.Minute, signed: attest.SignPolicy(owner, policy), fixture: w}
 	var err error
 	if j.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
 		t.Fatal(err)
@@ -142,7 +141,7 @@ func certPEM(c *x509.Certificate) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw})
 }
 
-// issue signs what a request asks for, as Kubernetes' signers do.
+// issue signs a certificate request as Kubernetes' signers do.
 func (j *joinservice) issue(csr []byte, use x509.ExtKeyUsage) []byte {
 	r, err := x509.ParseCertificateRequest(csr)
 	if err != nil {
@@ -155,7 +154,7 @@ func (j *joinservice) issue(csr []byte, use x509.ExtKeyUsage) []byte {
 	}, j.ca, r.PublicKey))
 }
 
-// now is the time by the cluster's clock.
+// now returns the time of the cluster's clock.
 func (j *joinservice) now() time.Time { return time.Now().Add(time.Duration(j.ahead.Load())) }
 
 func (j *joinservice) RenewNodeCertificates(_ context.Context, req *joinv1.RenewNodeCertificatesRequest) (*joinv1.RenewNodeCertificatesResponse, error) {
@@ -175,14 +174,14 @@ func (j *joinservice) RenewNodeCertificates(_ context.Context, req *joinv1.Renew
 	return out, nil
 }
 
-// onRenewal says how renewals are answered.
+// onRenewal sets how renewals are answered.
 func (j *joinservice) onRenewal(renew func(n int, out *joinv1.RenewNodeCertificatesResponse) error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.renew = renew
 }
 
-// renewedCSRs are the requests for new certificates so far.
+// renewedCSRs returns the certificate renewal requests so far.
 func (j *joinservice) renewedCSRs() []*joinv1.RenewNodeCertificatesRequest {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -206,7 +205,7 @@ func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoin
 	}
 	resp := &joinv1.IssueJoinTicketResponse{
 		TicketId: bytes.Repeat([]byte{7}, 16), DiskKey: bytes.Repeat([]byte{0xD1}, 32), ClusterId: clusterID[:], KubernetesVersion: "1.36.1",
-		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: certPEM(j.ca), Components: j.world.components(), Images: machinetest.Images().References(),
+		ControlPlaneEndpoint: "192.168.77.1:6443", CaCertificate: certPEM(j.ca), Components: j.fixture.components(), Images: machinetest.Images().References(),
 		KubeletClientCertificate:  j.issue(req.GetKubeletClientCsr(), x509.ExtKeyUsageClientAuth),
 		KubeletServingCertificate: j.issue(req.GetKubeletServingCsr(), x509.ExtKeyUsageServerAuth),
 	}
@@ -260,8 +259,8 @@ func (j *joinservice) RenewJoinLease(_ context.Context, req *joinv1.RenewJoinLea
 	return &joinv1.RenewJoinLeaseResponse{Lifetime: durationpb.New(j.lease)}, nil
 }
 
-// turns gives how often a turn was renewed, and how often one was ended.
-func (j *joinservice) turns() (renewed, ended int) {
+// leases returns how often a join lease was renewed, and how often one was ended.
+func (j *joinservice) leases() (renewed, ended int) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	for _, r := range j.renewals {

@@ -33,8 +33,8 @@ const (
 	kubeletConf = "/etc/kubernetes/kubelet.conf"
 )
 
-// kubeletPair is what the kubelet would load.
-func (w *world) kubeletPair(t testing.TB, name string) *x509.Certificate {
+// kubeletPair returns the certificate that the kubelet would load.
+func (w *fixture) kubeletPair(t testing.TB, name string) *x509.Certificate {
 	t.Helper()
 	file := filepath.Join(w.root, name)
 	if to, err := os.Readlink(file); err == nil {
@@ -51,8 +51,8 @@ func (w *world) kubeletPair(t testing.TB, name string) *x509.Certificate {
 	return pair.Leaf
 }
 
-// holdsNoLongLife looks at all that is on the disk: no client certificate of a node lives longer than a day (J7).
-func (w *world) holdsNoLongLife(t *testing.T) {
+// holdsNoLongLife checks all files of the disk: no client certificate of a node is valid for more than a day (J7).
+func (w *fixture) holdsNoLongLife(t *testing.T) {
 	t.Helper()
 	found := 0
 	err := filepath.Walk(filepath.Join(w.root, "/var/lib/kubelet"), func(p string, st os.FileInfo, err error) error {
@@ -86,8 +86,8 @@ func (w *world) holdsNoLongLife(t *testing.T) {
 }
 
 func TestNoNodeKeepsAClientCertificateForLonger(t *testing.T) {
-	for name, become := range map[string]func(t *testing.T) *world{
-		"the first control plane": func(t *testing.T) *world {
+	for name, become := range map[string]func(t *testing.T) *fixture{
+		"the first control plane": func(t *testing.T) *fixture {
 			w := first(t)
 			r := w.boot()
 			if out := w.init(t.Context(), r, w.request()); out.err != nil {
@@ -98,7 +98,7 @@ func TestNoNodeKeepsAClientCertificateForLonger(t *testing.T) {
 			}
 			return w
 		},
-		"a control plane that was adopted": func(t *testing.T) *world {
+		"a control plane that was adopted": func(t *testing.T) *fixture {
 			w := controlPlane(t)
 			r := w.boot()
 			if out := w.adopt(t.Context(), r, w.adoption()); out.err != nil {
@@ -109,7 +109,7 @@ func TestNoNodeKeepsAClientCertificateForLonger(t *testing.T) {
 			}
 			return w
 		},
-		"a control plane that joined": func(t *testing.T) *world {
+		"a control plane that joined": func(t *testing.T) *fixture {
 			w, _ := worker(t)
 			w.meta.Role = "control-plane"
 			if err := w.boot().end(t); err != nil {
@@ -117,7 +117,7 @@ func TestNoNodeKeepsAClientCertificateForLonger(t *testing.T) {
 			}
 			return w
 		},
-		"a worker": func(t *testing.T) *world {
+		"a worker": func(t *testing.T) *fixture {
 			w, _ := worker(t)
 			if err := w.boot().end(t); err != nil {
 				t.Fatal(err, w.logged)
@@ -129,7 +129,7 @@ func TestNoNodeKeepsAClientCertificateForLonger(t *testing.T) {
 			w := become(t)
 			w.holdsNoLongLife(t)
 			if conf, err := clientcmd.LoadFromFile(filepath.Join(w.root, kubeletConf)); err != nil || name == "the first control plane" && conf.Clusters[conf.Contexts[conf.CurrentContext].Cluster].Server != "https://192.168.77.11:6443" {
-				t.Errorf("kubelet.conf: %v", err) // it uses its own machine's API server, as kubeadm has it
+				t.Errorf("kubelet.conf: %v", err) // it uses its own machine's API server, as kubeadm sets it
 			}
 			if c := w.kubeletPair(t, clientFile); c.Subject.CommonName != "system:node:"+w.meta.Name || !w.machine.Running(machine.UnitKubelet) {
 				t.Errorf("its kubelet is %s", c.Subject)
@@ -138,13 +138,13 @@ func TestNoNodeKeepsAClientCertificateForLonger(t *testing.T) {
 	}
 }
 
-// later lets time pass while the machine is off.
-func (w *world) later(d time.Duration) {
+// later moves the clock while the machine is off.
+func (w *fixture) later(d time.Duration) {
 	w.reboot()
 	w.now = func() time.Time { return time.Now().Add(d) }
 }
 
-// A control plane that was off for longer than its kubelet's certificates needs nobody to start again.
+// A control plane that was off for longer than its kubelet's certificates are valid starts again without help.
 func TestAControlPlaneSignsItsKubeletsCertificates(t *testing.T) {
 	w := first(t)
 	r := w.boot()
@@ -197,8 +197,8 @@ func TestAControlPlaneSignsItsKubeletsCertificates(t *testing.T) {
 	}
 }
 
-// A kubelet that was started with the machine has read the manifests that are about to change, and stops none of their pods before it hears from an API server,
-// which may be one of them: it starts anew.
+// A kubelet that was started with the machine has read the manifests that are about to change, and stops none of their pods until it reaches an API
+// server, which may be one of them: the kubelet is restarted.
 func TestAControlPlaneStopsItsKubeletBeforeItRenewsWhatKubeadmIssued(t *testing.T) {
 	w := first(t)
 	r := w.boot()
@@ -230,7 +230,7 @@ func TestAControlPlaneStopsItsKubeletBeforeItRenewsWhatKubeadmIssued(t *testing.
 	}
 }
 
-// What stands in the journal is that of another cluster than the machine was booted for: nothing is signed.
+// The journal is that of another cluster than the one in the machine's PCR 15: nothing is signed.
 func TestAForeignControlPlaneSignsNothing(t *testing.T) {
 	w := first(t)
 	r := w.boot()
@@ -251,8 +251,8 @@ func TestAForeignControlPlaneSignsNothing(t *testing.T) {
 	}
 }
 
-// joined is a worker that has joined, and is off.
-func joined(t *testing.T) (*world, *joinservice) {
+// joined returns a worker that has joined and is off.
+func joined(t *testing.T) (*fixture, *joinservice) {
 	t.Helper()
 	w, j := worker(t)
 	if err := w.boot().end(t); err != nil {
@@ -267,7 +267,7 @@ func joined(t *testing.T) (*world, *joinservice) {
 
 func TestAWorkerAsksForNewCertificatesBeforeItsKubeletStarts(t *testing.T) {
 	for name, tt := range map[string]struct {
-		off  time.Duration // certificates of its joinservice live 61 minutes
+		off  time.Duration // certificates of this joinservice are valid for 61 minutes
 		asks bool
 	}{
 		"soon":                     {30 * time.Minute, false},
@@ -303,20 +303,20 @@ func TestAWorkerAsksForNewCertificatesBeforeItsKubeletStarts(t *testing.T) {
 	}
 }
 
-// A machine that gets nothing starts no kubelet, says why, and asks again.
+// A machine that receives no certificates does not start its kubelet, shows the reason, and asks again.
 func TestAWorkerWithoutCertificatesWaits(t *testing.T) {
 	for name, tt := range map[string]struct {
-		renew func(w *world, out *joinv1.RenewNodeCertificatesResponse) error
+		renew func(w *fixture, out *joinv1.RenewNodeCertificatesResponse) error
 		want  string // on its console
 	}{
-		"banned": {func(*world, *joinv1.RenewNodeCertificatesResponse) error {
+		"banned": {func(*fixture, *joinv1.RenewNodeCertificatesResponse) error {
 			return attest.Refuse(attestv1.Reason_REASON_BANNED, "no")
 		}, "BANNED"},
-		"a certificate for another key": {func(_ *world, out *joinv1.RenewNodeCertificatesResponse) error {
+		"a certificate for another key": {func(_ *fixture, out *joinv1.RenewNodeCertificatesResponse) error {
 			out.KubeletClientCertificate = out.GetKubeletServingCertificate()
 			return nil
 		}, "REQUEST_INVALID"},
-		"no certificate": {func(_ *world, out *joinv1.RenewNodeCertificatesResponse) error {
+		"no certificate": {func(_ *fixture, out *joinv1.RenewNodeCertificatesResponse) error {
 			out.KubeletServingCertificate = nil
 			return nil
 		}, "REQUEST_INVALID"},
@@ -347,7 +347,7 @@ func TestAWorkerWithoutCertificatesWaits(t *testing.T) {
 	}
 }
 
-// A7: after it was off for long, too, it asks no machine that the owner's policy does not list.
+// A7: also after a long time off, a worker asks only machines that the owner's policy lists.
 func TestAWorkerAsksOnlyAControlPlaneForNewCertificates(t *testing.T) {
 	w, j := joined(t)
 	before := w.kubeletPair(t, clientFile)
@@ -376,7 +376,8 @@ func TestAWorkerAsksOnlyAControlPlaneForNewCertificates(t *testing.T) {
 	}
 }
 
-// A clock that was put back makes certificates look as if they were of later. New ones do too, which the machine says; once the clock is set, the old ones do.
+// With a clock that is behind, certificates look as if they were not valid yet, also new ones, which the machine reports. Once the clock is right, the
+// old ones are valid.
 func TestAWorkerWhoseClockIsBehindWaitsForTheTime(t *testing.T) {
 	w, j := joined(t)
 	before := w.kubeletPair(t, clientFile)
@@ -404,7 +405,7 @@ func TestAWorkerWhoseClockIsBehindWaitsForTheTime(t *testing.T) {
 	}
 }
 
-// With valid certificates it waits for nobody for long.
+// With valid certificates a worker does not wait long for a joinservice.
 func TestAWorkerWithValidCertificatesGoesOnWithoutNewOnes(t *testing.T) {
 	w, _ := joined(t)
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
@@ -412,7 +413,7 @@ func TestAWorkerWithValidCertificatesGoesOnWithoutNewOnes(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.meta.JoinEndpoints = []string{l.Addr().String()}
-	if err := l.Close(); err != nil { // nobody is there
+	if err := l.Close(); err != nil { // no server listens there
 		t.Fatal(err)
 	}
 	before := w.kubeletPair(t, clientFile)

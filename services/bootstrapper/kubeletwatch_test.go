@@ -21,10 +21,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// units is a machine whose bootstrapper is a unit: started when it does not run.
+// units is a machine with a bootstrapper unit, which is started when it does not run.
 type units struct {
 	*machinetest.Machine
-	w *world
+	w *fixture
 
 	mu    sync.Mutex
 	lives []*running
@@ -45,7 +45,7 @@ func (u *units) Unit(ctx context.Context, verb, unit string) error {
 	return nil
 }
 
-// over says whether this life has ended, and keeps how.
+// over reports whether this run of the bootstrapper has ended, and keeps its error.
 func (r *running) over() bool {
 	select {
 	case err := <-r.done:
@@ -56,8 +56,8 @@ func (r *running) over() bool {
 	}
 }
 
-// watch has the renewal look at the kubelet's certificate until the test ends. looks counts.
-func (w *world) watch(t *testing.T) (u *units, looks *atomic.Int64) {
+// watch runs the renewal's check of the kubelet's certificate until the test ends. looks counts the checks.
+func (w *fixture) watch(t *testing.T) (u *units, looks *atomic.Int64) {
 	t.Helper()
 	u, looks = &units{Machine: w.machine, w: w}, new(atomic.Int64)
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -82,14 +82,14 @@ func (w *world) watch(t *testing.T) (u *units, looks *atomic.Int64) {
 	return u, looks
 }
 
-// passes lets time pass while the machine runs.
-func (w *world) passes(d time.Duration) { w.now = func() time.Time { return time.Now().Add(d) } }
+// passes moves the clock while the machine runs.
+func (w *fixture) passes(d time.Duration) { w.now = func() time.Time { return time.Now().Add(d) } }
 
-// Nobody reboots it, and nobody starts anything but the renewal.
+// The node is not rebooted, and only the renewal starts its bootstrapper.
 func TestANodeThatRanOnWhenItsKubeletsCertificateEndedComesBack(t *testing.T) {
-	for name, become := range map[string]func(t *testing.T) (*world, *joinservice){
+	for name, become := range map[string]func(t *testing.T) (*fixture, *joinservice){
 		"a worker asks a joinservice": joined,
-		"a control plane signs them itself": func(t *testing.T) (*world, *joinservice) {
+		"a control plane signs them itself": func(t *testing.T) (*fixture, *joinservice) {
 			w := first(t)
 			r := w.boot()
 			if out := w.init(t.Context(), r, w.request()); out.err != nil {
@@ -132,7 +132,7 @@ func TestANodeThatRanOnWhenItsKubeletsCertificateEndedComesBack(t *testing.T) {
 	}
 }
 
-// The kubelet renews its certificates itself while it can, also one that is near its end or looks as if it were of later by this machine's clock.
+// The kubelet renews its certificates itself while it can, also one that is about to end or looks not yet valid by this machine's clock.
 func TestAKubeletThatCanAskItselfIsLeftAlone(t *testing.T) {
 	for name, passed := range map[string]time.Duration{"at half of its life": 30 * time.Minute, "just before its end": 59 * time.Minute, "with a clock that was put back": -30 * time.Minute} {
 		t.Run(name, func(t *testing.T) {
@@ -149,7 +149,7 @@ func TestAKubeletThatCanAskItselfIsLeftAlone(t *testing.T) {
 	}
 }
 
-// J7: what a joinservice refuses at a boot it refuses here, by the same call; until it is allowed the node has a bootstrapper that asks, one, and no kubelet.
+// J7: the joinservice refuses by the same call as at a boot. Until the ban is lifted, the node has one bootstrapper that asks, and no kubelet.
 func TestABannedNodeThatRunsOnGetsNothing(t *testing.T) {
 	w, j := joined(t)
 	before := w.kubeletPair(t, clientFile)
@@ -172,7 +172,7 @@ func TestABannedNodeThatRunsOnGetsNothing(t *testing.T) {
 	})
 }
 
-// Neither a unit that fails nor a file that is gone ends the watch.
+// Neither a unit that fails nor a file that is gone stops the watch.
 func TestTheWatchGoesOnWhenTheBootstrapperDoesNotStart(t *testing.T) {
 	w, _ := joined(t)
 	w.passes(0)

@@ -22,12 +22,11 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// firstKey is that of encrypted disks in tests, until the cluster's takes its place.
+// firstKey is the first key of encrypted disks in tests, until the cluster's key replaces it.
 var firstKey = bytes.Repeat([]byte{9}, 32)
 
-// encrypt gives the machine an encrypted disk with this header: in a file, and open by the word of a sysfs of the test's,
-// since only the initramfs would open it.
-func (w *world) encrypt(header luks2test.Header) {
+// encrypt gives the machine an encrypted disk with this header in a file. A fake sysfs shows the disk as open, since only the initramfs would open it.
+func (w *fixture) encrypt(header luks2test.Header) {
 	w.t.Helper()
 	integrity, beneath := metadata.IntegrityNone, "sys/block/dm-0/slaves/state/dev"
 	if strings.Contains(header.JSON, `"integrity"`) {
@@ -41,7 +40,7 @@ func (w *world) encrypt(header luks2test.Header) {
 		"dev/state": append(header.Bytes(), make([]byte, 1<<20)...), "run/muster/state-key": []byte(hex.EncodeToString(firstKey) + "\n"),
 		"sys/block/dm-0/dm/name": []byte("muster-state\n"),
 		"sys/block/dm-0/dm/uuid": []byte("CRYPT-LUKS2-" + strings.ReplaceAll(luks2test.UUID, "-", "") + "-muster-state\n"),
-		beneath:                  []byte("0:0\n"), // a file's, which is no device
+		beneath:                  []byte("0:0\n"), // of a file, which is no block device
 	} {
 		if err := machine.WriteFile(filepath.Join(w.root, file), content, 0o600, 0o700); err != nil {
 			w.t.Fatal(err)
@@ -101,7 +100,7 @@ func TestAHeaderThatMusterDidNotWriteFailsTheInit(t *testing.T) {
 	w.encrypt(good.Replace(t, `"encryption":"aes-xts-plain64","integrity"`, `"encryption":"cipher_null-ecb","integrity"`))
 	r := w.boot()
 	defer r.kill(t)
-	refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_STATE_DISK, initFailed(), func() error { return w.init(t.Context(), r, w.request()).err })
+	refusaltest.Refused(t, w.observations(r), attestv1.Reason_REASON_STATE_DISK, initFailed(), func() error { return w.init(t.Context(), r, w.request()).err })
 	w.encrypt(good)
 	if err := w.init(t.Context(), r, w.request()).err; err != nil {
 		t.Errorf("with the genuine header: %v", err)

@@ -10,13 +10,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// measureQuotes gives an attester that does what a does and shows how long evidence took in
-// muster_quote_seconds{purpose}.
+// measureQuotes returns an attester that calls a and measures the time that evidence takes in muster_quote_seconds{purpose}.
 func measureQuotes(a attest.Attester, p attest.Purpose, h *prometheus.HistogramVec) attest.Attester {
 	return measured{a, h.WithLabelValues(string(p))}
 }
 
-// newQuoteSeconds makes the histogram for [measureQuotes] and registers it.
+// newQuoteSeconds returns the histogram for [measureQuotes], registered.
 func newQuoteSeconds(r prometheus.Registerer) (*prometheus.HistogramVec, error) {
 	h := prometheus.NewHistogramVec(prometheus.HistogramOpts{
 		Name: "muster_quote_seconds", Help: "Time to make evidence, the wait for the TPM included.",

@@ -27,10 +27,10 @@ import (
 
 const reattestations = "muster_reattestations_total"
 
-// node is a world whose machine is a node of the cluster of the joinservice.
-func node(t *testing.T) (*world, *joinservice) {
+// node returns a fixture whose machine is a node of the joinservice's cluster.
+func node(t *testing.T) (*fixture, *joinservice) {
 	t.Helper()
-	w := newWorld(t, "node2")
+	w := newFixture(t, "node2")
 	owner, key := ownerKey(t)
 	w.image.OwnerKey = owner
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), key)
@@ -41,7 +41,7 @@ func node(t *testing.T) (*world, *joinservice) {
 }
 
 // reattest runs the loop until the test ends.
-func (w *world) reattest(change ...func(*reattestation.Config)) *prometheus.Registry {
+func (w *fixture) reattest(change ...func(*reattestation.Config)) *prometheus.Registry {
 	w.t.Helper()
 	registry := prometheus.NewRegistry()
 	cfg := reattestation.Config{
@@ -115,7 +115,7 @@ func TestANodeAttestsAgainAndAgainEachTimeAnew(t *testing.T) {
 	}
 }
 
-// The bootstrapper ends when its machine is a node; the attester's metrics stay.
+// The bootstrapper ends when its machine is a node; the attester's metrics remain.
 func TestTheAttesterTellsThatTheDiskHasNoIntegrity(t *testing.T) {
 	for integrity, want := range map[string]float64{metadata.IntegrityNone: 1, metadata.IntegrityHMAC: 0} {
 		w, _ := node(t)
@@ -137,7 +137,7 @@ func TestANodeWaitsAsLongAsItIsTold(t *testing.T) {
 	}
 	metrics := w.reattest()
 	eventually(t, "one verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") == 1 })
-	// Ten times the pause that it takes by itself.
+	// Ten times the default pause.
 	<-time.After(50 * time.Millisecond)
 	if n := len(j.reattested()); n != 1 {
 		t.Errorf("it attested %d times within an hour", n)
@@ -159,7 +159,7 @@ func TestANodeGoesOnAfterFailures(t *testing.T) {
 	metrics := w.reattest(func(c *reattestation.Config) {
 		read := c.Journal
 		c.Journal = func() (journal.Record, error) {
-			journals++ // by the loop alone
+			journals++ // only by this loop
 			switch journals {
 			case 1:
 				return journal.Record{}, journal.ErrCorrupt
@@ -176,7 +176,7 @@ func TestANodeGoesOnAfterFailures(t *testing.T) {
 		}
 	}
 	if got := counter(t, metrics, reattestations); got != 4 {
-		t.Errorf("%v tries were counted: a machine that is no node yet has not failed\n%s", got, w.logged)
+		t.Errorf("%v attempts were counted: a machine that is no node yet has not failed\n%s", got, w.logged)
 	}
 }
 
@@ -193,17 +193,17 @@ func TestANodeStepsOverJoinservicesThatAreGone(t *testing.T) {
 	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 })
 }
 
-// A control plane without endpoints asks its own joinservice; a worker without them says so.
+// A control plane without endpoints uses its own joinservice; a worker without endpoints reports that.
 func TestAControlPlaneHasAJoinserviceOfItsOwn(t *testing.T) {
 	for role, want := range map[string]string{metadata.RoleControlPlane: "NOT_READY", metadata.RoleWorker: "MACHINE_CONFIG"} {
 		w, _ := node(t)
 		w.meta.Role, w.meta.JoinEndpoints, w.meta.Addresses = role, nil, []netip.Addr{netip.MustParseAddr("127.0.0.1")}
-		metrics := w.reattest() // nobody listens at 127.0.0.1:30090
+		metrics := w.reattest() // nothing listens at 127.0.0.1:30090
 		eventually(t, want, func() bool { return counter(t, metrics, reattestations, want) >= 1 })
 	}
 }
 
-// Its port is its owner's choice. The endpoints that the machine was given have it.
+// The owner chooses the joinservice's port. The endpoints that the machine was given have it.
 func TestAControlPlaneFindsItsJoinserviceAtTheClustersPort(t *testing.T) {
 	w, j := node(t)
 	_, port, err := net.SplitHostPort(j.addr)
@@ -216,21 +216,21 @@ func TestAControlPlaneFindsItsJoinserviceAtTheClustersPort(t *testing.T) {
 	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 })
 }
 
-// The node judges the joinservice first, as the join client does.
+// The node verifies the joinservice first, as the join client does.
 func TestANodeJudgesItsJoinservice(t *testing.T) {
 	for name, tt := range map[string]struct {
-		spoil func(w *world, j *joinservice)
+		spoil func(w *fixture, j *joinservice)
 		want  string
 	}{
-		"one that booted something else": {func(_ *world, j *joinservice) { j.host.SetPCR(12, clusterID[:]) }, "JOINSERVICE_POLICY_REFUSED"},
-		"one of another cluster":         {func(_ *world, j *joinservice) { j.host.Reboot(); j.host.LockTo([32]byte{1}) }, "JOINSERVICE_LOCK_FOREIGN"},
-		"one of another owner":           {func(w *world, _ *joinservice) { w.image.OwnerKey = make(ed25519.PublicKey, ed25519.PublicKeySize) }, "POLICY_SIGNATURE"},
-		"another boot, and no owner's key": {func(w *world, j *joinservice) {
+		"one that booted something else": {func(_ *fixture, j *joinservice) { j.host.SetPCR(12, clusterID[:]) }, "JOINSERVICE_POLICY_REFUSED"},
+		"one of another cluster":         {func(_ *fixture, j *joinservice) { j.host.Reboot(); j.host.LockTo([32]byte{1}) }, "JOINSERVICE_LOCK_FOREIGN"},
+		"one of another owner":           {func(w *fixture, _ *joinservice) { w.image.OwnerKey = make(ed25519.PublicKey, ed25519.PublicKeySize) }, "POLICY_SIGNATURE"},
+		"another boot, and no owner's key": {func(w *fixture, j *joinservice) {
 			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			j.host.SetPCR(12, clusterID[:])
 		}, "JOINSERVICE_POLICY_REFUSED"},
-		"no owner's key, and no switch": {func(w *world, _ *joinservice) { w.image.OwnerKey = nil }, "MACHINE_CONFIG"},
-		"one that is no control plane": {func(w *world, j *joinservice) {
+		"no owner's key, and no switch": {func(w *fixture, _ *joinservice) { w.image.OwnerKey = nil }, "MACHINE_CONFIG"},
+		"one that is no control plane": {func(w *fixture, j *joinservice) {
 			_, key := ownerKey(w.t)
 			w.image.OwnerKey = key.Public().(ed25519.PublicKey)
 			j.signs(attest.SignPolicy(key, attesttest.Policy(w.t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(w.tpm))))

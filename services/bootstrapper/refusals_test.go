@@ -21,9 +21,9 @@ import (
 	"github.com/muster-k8s/muster/internal/refusaltest"
 )
 
-// witnesses are those of one life of the bootstrapper. It keeps no audit log: it gives nothing out
-// but to the one owner who has its init secret.
-func (w *world) witnesses(r *running) refusaltest.Service {
+// observations returns what this run of the bootstrapper reports. It keeps no audit log: it issues credentials only to the owner, who has its init
+// secret.
+func (w *fixture) observations(r *running) refusaltest.Service {
 	return refusaltest.Service{
 		Families: func(t testing.TB) []*dto.MetricFamily {
 			families, err := r.metrics.Gather()
@@ -36,7 +36,7 @@ func (w *world) witnesses(r *running) refusaltest.Service {
 	}
 }
 
-// initRefused are the places of an init that is not begun, initFailed of one that ends badly.
+// initRefused returns where the refusal of an init that is not begun is reported, initFailed that of an init that fails.
 func initRefused() refusaltest.Places {
 	return refusaltest.Places{Metric: []string{"muster_init_attempts_total"}, Log: []string{"msg", "call refused", "procedure", initv1connect.InitServiceInitProcedure}}
 }
@@ -45,19 +45,19 @@ func initFailed() refusaltest.Places {
 	return refusaltest.Places{Metric: []string{"muster_init_attempts_total"}, Log: []string{"msg", "init failed"}}
 }
 
-// refused asks for an init that must be refused before anything happens, and gives its error.
-func (w *world) refused(t *testing.T, r *running, req *initv1.InitRequest, want attestv1.Reason) error {
+// refused sends an init that must be refused before it has any effect, and returns its error.
+func (w *fixture) refused(t *testing.T, r *running, req *initv1.InitRequest, want attestv1.Reason) error {
 	t.Helper()
-	return refusaltest.Refused(t, w.witnesses(r), want, initRefused(), func() error { return w.init(t.Context(), r, req).err })
+	return refusaltest.Refused(t, w.observations(r), want, initRefused(), func() error { return w.init(t.Context(), r, req).err })
 }
 
-// start boots the bootstrapper, whose first tries to join must fail for that reason; 0: they may not.
-func (w *world) start(want attestv1.Reason) *running {
+// start boots the bootstrapper, whose first attempts to join must fail with the reason; 0: they must not fail.
+func (w *fixture) start(want attestv1.Reason) *running {
 	w.t.Helper()
 	r := w.boot()
 	if want != attestv1.Reason_REASON_UNSPECIFIED {
-		// What it tells from its start on counts, since it begins by itself.
-		s, begun := w.witnesses(r), false
+		// The observation covers everything from the machine's start, since it starts to join by itself.
+		s, begun := w.observations(r), false
 		families, log := s.Families, s.Log
 		s.Families = func(t testing.TB) []*dto.MetricFamily {
 			if !begun {
@@ -81,7 +81,7 @@ func TestAnInitWantsASession(t *testing.T) {
 	w := first(t)
 	r := w.boot()
 	defer r.kill(t)
-	refusaltest.EveryProcedure(t, w.witnesses(r), refusaltest.Plain(t), "https://"+r.addr, attestv1.Reason_REASON_SESSION_REQUIRED, initv1connect.InitServiceName)
+	refusaltest.EveryProcedure(t, w.observations(r), refusaltest.Plain(t), "https://"+r.addr, attestv1.Reason_REASON_SESSION_REQUIRED, initv1connect.InitServiceName)
 }
 
 func TestMetadataThatCannotBeReadAllowNoInit(t *testing.T) {
@@ -90,8 +90,8 @@ func TestMetadataThatCannotBeReadAllowNoInit(t *testing.T) {
 	r := w.boot()
 	defer r.kill(t)
 	places := initRefused()
-	places.Beside = []attestv1.Reason{attestv1.Reason_REASON_MACHINE_CONFIG} // of the join, which tries all the time
-	refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_MACHINE_CONFIG, places, func() error { return w.init(t.Context(), r, w.request()).err })
+	places.Beside = []attestv1.Reason{attestv1.Reason_REASON_MACHINE_CONFIG} // of the join, which runs all the time
+	refusaltest.Refused(t, w.observations(r), attestv1.Reason_REASON_MACHINE_CONFIG, places, func() error { return w.init(t.Context(), r, w.request()).err })
 }
 
 func TestAStateDiskThatCannotBeUsedFailsTheInit(t *testing.T) {
@@ -102,11 +102,10 @@ func TestAStateDiskThatCannotBeUsedFailsTheInit(t *testing.T) {
 	if err := errors.Join(os.RemoveAll(state), os.WriteFile(state, []byte("a file, where a folder was"), 0o600)); err != nil {
 		t.Fatal(err)
 	}
-	refusaltest.Refused(t, w.witnesses(r), attestv1.Reason_REASON_STATE_DISK, initFailed(), func() error { return w.init(t.Context(), r, w.request()).err })
+	refusaltest.Refused(t, w.observations(r), attestv1.Reason_REASON_STATE_DISK, initFailed(), func() error { return w.init(t.Context(), r, w.request()).err })
 }
 
-// Components come from a mirror that nobody trusts: what it serves has the owner's hash, stays in its
-// folder, and changes nothing if it does not.
+// Components come from an untrusted mirror: a component must have the owner's hash and stay in its folder, or it changes nothing.
 func TestAComponentThatIsRefusedFailsTheInit(t *testing.T) {
 	entry := func(h tar.Header) []byte {
 		var b bytes.Buffer
@@ -117,7 +116,7 @@ func TestAComponentThatIsRefusedFailsTheInit(t *testing.T) {
 		return b.Bytes()
 	}
 	for name, tt := range map[string]struct {
-		content []byte // of an archive; nil: the component of the request
+		content []byte // of an archive; nil: the requested component
 		change  func(*initv1.Component)
 		want    attestv1.Reason
 	}{
@@ -142,7 +141,7 @@ func TestAComponentThatIsRefusedFailsTheInit(t *testing.T) {
 			} else {
 				tt.change(req.GetComponents()[0])
 			}
-			refusaltest.Refused(t, w.witnesses(r), tt.want, initFailed(), func() error { return w.init(t.Context(), r, req).err })
+			refusaltest.Refused(t, w.observations(r), tt.want, initFailed(), func() error { return w.init(t.Context(), r, req).err })
 			for _, path := range []string{"/etc/evil", "/opt/cni/evil", "/opt/evil"} {
 				if w.exists(path) {
 					t.Errorf("%s is there", path)
@@ -158,7 +157,7 @@ func TestAComponentThatIsRefusedFailsTheInit(t *testing.T) {
 	}
 }
 
-// A machine whose clock is behind says so before it locks itself, and joins once the clock is right.
+// A machine whose clock is behind reports that before it locks itself, and joins once the clock is right.
 func TestAMachineWhoseClockIsBehindGivesItsTicketBack(t *testing.T) {
 	w, j := worker(t)
 	var off atomic.Int64

@@ -16,11 +16,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// A joiner keeps what it accepted, also across restarts, and refuses what is older.
+// A machine that joins keeps the serial that it accepted, also across restarts, and refuses an older policy.
 func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 	type presented struct {
 		serial uint64
-		other  bool // other bytes
+		other  bool // the same serial with other bytes
 	}
 	for name, tt := range map[string]struct {
 		then presented
@@ -32,7 +32,7 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 		"a higher serial":                  {presented{6, true}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, "node2")
+			w := newFixture(t, "node2")
 			w.meta.Role = "worker"
 			pub, priv := ownerKey(t)
 			w.image.OwnerKey = pub
@@ -45,7 +45,7 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 				j.signs(attest.SignPolicy(priv, json))
 			}
 			w.meta.JoinEndpoints = []string{j.addr}
-			// Accepted, and then the machine dies before it has the lock.
+			// The machine accepts the policy, and stops before it has the lock.
 			present(presented{serial: 5})
 			w.dieAfter(2)
 			if err := w.boot().end(t); err == nil {
@@ -74,9 +74,9 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 	}
 }
 
-// What the image accepts is measured, so no copy of a disk has a lower one, and a machine without any memory knows it (B7).
+// The lowest serial of the image is measured, so no copy of a disk can lower it, and a machine with an empty disk knows it (B7).
 func TestNoPolicyBelowTheLowestSerialOfTheImageIsAccepted(t *testing.T) {
-	w := newWorld(t, "node2")
+	w := newFixture(t, "node2")
 	w.meta.Role = "worker"
 	pub, priv := ownerKey(t)
 	w.image.OwnerKey, w.image.LowestPolicySerial = pub, 5
@@ -104,10 +104,10 @@ func TestNoPolicyBelowTheLowestSerialOfTheImageIsAccepted(t *testing.T) {
 	}
 }
 
-// A node that attests again keeps what it accepted, over restarts of its attester, and shows itself to no joinservice that presents
-// what is older.
+// A node that attests again keeps the serial that it accepted, also across restarts of its attester, and sends no evidence to a joinservice that
+// presents an older policy.
 func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {
-	w := newWorld(t, "node2")
+	w := newFixture(t, "node2")
 	pub, priv := ownerKey(t)
 	w.image.OwnerKey, w.meta.Role = pub, "worker"
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
@@ -145,7 +145,7 @@ func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {
 		}
 		w.stopReattesting()
 	}
-	// The bootstrapper, at its next start, knows it too.
+	// The bootstrapper also knows it at its next start.
 	rec := journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:], NodeName: "node2", MachineID: w.tpm.ID().String()}
 	if err := w.journal.Save(rec); err != nil {
 		t.Fatal(err)
@@ -155,13 +155,13 @@ func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {
 	eventually(t, "the journal has it too", func() bool { p := w.record().Policy; return p != nil && p.Serial == 6 })
 }
 
-// In the initramfs the journal can't be read, so the machine may have accepted an older policy there: nothing of its disk is started then.
+// The initramfs can't read the journal, so the machine may have accepted an older policy there: nothing of its disk is started then.
 func TestANodeWhoseDiskWasOpenedUnderAnOlderPolicyDoesNotStart(t *testing.T) {
 	pub, _ := ownerKey(t)
 	policy := func(serial uint64) *journal.Policy {
 		return &journal.Policy{OwnerKey: journal.Hex(pub), Serial: serial, Digest: bytes.Repeat([]byte{1}, 32)}
 	}
-	w := newWorld(t, "node2")
+	w := newFixture(t, "node2")
 	w.tpm.LockTo(clusterID)
 	rec := journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, ClusterID: clusterID[:], NodeName: "node2", MachineID: w.tpm.ID().String(), Policy: policy(5)}
 	if err := w.journal.Save(rec); err != nil {
@@ -194,7 +194,7 @@ func TestANodeWhoseDiskWasOpenedUnderAnOlderPolicyDoesNotStart(t *testing.T) {
 			t.Errorf("serial %d: the journal has %d, want %d", tt.unlocked, got, tt.kept)
 		}
 	}
-	// A newer one that the attester accepts meanwhile makes the disk no older, however often the bootstrapper starts.
+	// A newer policy that the attester accepts meanwhile does not make the disk's policy older, also when the bootstrapper starts often.
 	err := errors.Join(
 		journal.Open(filepath.Join(w.root, journal.UnlockPolicy)).Save(journal.Record{Policy: policy(8)}),
 		journal.Open(filepath.Join(w.root, journal.AttesterPolicy)).Save(journal.Record{Policy: policy(9)}),
@@ -209,15 +209,15 @@ func TestANodeWhoseDiskWasOpenedUnderAnOlderPolicyDoesNotStart(t *testing.T) {
 	}
 }
 
-// A joinservice gives tickets for evidence of now: who is told that his is old comes again over another connection, with new evidence.
+// A joinservice issues tickets only for fresh evidence: a machine with old evidence connects again, with new evidence.
 func TestAJoinerThatIsToldThatItsEvidenceIsOldMakesNew(t *testing.T) {
-	w := newWorld(t, "node2")
+	w := newFixture(t, "node2")
 	w.meta.Role = "worker"
 	pub, priv := ownerKey(t)
 	w.image.OwnerKey = pub
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 	w.meta.JoinEndpoints = []string{j.addr}
-	var seen [][32]byte // by one try after the other
+	var seen [][32]byte // one for each attempt
 	j.script(func(ctx context.Context, _ *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 		p, ok := attest.PeerFrom(ctx)
 		if !ok {
@@ -236,8 +236,8 @@ func TestAJoinerThatIsToldThatItsEvidenceIsOldMakesNew(t *testing.T) {
 	}
 }
 
-// A control plane that its owner has removed is refused by the policy in force, and an older one that listed it is refused by a machine that has
-// seen a newer one.
+// A control plane that its owner has removed is refused by the policy in force. A machine that has accepted a newer policy refuses the older one that
+// listed it.
 func TestARemovedControlPlaneIsNotBelieved(t *testing.T) {
 	w, j := worker(t)
 	_, priv := ownerKey(t)

@@ -22,11 +22,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Options are what the process around a Bootstrapper needs.
+// Options are what the process needs beside the Bootstrapper's own configuration.
 type Options struct {
 	// Config is the Bootstrapper's, without Metrics and Calls.
 	Config
-	// Public makes evidence of the purpose public, for GetEvidence.
+	// Public makes public evidence, for GetEvidence.
 	Public rpc.PublicAttester
 }
 
@@ -36,8 +36,8 @@ func newRegistry() *prometheus.Registry {
 	return r
 }
 
-// InitLimits are narrower than those of a joinservice, since the machine's owner is one caller, but for what that
-// one may send in a request that has the init secret.
+// InitLimits are narrower than those of a joinservice, since the machine's owner is the only caller, except for the size of a request with the init
+// secret.
 var InitLimits = atls.Limits{
 	SetUp: 256, SetUpPerSource: 16, Open: 256, OpenPerSource: 8, Total: 64, Bytes: 12 << 20, BytesPerSource: 4 << 20, ConnBytes: 16 << 10,
 	Large: 16, LargePerSource: 4, LargeBytes: 512 << 10,
@@ -46,8 +46,7 @@ var InitLimits = atls.Limits{
 // maxInit bounds the owner's request, in bytes: it lists components and their addresses.
 const maxInit = 256 << 10
 
-// Serve is the process `bootstrapper run`: the init server, the join client and the probes.
-// It returns nil once the machine is a node.
+// Serve runs `bootstrapper run`: the init server, the join client and the probes. It returns nil once the machine is a node.
 func Serve(ctx context.Context, o Options) error {
 	if o.Image == nil || o.Public == nil || o.Log == nil || o.Attester == nil {
 		return errors.New("bootstrapper: Serve: Image, Attester, Public and Log are required")
@@ -82,8 +81,7 @@ func Serve(ctx context.Context, o Options) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: port, Health: health, Metrics: calls, Log: o.Log,
-		// The caller is the owner's program, which has no TPM: it judges us, and shows that
-		// it may by the init secret.
+		// The caller is the owner's program, which has no TPM: it appraises this machine, and authenticates itself by the init secret.
 		ATLS:       atls.ServerConfig{Attester: o.Attester, Appraiser: atls.NoAppraiser, Limits: InitLimits, Challenges: atls.NewChallengeQueue()},
 		MaxRequest: maxInit,
 		Services: []rpc.Service{
@@ -102,13 +100,13 @@ func Serve(ctx context.Context, o Options) error {
 		serve.Part{Name: "init server", Run: server.Run},
 		serve.Probes{
 			Listener: probes, Metrics: registry, Log: o.Log,
-			// Ready means that an init or a join can be served, not that it is done.
+			// Ready means that the machine can serve an init or a join, not that it has become a node.
 			Ready: map[string]func(context.Context) error{"bootstrapper": b.ready},
 		}.Part(),
 	)
 }
 
-// ready says whether this machine still waits for an init or a join, or works on one.
+// ready returns nil while this machine waits for an init or a join, or works on one.
 func (b *Bootstrapper) ready(context.Context) error {
 	if b.node.Lock.Record().Step == journal.StepDone {
 		return errors.New("this machine is a node: the bootstrapper is about to end")
@@ -122,15 +120,15 @@ type AttesterOptions struct {
 	Dir string
 	// Metrics is the address of metrics and probes.
 	Metrics string
-	// NewAttester gives an attester of one purpose.
+	// NewAttester returns an attester of one purpose.
 	NewAttester func(attest.Purpose) (attest.Attester, error)
-	// Reattest is what attests the machine itself, without Attester, Metrics and Log.
+	// Reattest configures how the machine attests itself, without Attester, Metrics and Log.
 	Reattest reattestation.Config
-	// Log takes everything.
+	// Log receives all records.
 	Log *slog.Logger
 }
 
-// ServeAttester is the process `bootstrapper attester`. It serves until ctx ends.
+// ServeAttester runs `bootstrapper attester` until ctx ends.
 func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	registry := newRegistry()
 	quotes, err := newQuoteSeconds(registry)
@@ -149,7 +147,7 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	if err != nil {
 		return fmt.Errorf("attester for %s: %w", attest.PurposeMachine, err)
 	}
-	// It has no socket (A5): evidence of the machine is for the machine's own calls.
+	// It has no socket (A5): only the machine's own calls use the machine's evidence.
 	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = measureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
 	if err := registry.Register(kubelet.Collector{Root: "/"}); err != nil {
 		return fmt.Errorf("bootstrapper: %w", err)

@@ -15,7 +15,7 @@ import (
 
 var _ initv1connect.MachineServiceHandler = (*Bootstrapper)(nil)
 
-// phases says what of init.v1 a step of the journal is.
+// phases maps each step of the journal to its phase in init.v1.
 var phases = map[journal.Step]initv1.Phase{
 	journal.StepWaiting: initv1.Phase_PHASE_WAITING, journal.StepLocking: initv1.Phase_PHASE_WAITING,
 	journal.StepLocked: initv1.Phase_PHASE_LOCKED, journal.StepDisk: initv1.Phase_PHASE_DISK,
@@ -24,8 +24,7 @@ var phases = map[journal.Step]initv1.Phase{
 	journal.StepDone: initv1.Phase_PHASE_DONE,
 }
 
-// GetStatus implements [initv1connect.MachineServiceHandler]. Anybody may ask, so it tells
-// nothing that has to be kept from anybody.
+// GetStatus implements [initv1connect.MachineServiceHandler]. An unauthenticated client may call it, so the answer has nothing secret.
 func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.GetStatusResponse, error) {
 	rec := b.node.Lock.Record()
 	out := &initv1.GetStatusResponse{
@@ -38,7 +37,7 @@ func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*in
 		out.Taker = initv1.Taker_TAKER_JOIN
 	case journal.KindNone:
 	}
-	b.node.Attempts.Tell(out, !rec.Kind.ByOwner() && rec.Step != journal.StepDone || b.node.Waits())
+	b.node.Attempts.Report(out, !rec.Kind.ByOwner() && rec.Step != journal.StepDone || b.node.Waits())
 	if since := b.node.Since(); !since.IsZero() {
 		out.Since = timestamppb.New(since)
 	}

@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// asker is any HTTPS client: curl, a browser, a stranger.
+// asker returns a plain HTTPS client, as curl or a browser.
 func asker(t *testing.T, r *running) initv1connect.MachineServiceClient {
 	t.Helper()
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}
@@ -59,7 +59,7 @@ func TestAWaitingMachineSaysWhyItWaits(t *testing.T) {
 		t.Errorf("%v", s)
 	}
 	if strings.Contains(s.String(), "PCR 4") {
-		t.Errorf("a stranger learns more than the reason: %v", s) // R1
+		t.Errorf("an unauthenticated client learns more than the reason: %v", s) // R1
 	}
 }
 

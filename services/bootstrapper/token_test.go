@@ -17,9 +17,9 @@ import (
 )
 
 const (
-	ticketToken   = "abcdef.0123456789abcdef" // what the scripted kubeadm prints, too
+	ticketToken   = "abcdef.0123456789abcdef" // also what the fake kubeadm prints
 	kubeadmConfig = "/run/muster/kubeadm.yaml"
-	// given is where the scripted kubeadm keeps what it was given.
+	// given is where the fake kubeadm keeps its configuration.
 	given = "/var/lib/kubelet/config.yaml"
 )
 
@@ -27,8 +27,8 @@ func withToken(token string) func(*joinv1.IssueJoinTicketResponse) {
 	return func(r *joinv1.IssueJoinTicketResponse) { r.BootstrapToken = token }
 }
 
-// holds lists the files of the machine that have text in them.
-func (w *world) holds(t *testing.T, text string) (files []string) {
+// holds lists the files of the machine that contain the text.
+func (w *fixture) holds(t *testing.T, text string) (files []string) {
 	t.Helper()
 	err := filepath.WalkDir(w.root, func(p string, d fs.DirEntry, err error) error {
 		if err != nil || !d.Type().IsRegular() {
@@ -46,8 +46,8 @@ func (w *world) holds(t *testing.T, text string) (files []string) {
 	return files
 }
 
-// With a token in the ticket kubeadm discovers the cluster by it, and only the cluster whose authority the ticket
-// names. Afterwards it is nowhere on the machine (K3).
+// With a token in the ticket, kubeadm discovers the cluster by it, and accepts only the cluster whose authority the ticket names. Afterwards no file of
+// the machine has the token (K3).
 func TestATicketsTokenDiscoversTheClusterAndStaysNowhere(t *testing.T) {
 	w, j := worker(t)
 	j.script(nil, withToken(ticketToken))
@@ -78,7 +78,7 @@ func TestATicketsTokenDiscoversTheClusterAndStaysNowhere(t *testing.T) {
 	}
 }
 
-// Neither does a kubeadm that fails leave it, not even if cleaning up fails too.
+// The token is also removed after a kubeadm that fails, even if the cleanup fails too.
 func TestAFailedKubeadmLeavesNoToken(t *testing.T) {
 	w, j := worker(t)
 	j.script(nil, withToken(ticketToken))
@@ -109,7 +109,7 @@ func TestAFailedKubeadmLeavesNoToken(t *testing.T) {
 	}
 }
 
-// What isn't a token doesn't get into kubeadm's configuration, and is not repeated in the log.
+// A malformed token does not get into kubeadm's configuration or the log.
 func TestATokenOfAnotherFormIsRefused(t *testing.T) {
 	for name, token := range map[string]string{
 		"no dot":         "abcdef0123456789abcdef",

@@ -15,17 +15,18 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Who leads a machine to himself can refuse it without a TPM: the machine goes on, and nobody reads his word as a joinservice's.
+// An attacker who redirects a machine's connection can refuse it without a TPM: the machine continues, and does not report the refusal as a
+// joinservice's.
 func TestARefusalByAStrangerIsNotToldAsAJoinservices(t *testing.T) {
 	for reason, want := range map[attestv1.Reason]string{
 		attestv1.Reason_REASON_BANNED:         "BANNED",
 		attestv1.Reason_REASON_POLICY_REFUSED: "POLICY_REFUSED",
-		attestv1.Reason_REASON_NOT_ENROLLED:   "FRAME_INVALID", // no verdict says that
+		attestv1.Reason_REASON_NOT_ENROLLED:   "FRAME_INVALID", // no verdict has this reason
 	} {
 		t.Run(attest.ReasonName(reason), func(t *testing.T) {
 			w, _ := worker(t)
-			stranger := atlstest.UnattestedServer(t, &attestv1.Verdict{Reason: reason, RetryAfter: durationpb.New(time.Hour)})
-			w.meta.JoinEndpoints = []string{stranger}
+			peer := atlstest.UnattestedServer(t, &attestv1.Verdict{Reason: reason, RetryAfter: durationpb.New(time.Hour)})
+			w.meta.JoinEndpoints = []string{peer}
 			w.screen = filepath.Join(t.TempDir(), "console")
 			if err := os.WriteFile(w.screen, nil, 0o600); err != nil {
 				t.Fatal(err)
@@ -41,12 +42,12 @@ func TestARefusalByAStrangerIsNotToldAsAJoinservices(t *testing.T) {
 				screen = string(b)
 				return strings.Contains(screen, "next try in")
 			})
-			by, says := want+" by "+stranger, "which has not proven to be a joinservice"
+			by, text := want+" by "+peer, "which has not proven to be a joinservice"
 			if want == "FRAME_INVALID" {
-				by, says = "this machine does not accept what "+stranger, "answers: FRAME_INVALID"
+				by, text = "this machine does not accept what "+peer, "answers: FRAME_INVALID"
 			}
-			if !strings.Contains(screen, by) || !strings.Contains(screen, says) || strings.Contains(screen, "NOT_ENROLLED") {
-				t.Errorf("the console: %q, want %q and %q", screen, by, says)
+			if !strings.Contains(screen, by) || !strings.Contains(screen, text) || strings.Contains(screen, "NOT_ENROLLED") {
+				t.Errorf("the console: %q, want %q and %q", screen, by, text)
 			}
 			s := statusOf(t, asker(t, r))
 			if attest.ReasonName(s.GetLastReason()) != want || s.GetRemedy() == rpc.RemedyOf(reason) || s.GetLastReasonUnproven() != (want != "FRAME_INVALID") {
@@ -68,19 +69,19 @@ func TestAStrangerRaisesNoAlertAboutARefusedNode(t *testing.T) {
 			w, _ := node(t)
 			w.meta.JoinEndpoints = []string{atlstest.UnattestedServer(t, &attestv1.Verdict{Reason: reason})}
 			metrics := w.reattest()
-			eventually(t, "two tries", func() bool { return counter(t, metrics, reattestations) >= 2 })
+			eventually(t, "two attempts", func() bool { return counter(t, metrics, reattestations) >= 2 })
 			if want := "UNPROVEN_" + attest.ReasonName(reason); reason != attestv1.Reason_REASON_NOT_ENROLLED && counter(t, metrics, reattestations, want) == 0 {
 				t.Errorf("no try counts as %s", want)
 			}
 			if n := counter(t, metrics, reattestations, attest.ReasonName(reason)); n != 0 {
-				t.Errorf("%v tries count as refused by the cluster: %s", n, attest.ReasonName(reason))
+				t.Errorf("%v attempts count as refused by the cluster: %s", n, attest.ReasonName(reason))
 			}
 		})
 	}
 }
 
-// A joinservice refuses a machine before it has answered its challenge, so the first word of one that the attester has never met counts as
-// anybody's. The word of one that it has met is the cluster's, and raises the alert.
+// A joinservice refuses a machine before it has answered its challenge, so its first refusal counts as unattested if the attester has never met it. The
+// refusal of a joinservice that it has met is the cluster's, and raises the alert.
 func TestANodeThatIsRefusedByItsClusterCountsAsSuch(t *testing.T) {
 	w, _ := node(t)
 	w.tpm.SetPCR(12, clusterID[:])
@@ -96,6 +97,6 @@ func TestANodeThatIsRefusedByItsClusterCountsAsSuch(t *testing.T) {
 	w.tpm.SetPCR(12, clusterID[:])
 	eventually(t, "refusals by a known joinservice", func() bool { return counter(t, metrics, reattestations, "POLICY_REFUSED") >= 2 })
 	if n := counter(t, metrics, reattestations, "UNPROVEN_POLICY_REFUSED"); n != 0 {
-		t.Errorf("%v refusals count as a stranger's", n)
+		t.Errorf("%v refusals count as unattested", n)
 	}
 }

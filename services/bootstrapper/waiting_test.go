@@ -18,22 +18,22 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// What a person finds out who stands before the machine, who reads its log, and who asks it by `muster status --endpoint`.
+// The reason why a machine waits is on its console, in its log, and in the answer to `muster status --endpoint`.
 func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) {
-	refuses := func(r attestv1.Reason) func(*world, *joinservice) {
-		return func(_ *world, j *joinservice) {
+	refuses := func(r attestv1.Reason) func(*fixture, *joinservice) {
+		return func(_ *fixture, j *joinservice) {
 			j.script(func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 				return nil, attest.RefuseFor(time.Hour, r, "details that are for the joinservice's log")
 			}, nil)
 		}
 	}
 	for name, tt := range map[string]struct {
-		cause  func(w *world, j *joinservice)
-		reason string // empty: nothing failed
-		line   string // JOINSERVICE stands for the address
+		cause  func(w *fixture, j *joinservice)
+		reason string // empty: no failure
+		line   string // JOINSERVICE is replaced by the address
 	}{
 		"no joinservice can be reached": {
-			func(w *world, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} },
+			func(w *fixture, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} },
 			"NOT_READY", "no joinservice can be reached at 127.0.0.1:1; next try in ",
 		},
 		"refused by the policy": {
@@ -47,14 +47,14 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 		},
 		"another machine becomes a control plane": {
 			refuses(attestv1.Reason_REASON_CONTROL_PLANE_BUSY),
-			"CONTROL_PLANE_BUSY", "CONTROL_PLANE_BUSY by JOINSERVICE (another machine is about to become a control plane; this one has its turn after it); next try in ",
+			"CONTROL_PLANE_BUSY", "CONTROL_PLANE_BUSY by JOINSERVICE (another machine is about to become a control plane; this one follows after it); next try in ",
 		},
 		"the clock is off": {
-			func(w *world, _ *joinservice) { w.now = func() time.Time { return time.Now().Add(-3 * time.Hour) } },
+			func(w *fixture, _ *joinservice) { w.now = func() time.Time { return time.Now().Add(-3 * time.Hour) } },
 			"CLOCK_SKEW", "this machine does not accept what JOINSERVICE answers: CLOCK_SKEW (the clock of this machine and the cluster's differ: set the wrong one); next try in ",
 		},
 		"an init is waited for": {
-			func(w *world, _ *joinservice) {
+			func(w *fixture, _ *joinservice) {
 				w.meta.JoinEndpoints, w.meta.Role = nil, "control-plane"
 				hash := sha256.Sum256([]byte("secret"))
 				w.meta.InitSecretHash = &hash

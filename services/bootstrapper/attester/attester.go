@@ -1,10 +1,8 @@
 // Package attester serves evidence of this machine to the services that run on it.
 //
-// It owns the TPM on their behalf and answers on one unix socket per purpose. Who asks is
-// who can reach the socket: each stands in a folder of its own, the folder above all of
-// them is closed to everybody but root, and a pod is given one folder as a mount. The
-// purpose is fixed by the socket when this process starts (A5). What a compromised
-// service can get here is evidence for that very service on this very machine.
+// It uses the TPM for them and answers on one unix socket per purpose. A client is authenticated by its access to the socket: each socket is in a folder
+// of its own, only root can enter the folder above, and a pod gets one folder as a mount. The purpose is fixed by the socket when this process starts
+// (A5). A compromised service only gets evidence for itself on this machine.
 package attester
 
 import (
@@ -32,17 +30,17 @@ import (
 )
 
 const (
-	// maxInFlight bounds requests that wait on one socket; more are told BUSY.
+	// maxInFlight bounds the requests that wait on one socket; others are refused with BUSY.
 	maxInFlight = 256
-	// callTimeout bounds one call: a slow TPM takes a second for a quote, and calls queue.
+	// callTimeout bounds one call: a slow TPM takes a second for a quote, and calls wait for each other.
 	callTimeout = 30 * time.Second
 	busyRetry   = time.Second
-	// shutdownTimeout bounds the end of calls that are under way.
+	// shutdownTimeout bounds the end of running calls.
 	shutdownTimeout = 5 * time.Second
 )
 
-// Purposes are those that have a socket. Evidence of the machine itself is made by the bootstrapper
-// and by the re-attestation beside these sockets, for nobody else.
+// Purposes are those that have a socket. The bootstrapper and the re-attestation make evidence of the machine itself, without these sockets, and only
+// for their own calls.
 var Purposes = []attest.Purpose{attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic}
 
 // Config lists what a Server needs. All fields are required.
@@ -51,9 +49,9 @@ type Config struct {
 	Dir string
 	// Attesters has one per purpose of [Purposes].
 	Attesters map[attest.Purpose]attest.Attester
-	// Metrics takes muster_attester_requests_total and muster_attester_request_seconds.
+	// Metrics registers muster_attester_requests_total and muster_attester_request_seconds.
 	Metrics prometheus.Registerer
-	// Log takes the causes of what callers learn the reason of.
+	// Log receives the causes of refusals; callers get only the reason.
 	Log *slog.Logger
 }
 
@@ -64,7 +62,7 @@ type Server struct {
 	seconds  *prometheus.HistogramVec
 }
 
-// New returns a Server, or says which part of cfg is missing.
+// New returns a Server, or an error that names the missing field of cfg.
 func New(cfg Config) (*Server, error) {
 	if !filepath.IsAbs(cfg.Dir) || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("attester: Dir (absolute), Metrics and Log are required")
@@ -107,8 +105,7 @@ func (s *Server) Run(ctx context.Context) error {
 }
 
 func (s *Server) listen(ctx context.Context, p attest.Purpose) (net.Listener, error) {
-	// A5: root alone may pass the upper folder, so host users reach no socket, and a pod
-	// reaches the one whose folder it was given.
+	// A5: only root can pass the upper folder, so host users reach no socket, and a pod reaches only the one in its mounted folder.
 	if err := mkdir(s.cfg.Dir, 0o700); err != nil {
 		return nil, err
 	}
@@ -213,7 +210,7 @@ func invalid(format string, args ...any) error {
 	return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
 }
 
-// answer sends the message, or the reason alone: the cause stays in our log.
+// answer sends the message, or only the reason: the cause is for this machine's log.
 func answer(w http.ResponseWriter, m proto.Message, err error) {
 	w.Header().Set("Content-Type", wire.ContentType)
 	if err != nil {

@@ -25,7 +25,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// start runs an attester for the machine and gives the folder of its sockets.
+// start runs an attester for the machine and returns the folder of its sockets.
 func start(t *testing.T, attesters map[attest.Purpose]attest.Attester) string {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), "attest")
@@ -79,8 +79,7 @@ func dial(t *testing.T, dir string, p attest.Purpose) *client.Client {
 	return c
 }
 
-// A5: evidence says what its socket is for, whatever the session wants to hear. It passes
-// the real verifier, activation included, for that purpose only.
+// A5: the purpose in evidence is that of the socket, whatever the client requests. The real verifier, with activation, accepts it only for that purpose.
 func TestThePurposeIsTheSocket(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -117,7 +116,7 @@ func TestSocketsAreReachedByTheirFolderAlone(t *testing.T) {
 	}
 }
 
-// failing is an attester that can't.
+// failing is an attester that always fails.
 type failing struct {
 	attest.Attester
 	err error

@@ -1,7 +1,7 @@
-// Package bootsecret keeps the secret of this boot, by which a cluster tells this machine from a copy of it (J11).
+// Package bootsecret keeps the secret of this boot, by which a cluster distinguishes this machine from a copy of it (J11).
 //
-// It lies on a file system in memory, so that each boot has another one and no copy of a disk has it. Whoever needs it
-// first makes it: `bootstrapper unlock` in the initramfs, whose /run goes with the machine into its root, else the running system.
+// The secret is on a file system in memory, so that each boot has another one and no copy of a disk has it. The first process that needs it makes it:
+// `bootstrapper unlock` in the initramfs, whose /run moves to the running system, or else a process of the running system.
 package bootsecret
 
 import (
@@ -14,10 +14,10 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Path is where the secret is, below the root of the file system. Its folder is empty after each boot.
+// Path is the secret's path below the root of the file system. Its folder is empty after each boot.
 const Path = "/run/muster/boot-secret"
 
-// Load returns the secret of this boot, and makes it if there is none. Of processes that do so at the same time one makes it.
+// Load returns the secret of this boot, and makes it if there is none. Of several processes at the same time, one makes it.
 func Load(root string) (keys.BootSecret, error) {
 	path := filepath.Join(root, Path)
 	s, err := read(path)
@@ -45,7 +45,7 @@ func read(path string) (keys.BootSecret, error) {
 	return s, nil
 }
 
-// create writes the file in full before it has its name, and leaves one that is there.
+// create writes the whole file before it has its name, and keeps an existing one.
 func create(path string) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err

@@ -43,7 +43,7 @@ func TestOneSecretForEachBoot(t *testing.T) {
 	}
 }
 
-// A file that is damaged is not replaced: another secret within one boot is that of a copy.
+// A damaged file is not replaced: another secret within one boot means a copy.
 func TestADamagedSecretIsAnError(t *testing.T) {
 	root := t.TempDir()
 	path := filepath.Join(root, Path)

@@ -1,10 +1,8 @@
-// Package clusterstate writes what makes a fresh Kubernetes cluster one of Muster's: the
-// parts of kubeadm's skipped bootstrap-token phase that are worth keeping, the root secret
-// that the key service reads, and the facts that joining machines are told.
+// Package clusterstate writes the objects that Muster needs in a new Kubernetes cluster: the useful parts of kubeadm's skipped bootstrap-token phase,
+// the root secret for the key service, and the cluster's data for joining machines.
 //
-// It is written by the first machine, once, with the administrator's credentials that
-// kubeadm made. Everything is create-or-compare, so that a repeated init finds its own
-// work and never overwrites somebody else's root secret.
+// The first machine writes them, once, with kubeadm's administrator credentials. Every object is created or compared, so that a repeated init accepts
+// its own objects and never overwrites another root secret.
 package clusterstate
 
 import (
@@ -29,7 +27,7 @@ import (
 	"github.com/muster-k8s/muster/internal/retry"
 )
 
-// Names of what is written; the ConfigMap's are those of package clusterinfo.
+// These are the names of the written objects; package clusterinfo has the ConfigMap's.
 const (
 	RootSecret    = "muster-kms-root" //nolint:gosec // the object's name, not its content
 	rootKey       = "root"
@@ -37,7 +35,7 @@ const (
 	kubeProxyRole = "muster:kube-proxy-config"
 )
 
-// State is everything to write. Root and Salt are secrets of 32 bytes.
+// State is all that is written. Root and Salt are secrets of 32 bytes.
 type State struct {
 	Info       clusterinfo.Info
 	Root, Salt []byte
@@ -48,11 +46,10 @@ type State struct {
 // requestTimeout bounds one request to the API server.
 const requestTimeout = 20 * time.Second
 
-// ErrForeign says that the cluster already has a root secret, and another one.
+// ErrForeign means that the cluster already has another root secret.
 var ErrForeign = errors.New("the cluster already has another root secret")
 
-// Write writes s with an administrator's kubeconfig. It tries again while the API server
-// can't be reached, until ctx ends.
+// Write writes s with an administrator's kubeconfig. It retries while the API server can't be reached, until ctx ends.
 func Write(ctx context.Context, kubeconfig []byte, s State) error {
 	config, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
 	if err != nil {
@@ -89,7 +86,7 @@ func Write(ctx context.Context, kubeconfig []byte, s State) error {
 	return nil
 }
 
-// persist repeats a step while trying again can help.
+// persist repeats a step while a retry can help.
 func persist(ctx context.Context, do func(context.Context) error) error {
 	pause := retry.Backoff{Min: 200 * time.Millisecond, Max: 5 * time.Second}
 	for {
@@ -103,16 +100,15 @@ func persist(ctx context.Context, do func(context.Context) error) error {
 	}
 }
 
-// final says that the API server has answered, and will not answer otherwise. Forbidden is
-// not final: bootstrap RBAC appears a moment after the API server does.
+// final reports whether a retry would get the same answer of the API server. Forbidden is not final: the bootstrap RBAC objects appear shortly after the
+// API server.
 func final(err error) bool {
 	return apierrors.IsInvalid(err) || apierrors.IsBadRequest(err) || apierrors.IsUnauthorized(err) || apierrors.IsMethodNotSupported(err)
 }
 
 type writer struct{ kubernetes.Interface }
 
-// apiServerMayUseKubelets is part of the phase that init skips; without it there are no
-// logs, no exec and no port-forward.
+// apiServerMayUseKubelets writes a part of the phase that init skips; without it, logs, exec and port-forward fail.
 func (w writer) apiServerMayUseKubelets(ctx context.Context) error {
 	want := &rbacv1.ClusterRoleBinding{
 		ObjectMeta: metav1.ObjectMeta{Name: "kubeadm:apiserver-kubelet-client"},
@@ -133,8 +129,8 @@ func (w writer) apiServerMayUseKubelets(ctx context.Context) error {
 	return err
 }
 
-// nodesMayReadKubeProxy: kubeadm join reads three config maps, and kubeadm lets nodes read
-// two of them. Without the third a join waits for seven tries.
+// nodesMayReadKubeProxy lets nodes read the third of the ConfigMaps that kubeadm join reads; kubeadm lets them read the other two. Without it a join
+// waits for seven attempts.
 func (w writer) nodesMayReadKubeProxy(ctx context.Context) error {
 	role := &rbacv1.Role{
 		ObjectMeta: metav1.ObjectMeta{Name: kubeProxyRole, Namespace: metav1.NamespaceSystem},
@@ -152,7 +148,7 @@ func (w writer) nodesMayReadKubeProxy(ctx context.Context) error {
 	return ifNew(err)
 }
 
-// proxy writes what kubeadm's phase would have written.
+// proxy writes the objects of kubeadm's kube-proxy phase.
 func (w writer) proxy(ctx context.Context, objects []runtime.Object) error {
 	for _, o := range objects {
 		var err error
@@ -179,7 +175,7 @@ func (w writer) proxy(ctx context.Context, objects []runtime.Object) error {
 	return nil
 }
 
-// put creates an object, or brings the one that is there to the same content.
+// put creates an object, or updates an existing one to the same content.
 func put[T metav1.Object](ctx context.Context, api interface {
 	Create(ctx context.Context, o T, options metav1.CreateOptions) (T, error)
 	Get(ctx context.Context, name string, options metav1.GetOptions) (T, error)
@@ -204,8 +200,7 @@ func (w writer) namespace(ctx context.Context) error {
 	return ifNew(err)
 }
 
-// rootSecret is the only place on a machine that the root secret is written to (K3), and
-// it is never overwritten: every disk's key hangs on it.
+// rootSecret writes the root secret to the only place on a machine that has it (K3), and never overwrites it: every disk's key depends on it.
 func (w writer) rootSecret(ctx context.Context, s State) error {
 	immutable := true
 	api := w.CoreV1().Secrets(clusterinfo.Namespace)

@@ -50,7 +50,7 @@ func state() State {
 
 const proxyPath = "/apis/apps/v1/namespaces/kube-system/daemonsets/kube-proxy"
 
-// B9: a repeated init, of a list that was corrected, leaves no other image.
+// B9: a repeated init with a corrected list replaces every other image.
 func TestKubeProxyRunsTheListedImage(t *testing.T) {
 	a := machinetest.NewAPIServer(t)
 	for _, image := range []string{"registry.example/kube-proxy:v0@sha256:00", machinetest.Images()[versions.Proxy].String()} {
@@ -74,7 +74,7 @@ func write(t *testing.T, a *machinetest.APIServer, s State) error {
 
 func TestTheClustersOwnObjectsAreWrittenAndFoundAgain(t *testing.T) {
 	a := machinetest.NewAPIServer(t)
-	a.FailNext(2) // a young API server answers when it can
+	a.FailNext(2) // an API server that has just started fails at first
 	for range 2 {
 		if err := write(t, a, state()); err != nil {
 			t.Fatal(err)

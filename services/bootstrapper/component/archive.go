@@ -18,11 +18,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// archiveName is where the archive itself stays, in the folder that it was unpacked into: what it has put there is compared with it, for nothing else that
-// lies on the disk says what is right (B8).
+// archiveName is the name of the archive itself in the folder that it was unpacked into. The unpacked files are compared with it, since the archive is
+// the only verified source on the disk (B8).
 func archiveName(c Component) string { return fmt.Sprintf(".muster-archive-%x", c.sha256[:16]) }
 
-// unpacked says whether all that the archive holds is in place, and nothing of it was changed.
+// unpacked reports whether all files of the archive are in place and unchanged.
 func (in *Installer) unpacked(root *os.Root, c Component) (bool, error) {
 	name := path.Join(c.rel, archiveName(c))
 	sum, _, err := digest(root, name)
@@ -33,7 +33,7 @@ func (in *Installer) unpacked(root *os.Root, c Component) (bool, error) {
 		return false, refusePath(err)
 	}
 	if sum != c.sha256 {
-		return false, nil // another archive, or what somebody made of it
+		return false, nil // another archive, or one that an attacker changed
 	}
 	f, err := root.Open(name)
 	if err != nil {
@@ -56,8 +56,7 @@ func (in *Installer) unpacked(root *os.Root, c Component) (bool, error) {
 	return same && err == nil, err
 }
 
-// unpack places the files of the verified archive tmp. The first pass reads every header
-// and writes nothing, so that a bad archive has no effect.
+// unpack places the files of the verified archive tmp. The first pass reads every header and writes nothing, so that a bad archive has no effect.
 func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 	f, err := root.Open(tmp)
 	if err != nil {
@@ -92,8 +91,7 @@ func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 	return settle(root, tmp, path.Join(c.rel, archiveName(c)), 0o600)
 }
 
-// walk calls visit for each file and folder. Anything else, and any name that is not
-// inside, is refused with COMPONENT_PATH (B4).
+// walk calls visit for each file and folder. All other entries, and names that lead outside, are refused with COMPONENT_PATH (B4).
 func (in *Installer) walk(f *os.File, visit func(name string, h *tar.Header, content io.Reader) error) error {
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
 		return err
@@ -138,7 +136,7 @@ func (in *Installer) walk(f *os.File, visit func(name string, h *tar.Header, con
 	}
 }
 
-// entry says what to do with one header.
+// entry returns the name of one header, and whether it is used.
 func entry(h *tar.Header) (name string, use bool, err error) {
 	switch h.Typeflag {
 	case tar.TypeXGlobalHeader:
@@ -157,7 +155,7 @@ func entry(h *tar.Header) (name string, use bool, err error) {
 	return name, true, nil
 }
 
-// plain undoes gzip, if that is what f is compressed with.
+// plain decompresses f if it is compressed with gzip.
 func plain(f io.Reader) (io.Reader, error) {
 	b := bufio.NewReader(f)
 	if head, err := b.Peek(2); err == nil && head[0] == 0x1f && head[1] == 0x8b {

@@ -1,11 +1,8 @@
-// Package component installs what a node needs before kubeadm runs: kubelet, kubeadm,
-// CNI plugins and their like, from any mirror.
+// Package component installs what a node needs before kubeadm runs from any mirror: kubelet, kubeadm, CNI plugins and similar programs.
 //
-// A mirror is trusted with nothing. What is fetched goes to a temporary file and is
-// compared with the SHA-256 that came over an attested channel before a byte of it is
-// used, and it lands by rename at a path below a folder of a fixed list (B4). An archive
-// is looked through once before the first of its files is placed, so one that tries to
-// leave its folder leaves nothing behind.
+// A mirror is not trusted. A download goes to a temporary file, and its SHA-256 is compared with the one received over an attested channel before any
+// byte is used. Then it is renamed to a path below a folder of a fixed list (B4). All headers of an archive are checked before its first file is placed,
+// so an archive that tries to leave its folder writes nothing.
 package component
 
 import (
@@ -20,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Folders are the only ones that components may be installed below.
+// Folders are the only folders that components may be installed below.
 var Folders = []string{"/usr/local/bin", "/opt/cni/bin", "/usr/local/lib/muster"}
 
 // MaxComponents bounds a list of components.
@@ -36,11 +33,10 @@ type Component struct {
 	extract bool
 }
 
-// Name is how progress and errors call the component: its path on the machine.
+// Name returns the component's path on the machine, for progress and errors.
 func (c Component) Name() string { return path.Join(c.folder, c.rel) }
 
-// Parse checks a list. It refuses with REQUEST_INVALID or COMPONENT_PATH and names the
-// entry.
+// Parse checks a list. It refuses an entry with REQUEST_INVALID or COMPONENT_PATH and names it.
 func Parse(list []*initv1.Component) ([]Component, error) {
 	if len(list) > MaxComponents {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "components: at most %d, not %d", MaxComponents, len(list))
@@ -73,7 +69,7 @@ func parse(p *initv1.Component) (Component, error) {
 	return c, err
 }
 
-// place finds the allowed folder that holds name (B4).
+// place returns the allowed folder that holds name (B4).
 func place(name string, extract bool) (folder, rel string, err error) {
 	if path.IsAbs(name) && path.Clean(name) == name && !strings.ContainsRune(name, 0) {
 		for _, f := range Folders {
@@ -88,7 +84,7 @@ func place(name string, extract bool) (folder, rel string, err error) {
 	return "", "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_PATH, "path %q is not below %s", name, strings.Join(Folders, ", "))
 }
 
-// where is the component's source without what may follow a "?".
+// where returns the component's URL without its query.
 func (c Component) where() string {
 	u, err := url.Parse(c.url)
 	if err != nil {

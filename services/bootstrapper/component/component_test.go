@@ -39,7 +39,7 @@ func limits() Limits {
 	return Limits{Download: 1 << 20, Unpacked: 1 << 20, Entries: 20, Attempts: 3, Pause: time.Millisecond, Try: 10 * time.Second}
 }
 
-// mirror serves content and counts how often it is asked.
+// mirror serves content and counts the requests.
 func mirror(t *testing.T, h http.HandlerFunc) (url string, asked *atomic.Int32) {
 	t.Helper()
 	asked = new(atomic.Int32)
@@ -167,7 +167,7 @@ func TestContentWithAnotherHashIsRefusedAtOnce(t *testing.T) {
 	url, asked := mirror(t, serve([]byte("evil")))
 	err := install(t, root, file(url, []byte("good"), "/usr/local/bin/kubelet"))
 	if attest.ReasonOf(err) != hashWrong || asked.Load() != 1 {
-		t.Fatalf("%v after %d tries", err, asked.Load())
+		t.Fatalf("%v after %d attempts", err, asked.Load())
 	}
 	if _, err := os.Stat(filepath.Join(root, "usr/local/bin/kubelet")); !os.IsNotExist(err) {
 		t.Error("it was installed")
@@ -177,9 +177,9 @@ func TestContentWithAnotherHashIsRefusedAtOnce(t *testing.T) {
 
 func TestATruncatedOrFailingMirrorIsTriedAgain(t *testing.T) {
 	content := bytes.Repeat([]byte("abc"), 1000)
-	tries := 0
+	attempts := 0
 	url, asked := mirror(t, func(w http.ResponseWriter, _ *http.Request) {
-		switch tries++; tries {
+		switch attempts++; attempts {
 		case 1:
 			http.Error(w, "busy", http.StatusServiceUnavailable)
 		case 2:
@@ -194,7 +194,7 @@ func TestATruncatedOrFailingMirrorIsTriedAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	if asked.Load() != 3 {
-		t.Errorf("%d tries", asked.Load())
+		t.Errorf("%d attempts", asked.Load())
 	}
 	noLeftovers(t, root)
 }
@@ -203,7 +203,7 @@ func TestAMirrorThatNeverServesIsUnavailable(t *testing.T) {
 	url, asked := mirror(t, func(w http.ResponseWriter, _ *http.Request) { http.NotFound(w, nil) })
 	err := install(t, t.TempDir(), file(url, nil, "/opt/cni/bin/ptp"))
 	if attest.ReasonOf(err) != unavailable || asked.Load() != 3 {
-		t.Fatalf("%v after %d tries", err, asked.Load())
+		t.Fatalf("%v after %d attempts", err, asked.Load())
 	}
 }
 
@@ -338,7 +338,7 @@ func TestAnArchiveIsUnpackedOnceAndRepaired(t *testing.T) {
 		if got, _ := os.ReadFile(inner); string(got) != "hl" {
 			t.Errorf("%s: %q", name, got)
 		}
-		// B8: another archive in its place, with the files that it has.
+		// B8: another archive takes its place, with its own files.
 		other := archive(t, compress, entryOf{name: "./", kind: tar.TypeDir}, entryOf{name: "./ptp", body: "ptp"}, entryOf{name: "sub/host-local", body: "evil"})
 		kept := filepath.Join(root, "opt/cni/bin", archiveName(Component{sha256: sha256.Sum256(b)}))
 		if err := errors.Join(os.WriteFile(inner, []byte("evil"), 0o755), os.WriteFile(kept, other, 0o600)); err != nil {
@@ -350,7 +350,7 @@ func TestAnArchiveIsUnpackedOnceAndRepaired(t *testing.T) {
 		if got, _ := os.ReadFile(inner); string(got) != "hl" {
 			t.Errorf("%s: with another archive: %q", name, got)
 		}
-		if err := os.Chmod(inner, 0o777); err != nil { // whoever is in a container that has the folder could write to it
+		if err := os.Chmod(inner, 0o777); err != nil { // a container with the folder could write to it
 			t.Fatal(err)
 		}
 		if err := install(t, root, c); err != nil {
@@ -363,8 +363,7 @@ func TestAnArchiveIsUnpackedOnceAndRepaired(t *testing.T) {
 	}
 }
 
-// An archive that tries to leave its folder has no effect at all: not even its harmless
-// entries, which come first, are placed.
+// An archive that tries to leave its folder has no effect at all: its harmless first entries are not placed either.
 func TestAnEscapingArchiveHasNoEffect(t *testing.T) {
 	harmless := entryOf{name: "harmless", body: "x"}
 	for name, entries := range map[string][]entryOf{
@@ -437,20 +436,21 @@ func trickle(chunk []byte, chunks int, pause time.Duration) http.HandlerFunc {
 	}
 }
 
-// A mirror that stalls, or somebody in between, would otherwise hold a machine, and with it other machines' turns, for all of every try.
+// A mirror that stalls, or a network attacker, would otherwise delay a machine, and with it others that wait for the join lease, for the time of all
+// attempts.
 func TestAMirrorThatTricklesIsGivenUp(t *testing.T) {
 	content := bytes.Repeat([]byte("x"), 8*leastBytes)
 	slow, healthy := trickle(content[:1], len(content), time.Millisecond), trickle(content[:leastBytes], 8, 150*time.Millisecond)
 	for name, tt := range map[string]struct {
-		mirror func(asked int32) http.HandlerFunc
-		tries  int32
-		want   attestv1.Reason
+		mirror   func(asked int32) http.HandlerFunc
+		attempts int32
+		want     attestv1.Reason
 	}{
 		"each time": {func(int32) http.HandlerFunc { return slow }, 3, attestv1.Reason_REASON_COMPONENT_UNAVAILABLE},
 		"the first time": {func(n int32) http.HandlerFunc {
 			return map[bool]http.HandlerFunc{true: slow, false: serve(content)}[n == 1]
 		}, 2, attestv1.Reason_REASON_ACCEPTED},
-		"a slow one that is quick enough": {func(int32) http.HandlerFunc { return healthy }, 1, attestv1.Reason_REASON_ACCEPTED}, // it takes longer than leastTime in all
+		"a slow one that is quick enough": {func(int32) http.HandlerFunc { return healthy }, 1, attestv1.Reason_REASON_ACCEPTED}, // it takes longer than leastTime in total
 	} {
 		t.Run(name, func(t *testing.T) {
 			var asked atomic.Int32
@@ -465,8 +465,8 @@ func TestAMirrorThatTricklesIsGivenUp(t *testing.T) {
 			}
 			began := time.Now()
 			err = in.Install(t.Context(), list, func(string) {})
-			if attest.ReasonOf(err) != tt.want || asked.Load() != tt.tries {
-				t.Errorf("%v after %d tries, want %s after %d", err, asked.Load(), tt.want, tt.tries)
+			if attest.ReasonOf(err) != tt.want || asked.Load() != tt.attempts {
+				t.Errorf("%v after %d attempts, want %s after %d", err, asked.Load(), tt.want, tt.attempts)
 			}
 			if tt.want != attestv1.Reason_REASON_ACCEPTED && !strings.Contains(err.Error(), "less than 64 KiB in 1s") {
 				t.Errorf("%v does not say what was wrong", err)

@@ -24,7 +24,7 @@ import (
 // tempPrefix marks files that are not installed yet.
 const tempPrefix = ".muster-incoming-"
 
-// Limits bound what one component may take.
+// Limits bound the resources for one component.
 type Limits struct {
 	// Download is the largest content, in bytes.
 	Download int64
@@ -32,19 +32,19 @@ type Limits struct {
 	Unpacked int64
 	// Entries is the largest number of an archive's entries.
 	Entries int
-	// Attempts is how often a fetch is tried, and Pause the first pause between two.
+	// Attempts is how often a fetch is attempted, and Pause the first pause between two attempts.
 	Attempts int
 	Pause    time.Duration
-	// Try bounds one try, from dial to last byte.
+	// Try bounds one attempt, from dial to last byte.
 	Try time.Duration
 }
 
-// DefaultLimits are those of production.
+// DefaultLimits are the limits in production.
 var DefaultLimits = Limits{Download: 1 << 30, Unpacked: 4 << 30, Entries: 50_000, Attempts: 6, Pause: 500 * time.Millisecond, Try: 15 * time.Minute}
 
-// A try is given up when leastBytes of content (64 KiB) take longer than leastTime (30 s), about 2 KiB a second: at that rate a whole try
-// brings 2 MiB, and kubeadm alone has 70. A mirror that stalls, or whoever is in between, would hold the machine for all of every try, and a
-// control plane has its turn meanwhile, for which others wait (J8).
+// An attempt ends when leastBytes of content (64 KiB) take longer than leastTime (30 s), about 2 KiB a second: at that rate a whole attempt brings 2
+// MiB, and kubeadm alone has 70. A mirror that stalls, or a network attacker, would delay the machine for the time of all attempts, and a control plane
+// holds the join lease meanwhile, for which others wait (J8).
 const (
 	leastBytes = 64 << 10
 	leastTime  = 30 * time.Second
@@ -60,11 +60,11 @@ type Installer struct {
 	leastTime time.Duration // the constant, or less in tests
 }
 
-// New returns an Installer that takes root, "/" on a machine, for the file system's root.
+// New returns an Installer for the file system below root, "/" on a machine.
 func New(root string, limits Limits, log *slog.Logger) *Installer {
 	t := http.DefaultTransport.(*http.Transport).Clone() //nolint:forcetypeassert // documented type
 	t.ResponseHeaderTimeout = 30 * time.Second
-	t.DisableCompression = true // the hash is over what the mirror stores
+	t.DisableCompression = true // the hash covers the bytes that the mirror stores
 	return &Installer{root: root, limits: limits, log: log, leastTime: leastTime, client: &http.Client{Transport: t, CheckRedirect: checkRedirect}}
 }
 
@@ -78,9 +78,8 @@ func checkRedirect(r *http.Request, via []*http.Request) error {
 	return nil
 }
 
-// Install installs all of list, in order, and tells progress what it is at. What is there
-// already with the right content is not fetched again. It refuses with COMPONENT_HASH,
-// COMPONENT_PATH or COMPONENT_UNAVAILABLE.
+// Install installs all of list, in order, and reports each to progress. It does not download a component that is installed with the right content. It
+// refuses with COMPONENT_HASH, COMPONENT_PATH or COMPONENT_UNAVAILABLE.
 func (in *Installer) Install(ctx context.Context, list []Component, progress func(string)) error {
 	for i, c := range list {
 		if err := in.one(ctx, c, func(what string) { progress(fmt.Sprintf("%s %s (%d of %d)", what, c.Name(), i+1, len(list))) }); err != nil {
@@ -124,7 +123,7 @@ func (in *Installer) one(ctx context.Context, c Component, progress func(string)
 	return settle(root, tmp, c.rel, c.mode)
 }
 
-// present says whether the content is installed.
+// present reports whether the content is installed.
 func (in *Installer) present(root *os.Root, c Component) (bool, error) {
 	if c.extract {
 		return in.unpacked(root, c)
@@ -139,8 +138,8 @@ func (in *Installer) present(root *os.Root, c Component) (bool, error) {
 	return sum == c.sha256 && mode == c.mode, nil
 }
 
-// digest gives the SHA-256 and permission bits of a regular file; a link counts as missing. So does a file that is somebody else's, or has another name as well, in a
-// pod's volume for instance: who has that would change it later (B8).
+// digest returns the SHA-256 and permission bits of a regular file. A link counts as missing. So does a file that another user owns, or that has a
+// second name, in a pod's volume for instance: it could be changed later (B8).
 func digest(root *os.Root, name string) (sum [32]byte, mode fs.FileMode, err error) {
 	st, err := root.Lstat(name)
 	if err != nil {
@@ -176,7 +175,7 @@ func (in *Installer) fetch(ctx context.Context, root *os.Root, c Component) (str
 			return "", err
 		}
 		if try >= in.limits.Attempts {
-			return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "%s can't be fetched from %s after %d tries: %w", c.Name(), c.where(), try, err)
+			return "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "%s can't be fetched from %s after %d attempts: %w", c.Name(), c.where(), try, err)
 		}
 		in.log.WarnContext(ctx, "component not fetched, trying again", "component", c.Name(), "from", c.where(), "try", try, "err", err)
 		if err := retry.Wait(ctx, pause.Next(0)); err != nil {
@@ -185,7 +184,7 @@ func (in *Installer) fetch(ctx context.Context, root *os.Root, c Component) (str
 	}
 }
 
-// try makes one attempt. A [attest.Refusal] is final; any other error may pass.
+// try makes one attempt. An [attest.Refusal] is final; other errors may be temporary.
 func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, in.limits.Try)
 	defer cancel()
@@ -213,7 +212,7 @@ func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name 
 	h := sha256.New()
 	name, err = spool(root, io.TeeReader(io.LimitReader(body, in.limits.Download+1), h), in.limits.Download)
 	if err != nil {
-		if context.Cause(ctx) == slow { //nolint:errorlint // the very one
+		if context.Cause(ctx) == slow { //nolint:errorlint // this error itself
 			return "", slow
 		}
 		return "", err
@@ -225,12 +224,12 @@ func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name 
 	return name, nil
 }
 
-// paced reads, and puts the timer off each time that enough has come.
+// paced reads, and restarts the timer each time that enough bytes have come.
 type paced struct {
 	from  io.Reader
 	timer *time.Timer
 	least time.Duration // for leastBytes
-	got   int           // since the timer was put off
+	got   int           // since the timer was restarted
 }
 
 // Read implements [io.Reader].
@@ -247,7 +246,7 @@ func tooLarge(limit int64) error {
 	return attest.Refuse(attestv1.Reason_REASON_COMPONENT_HASH, "the content is larger than %d bytes", limit)
 }
 
-// spool copies at most limit bytes to a new temporary file that nobody else may read.
+// spool copies at most limit bytes to a new temporary file that other users can't read.
 func spool(root *os.Root, from io.Reader, limit int64) (name string, err error) {
 	f, name, err := create(root)
 	if err != nil {
@@ -265,8 +264,7 @@ func spool(root *os.Root, from io.Reader, limit int64) (name string, err error) 
 	return name, errors.Join(err, f.Sync(), f.Close())
 }
 
-// settle gives a temporary file its mode and renames it to its place, so that what is
-// there is the old content or the new.
+// settle gives a temporary file its mode and renames it to its place, so that its place has the old content or the new.
 func settle(root *os.Root, tmp, name string, mode fs.FileMode) error {
 	if dir := filepath.Dir(name); dir != "." {
 		if err := root.MkdirAll(dir, 0o755); err != nil {
@@ -282,7 +280,7 @@ func settle(root *os.Root, tmp, name string, mode fs.FileMode) error {
 	return nil
 }
 
-// refusePath turns what os.Root refuses into a reason.
+// refusePath gives a reason to the errors of os.Root.
 func refusePath(err error) error {
 	return attest.Refuse(attestv1.Reason_REASON_COMPONENT_PATH, "%w", err)
 }
@@ -298,7 +296,7 @@ func create(root *os.Root) (*os.File, string, error) {
 	}
 }
 
-// sweep removes what an interrupted installation left.
+// sweep removes the files of an interrupted installation.
 func sweep(root *os.Root) error {
 	d, err := root.Open(".")
 	if err != nil {

@@ -11,11 +11,12 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// Where a machine has what the cluster wants it to run.
+// These are the paths of the software that the cluster requires on the machine.
 const (
-	// KeptList is on the state disk: what was installed last. An attacker who was root can have changed it.
+	// KeptList is on the state disk: what was installed last. An attacker with root rights can have changed it.
 	KeptList = "/var/lib/muster/components.json"
-	// UnlockFile is in memory: what the state disk is compared with in this boot (B8). `bootstrapper unlock` writes it whenever it opens or formats an encrypted disk.
+	// UnlockFile is in memory: what the state disk is compared with in this boot (B8). `bootstrapper unlock` writes it whenever it opens or formats an
+	// encrypted disk.
 	UnlockFile = "/run/muster/components.json"
 )
 
@@ -25,7 +26,7 @@ type ListFile string
 // Save writes the list, by rename.
 func (f ListFile) Save(list versions.List) error { return save(string(f), list) }
 
-// Load reads the list; nil if there is none.
+// Load reads the list; nil: the file does not exist.
 func (f ListFile) Load() (*versions.List, error) {
 	text, err := load(string(f))
 	if err != nil || text == nil {
@@ -38,17 +39,17 @@ func (f ListFile) Load() (*versions.List, error) {
 	return &list, nil
 }
 
-// Desired is what a cluster wants one of its nodes to run, and by what the node knows it.
+// Desired is the software that a cluster requires on one of its nodes, and the data by which the node recognizes the cluster.
 type Desired struct {
-	// Uncompared says why there is nothing to compare the disk with; empty: the other fields are there.
+	// Uncompared is why there is nothing to compare the disk with; empty: the other fields are set.
 	Uncompared string `json:"uncompared,omitempty"`
-	// List is what is installed.
+	// List is the required software.
 	List versions.List `json:"list"`
-	// Adopted says that the cluster was there before Muster.
+	// Adopted means that the cluster existed before Muster.
 	Adopted bool `json:"adopted,omitempty"`
 	// Endpoint is HOST:PORT of the API servers.
 	Endpoint string `json:"endpoint"`
-	// Authorities are the content of public files by their path below /etc/kubernetes/pki: [Authorities].
+	// Authorities has the content of public files by their path below /etc/kubernetes/pki: [Authorities].
 	Authorities map[string][]byte `json:"authorities"`
 }
 
@@ -58,10 +59,10 @@ const (
 	UncomparedRecovery = "its owner's recovery opened it"
 )
 
-// CA is the one of [Authorities] that every node has: the cluster's certificate authority.
+// CA is the only one of [Authorities] that every node has: the cluster's certificate authority.
 const CA = "ca.crt"
 
-// Authorities returns the names of the public files by which a node of the role knows its cluster, in order.
+// Authorities returns the names of the public files by which a node of the role recognizes its cluster, in order.
 func Authorities(controlPlane bool) []string {
 	if !controlPlane {
 		return []string{CA}
@@ -75,7 +76,7 @@ type DesiredFile string
 // Save writes it, by rename.
 func (f DesiredFile) Save(d Desired) error { return save(string(f), d) }
 
-// Load reads it; nil if there is none.
+// Load reads it; nil: the file does not exist.
 func (f DesiredFile) Load() (*Desired, error) {
 	text, err := load(string(f))
 	if err != nil || text == nil {
@@ -96,7 +97,7 @@ func save(file string, what any) error {
 	return machine.WriteFile(file, text, 0o600, 0o700)
 }
 
-// load reads a file; nil if there is none.
+// load reads a file; nil: it does not exist.
 func load(file string) ([]byte, error) {
 	text, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {

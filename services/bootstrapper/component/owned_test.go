@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// Who has another name of the file, or owns it, could change it after it was compared (B8). Run as root.
+// A process that has another name of the file, or owns it, could change it after it was compared (B8). Run as root.
 func TestAFileThatSomebodyElseCouldChangeIsInstalledAnew(t *testing.T) {
 	root, content := t.TempDir(), []byte("kubelet")
 	url, asked := mirror(t, serve(content))

@@ -11,10 +11,10 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// sandboxFile is imported by containerd's configuration. It is in memory, so each boot writes it anew, before a pod starts.
+// sandboxFile is imported by containerd's configuration. It is in memory, so each boot writes it again before a pod starts.
 const sandboxFile = "/run/muster/containerd/sandbox.toml"
 
-// PinSandbox has containerd use the image for each pod's sandbox (B9).
+// PinSandbox makes containerd use the image for each pod's sandbox (B9).
 func PinSandbox(ctx context.Context, root string, m machine.Machine, image versions.Image) error {
 	want := fmt.Appendf(nil, "version = 3\n\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n  sandbox = %q\n", image)
 	file := filepath.Join(root, sandboxFile)

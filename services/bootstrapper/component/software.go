@@ -14,7 +14,7 @@ type Software struct {
 	Images     versions.Images
 }
 
-// ParseSoftware checks what an owner or a joinservice lists.
+// ParseSoftware checks the list of an owner or a joinservice.
 func ParseSoftware(components []*initv1.Component, images []string) (*Software, error) {
 	out := &Software{List: versions.FromWire(components, images)}
 	var err error

@@ -11,8 +11,8 @@ import (
 	"strings"
 )
 
-// Sweep removes from [Folders] all that is neither a component of the list nor came in an archive of it, and returns what it was (B8). What is listed
-// must be installed.
+// Sweep removes from [Folders] all files that are neither a component of the list nor from an archive of it, and returns their names (B8). The list must
+// be installed.
 func (in *Installer) Sweep(list []Component) (removed []string, err error) {
 	listed := map[string]bool{}
 	for _, c := range list {
@@ -32,7 +32,7 @@ func (in *Installer) Sweep(list []Component) (removed []string, err error) {
 	if err != nil {
 		return nil, err
 	}
-	defer root.Close() //nolint:errcheck // what it removes is seen at once
+	defer root.Close() //nolint:errcheck // a failed removal is returned at once
 	for _, folder := range Folders {
 		top := strings.TrimPrefix(folder, "/")
 		if info, err := root.Lstat(top); err == nil && !info.IsDir() { // a link, which the walk would follow
@@ -60,7 +60,7 @@ func (in *Installer) Sweep(list []Component) (removed []string, err error) {
 	return removed, nil
 }
 
-// unpackedNames returns what an archive has put into its folder, and the archive itself.
+// unpackedNames returns the files that an archive has put into its folder, and the archive itself.
 func (in *Installer) unpackedNames(c Component) ([]string, error) {
 	root, err := os.OpenRoot(filepath.Join(in.root, c.folder))
 	if err != nil {

@@ -1,8 +1,7 @@
-// Package console tells a person who looks at a machine's screen or serial line what it waits for.
+// Package console shows on a machine's screen or serial line what the machine waits for.
 //
-// Think of it as a sign on a closed door: one line of plain words, and a new one only when it would
-// read differently. What the log has in detail for who can read the log, the sign has in short for who can't
-// log in, since there is nobody to log in as.
+// It writes one line of plain words, and a new one only when the text changes. It is a short form of the log, for a person who can't read the log, since
+// no login exists on a machine.
 package console
 
 import (
@@ -24,28 +23,27 @@ import (
 // DefaultPath is the machine's console.
 const DefaultPath = "/dev/console"
 
-// patience bounds the time that a line may take: a terminal that was stopped (XOFF) must not stop a machine.
+// patience bounds the time that a line may take: a stopped terminal (XOFF) must not stop a machine.
 const patience = time.Second
 
 // maxLine bounds a line, in bytes.
 const maxLine = 500
 
-// Console writes lines that differ from the last. A nil one writes nothing. It is safe for concurrent use.
+// Console writes lines that differ from the last one. A nil one writes nothing. It is safe for concurrent use.
 type Console struct {
 	mu   sync.Mutex
 	f    *os.File
 	last string
 }
 
-// Open gives the console at a path, which must be there already; for an empty path, or if there is none, one that writes
-// nothing.
+// Open returns the console at an existing path. If the path is empty or does not exist, it returns one that writes nothing.
 func Open(path string) (*Console, error) {
 	if path == "" {
-		return nil, nil //nolint:nilnil // a nil one is of use
+		return nil, nil //nolint:nilnil // a nil Console writes nothing
 	}
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|syscall.O_NOCTTY, 0)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil //nolint:nilnil // a nil one is of use
+		return nil, nil //nolint:nilnil // a nil Console writes nothing
 	}
 	if err != nil {
 		return nil, fmt.Errorf("the console: %w", err)
@@ -53,7 +51,7 @@ func Open(path string) (*Console, error) {
 	return &Console{f: f}, nil
 }
 
-// Close ends it.
+// Close closes the console.
 func (c *Console) Close() error {
 	if c == nil {
 		return nil
@@ -61,12 +59,11 @@ func (c *Console) Close() error {
 	return c.f.Close()
 }
 
-// Say writes a line, unless it is the last one again.
-func (c *Console) Say(line string) { c.say(line, line) }
+// Print writes a line, unless it is the same as the last one.
+func (c *Console) Print(line string) { c.print(line, line) }
 
-// say writes a line, unless the last one had the same sense. That a console can't be written is nobody's trouble: all
-// that it is told is in the log.
-func (c *Console) say(sense, line string) {
+// print writes a line, unless the last one had the same sense. Errors are ignored, since the log has all of it.
+func (c *Console) print(sense, line string) {
 	if c == nil {
 		return
 	}
@@ -76,11 +73,11 @@ func (c *Console) say(sense, line string) {
 		return
 	}
 	c.last = sense
-	_ = c.f.SetWriteDeadline(time.Now().Add(patience)) // a file has none
+	_ = c.f.SetWriteDeadline(time.Now().Add(patience)) // a regular file has no deadline
 	_, _ = c.f.WriteString("muster: " + printable(line) + "\r\n")
 }
 
-// printable keeps what others chose, such as names in metadata, from doing more on a terminal than being text.
+// printable makes untrusted text, such as names in metadata, harmless for a terminal.
 func printable(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
@@ -91,37 +88,37 @@ func printable(s string) string {
 	return s[:min(len(s), maxLine)]
 }
 
-// Wait is what a machine waits for.
+// Wait describes what a machine waits for.
 type Wait struct {
 	// For is the phase in words: "waiting for the key of the state disk".
 	For string
-	// Err is why the latest try failed. Of its text nothing is shown: it may have been chosen by who answered.
+	// Err is why the latest attempt failed. Its text is not shown: the peer may have chosen it.
 	Err error
-	// Asked lists whom it asks, HOST:PORT.
+	// Asked lists the endpoints, HOST:PORT.
 	Asked []string
-	// By is who refused, or was refused, HOST:PORT; empty if nobody answered.
+	// By is the endpoint that refused, or was refused, HOST:PORT; empty: none answered.
 	By string
-	// Also is a sentence that is always true while it waits; empty for none.
+	// Also is a sentence that is always true while it waits; empty: none.
 	Also string
-	// Next is the pause before the next try.
+	// Next is the pause before the next attempt.
 	Next time.Duration
 }
 
-// Waits says what the machine waits for and why, if that has changed.
+// Waits shows what the machine waits for and why, if that has changed.
 func (c *Console) Waits(w Wait) {
 	why := w.why()
 	line := w.For + ": " + why
 	if w.Also != "" {
 		line += "; " + w.Also
 	}
-	c.say(line, line+"; next try in "+pause(w.Next))
+	c.print(line, line+"; next try in "+pause(w.Next))
 }
 
 func (w Wait) why() string {
 	reason := discovery.ReasonOf(w.Err)
 	name := attest.ReasonName(reason)
 	switch {
-	case errors.Is(w.Err, discovery.ErrNobody):
+	case errors.Is(w.Err, discovery.ErrNoJoinservice):
 		return "the metadata name no joinservice (joinEndpoints)"
 	case errors.Is(w.Err, discovery.ErrUnreachable):
 		return "no joinservice can be reached at " + strings.Join(w.Asked, ", ")
@@ -135,7 +132,7 @@ func (w Wait) why() string {
 	return "this machine does not accept what " + w.By + " answers: " + name + words(ours, reason)
 }
 
-// remote says whether it was the other side that refused.
+// remote reports whether the peer refused.
 func remote(err error) bool {
 	r, ok := errors.AsType[*attest.Refusal](err)
 	return !ok || r.Remote
@@ -152,10 +149,10 @@ func words(m map[attestv1.Reason]string, r attestv1.Reason) string {
 	return " (" + s + ")"
 }
 
-// theirs says what it means that a joinservice refuses this machine.
+// theirs explains the reasons with which a joinservice refuses this machine.
 var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_POLICY_REFUSED:      "this machine's measurements are not in the owner's policy",
-	attestv1.Reason_REASON_EK_UNTRUSTED:        "nobody in the owner's policy vouches for this machine's TPM, or the policy revokes it",
+	attestv1.Reason_REASON_EK_UNTRUSTED:        "no root in the owner's policy certifies this machine's TPM, or the policy revokes it",
 	attestv1.Reason_REASON_FORMAT_NONE:         "the owner's policy has no rules for machines like this one",
 	attestv1.Reason_REASON_LOCK_FOREIGN:        "this machine is locked already; reboot it",
 	attestv1.Reason_REASON_CLOCK_WENT_BACK:     "this machine's TPM was cleared, or was put back to an earlier time: reboot the machine",
@@ -167,11 +164,11 @@ var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_TPM_KNOWN:           "this machine's TPM is enrolled already, as another machine",
 	attestv1.Reason_REASON_NODE_EXISTS:         "there is a node of that name that was not enrolled",
 	attestv1.Reason_REASON_ROLE_REFUSED:        "this machine may not have that role",
-	attestv1.Reason_REASON_DISK_ERASED:         "the cluster has no salt of this state disk: it was erased, or the salt was lost; the owner looks before anybody erases the disk",
+	attestv1.Reason_REASON_DISK_ERASED:         "the cluster has no salt of this state disk: it was erased, or the salt was lost; the owner must check this before the disk is erased",
 	attestv1.Reason_REASON_DISK_MISMATCH:       "this machine is enrolled with another state disk, or the disk to another machine",
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: "the owner's policy wants an encrypted state disk",
 	attestv1.Reason_REASON_ADDRESS_REFUSED:     "this machine may not have one of its addresses",
-	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  "another machine is about to become a control plane; this one has its turn after it",
+	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  "another machine is about to become a control plane; this one follows after it",
 	attestv1.Reason_REASON_KMS_UNAVAILABLE:     "the cluster's key service does not answer",
 	attestv1.Reason_REASON_ROOT_SEALED:         "the cluster's root secret is missing",
 	attestv1.Reason_REASON_API_UNAVAILABLE:     "the cluster's API server does not answer",
@@ -182,10 +179,10 @@ var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_DEADLINE:            "it did not answer in time",
 }
 
-// ours says what it means that this machine refuses.
+// ours explains the reasons with which this machine refuses.
 var ours = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_POLICY_REFUSED:   "its measurements are not in the owner's policy",
-	attestv1.Reason_REASON_EK_UNTRUSTED:     "nobody vouches for its TPM, or the clock of this machine is wrong",
+	attestv1.Reason_REASON_EK_UNTRUSTED:     "no root certifies its TPM, or the clock of this machine is wrong",
 	attestv1.Reason_REASON_LOCK_FOREIGN:     "it belongs to another cluster",
 	attestv1.Reason_REASON_POLICY_SIGNATURE: "its policy is not signed by the owner of this machine's image",
 	attestv1.Reason_REASON_POLICY_INVALID:   "its policy is older than one that was accepted before, or than this machine's image accepts",
@@ -198,7 +195,7 @@ var ours = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_DEADLINE:         "it did not answer in time",
 }
 
-// pause rounds to what a person reads.
+// pause rounds a duration for a reader.
 func pause(d time.Duration) string {
 	switch {
 	case d < time.Second:

@@ -44,10 +44,10 @@ func open(t *testing.T) (*console.Console, func() string) {
 func TestALineIsToldOnceUntilItChanges(t *testing.T) {
 	c, text := open(t)
 	for range 3 {
-		c.Say("one")
+		c.Print("one")
 	}
-	c.Say("two")
-	c.Say("one")
+	c.Print("two")
+	c.Print("one")
 	if got := text(); got != "muster: one\r\nmuster: two\r\nmuster: one\r\n" {
 		t.Errorf("%q", got)
 	}
@@ -64,14 +64,14 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 		"waiting: POLICY_REFUSED by 192.168.77.11:30090 (this machine's measurements are not in the owner's policy); next try in 8 s":                                           {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, true), By: e, Next: 8200 * time.Millisecond},
 		"waiting: this machine does not accept what 192.168.77.11:30090 answers: POLICY_REFUSED (its measurements are not in the owner's policy); next try in 1 s":              {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, false), By: e, Next: time.Millisecond},
 		"waiting: no joinservice can be reached at 192.168.77.11:30090, 192.168.77.12:30090; next try in 5 s":                                                                   {Err: errors.Join(discovery.ErrUnreachable, &net.OpError{}), Asked: []string{e, "192.168.77.12:30090"}, Next: 5 * time.Second},
-		"waiting: the metadata name no joinservice (joinEndpoints); `muster init` can; next try in 5 s":                                                                         {Err: discovery.ErrNobody, Also: "`muster init` can", Next: 5 * time.Second},
+		"waiting: the metadata name no joinservice (joinEndpoints); `muster init` can; next try in 5 s":                                                                         {Err: discovery.ErrNoJoinservice, Also: "`muster init` can", Next: 5 * time.Second},
 		"waiting: STATE_DISK (the state disk can't be used); next try in 10 min":                                                                                                {Err: refusal(attestv1.Reason_REASON_STATE_DISK, false), Next: 10 * time.Minute},
 		"waiting: SIGNATURE_INVALID by 192.168.77.11:30090; next try in 1 s":                                                                                                    {Err: refusal(attestv1.Reason_REASON_SIGNATURE_INVALID, true), By: e},
 	} {
 		c, text := open(t)
 		w.For = "waiting"
 		c.Waits(w)
-		w.Next += time.Minute // is no news
+		w.Next += time.Minute // no new line
 		c.Waits(w)
 		if got := text(); got != "muster: "+want+"\r\n" {
 			t.Errorf("%q, want %q", got, want)
@@ -79,7 +79,7 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 	}
 }
 
-// A machine without a clock battery finds every certificate invalid: the line shows what it takes for now.
+// A machine without a clock battery finds every certificate invalid: the line shows its time.
 func TestAWrongClockCanBeSeen(t *testing.T) {
 	c, text := open(t)
 	c.Waits(console.Wait{For: "waiting", Err: attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "x509: not yet valid"), By: "a:1"})
@@ -90,7 +90,7 @@ func TestAWrongClockCanBeSeen(t *testing.T) {
 
 func TestNothingThatOthersChoseControlsTheTerminal(t *testing.T) {
 	c, text := open(t)
-	c.Say("node \x1b[2J\r\n\u202e" + strings.Repeat("x", 9999))
+	c.Print("node \x1b[2J\r\n\u202e" + strings.Repeat("x", 9999))
 	got := text()
 	if strings.ContainsAny(strings.TrimSuffix(got, "\r\n"), "\x1b\r\n\u202e") || len(got) > 600 {
 		t.Errorf("%d bytes: %.80q", len(got), got)
@@ -103,8 +103,8 @@ func TestWithoutAConsoleNothingIsTold(t *testing.T) {
 		if err != nil || c != nil {
 			t.Fatalf("%v, %v", c, err)
 		}
-		c.Say("nobody hears this")
-		c.Waits(console.Wait{For: "waiting", Err: discovery.ErrNobody})
+		c.Print("no reader gets this")
+		c.Waits(console.Wait{For: "waiting", Err: discovery.ErrNoJoinservice})
 		if err := c.Close(); err != nil {
 			t.Error(err)
 		}
@@ -114,7 +114,7 @@ func TestWithoutAConsoleNothingIsTold(t *testing.T) {
 	}
 }
 
-// A terminal that is stopped takes nothing, and must not stop the machine.
+// A stopped terminal takes no text, and must not stop the machine.
 func TestAConsoleThatIsStoppedStopsNobody(t *testing.T) {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -131,7 +131,7 @@ func TestAConsoleThatIsStoppedStopsNobody(t *testing.T) {
 	go func() {
 		defer close(done)
 		for i := range 133 { // more than a pipe of 64 KiB takes
-			c.Say(strings.Repeat("x", 490) + strings.Repeat("y", i%7))
+			c.Print(strings.Repeat("x", 490) + strings.Repeat("y", i%7))
 		}
 	}()
 	select {

@@ -13,11 +13,11 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// Attempts is what the owner may be told of a machine's tries: reasons, times and whom it asks,
-// never an error's text, which is for the log (R1). Its zero value knows of none.
+// Attempts is what an unauthenticated client may learn of a machine's attempts: reasons, times and endpoints, never an error's text, which is for the
+// log (R1). Its zero value has none.
 type Attempts struct {
 	mu        sync.Mutex
-	reason    attestv1.Reason // of the latest that failed
+	reason    attestv1.Reason // of the latest failed attempt
 	unproven  bool            // it is from a peer that has not proven to be a joinservice
 	last      time.Time
 	next      time.Time // zero: now, or never
@@ -25,14 +25,14 @@ type Attempts struct {
 	endpoints []string
 }
 
-// Fail notes that what no joinservice was asked for has failed.
+// Fail records a failure before a joinservice was asked.
 func (t *Attempts) Fail(reason attestv1.Reason) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.reason, t.unproven, t.last = reason, false, time.Now()
 }
 
-// Refused notes a try that failed with err, in which a joinservice was to be asked.
+// Refused records an attempt to reach a joinservice that failed with err.
 func (t *Attempts) Refused(err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -40,22 +40,22 @@ func (t *Attempts) Refused(err error) {
 	t.failed++
 }
 
-// Wait notes that the next try begins in d.
+// Wait records that the next attempt begins in d.
 func (t *Attempts) Wait(d time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.next = time.Now().Add(d)
 }
 
-// Begin notes that a try of these endpoints is under way.
+// Begin records that an attempt with these endpoints is running.
 func (t *Attempts) Begin(endpoints []string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.next, t.endpoints = time.Time{}, slices.Clone(endpoints)
 }
 
-// Tell puts what was noted into a status; again is whether there will be another try.
-func (t *Attempts) Tell(out *initv1.GetStatusResponse, again bool) {
+// Report copies the record into a status; again is whether there will be another attempt.
+func (t *Attempts) Report(out *initv1.GetStatusResponse, again bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	out.FailedAttempts, out.JoinEndpoints = t.failed, slices.Clone(t.endpoints)
@@ -67,8 +67,8 @@ func (t *Attempts) Tell(out *initv1.GetStatusResponse, again bool) {
 	}
 }
 
-// RemedyOf returns what the owner can do about the last reason of a status, one sentence; empty if there is no such reason, or if only
-// the owner knows. A refusal by a peer that has not proven to be a joinservice has one remedy, whatever its reason.
+// RemedyOf returns what the owner can do about the last reason of a status, one sentence; empty if there is no such reason, or if it has no general
+// remedy. A refusal by a peer that has not proven to be a joinservice has one remedy, whatever its reason.
 func RemedyOf(s *initv1.GetStatusResponse) string {
 	if s.GetLastReasonUnproven() {
 		return rpc.RemedyUnproven

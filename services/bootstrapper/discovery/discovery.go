@@ -1,8 +1,7 @@
-// Package seek is how a machine finds a joinservice and judges it, before it asks for anything.
+// Package discovery finds a joinservice and verifies it before a machine sends it a request.
 //
-// Think of it as the first half of every call that a machine makes to its cluster: somebody among those
-// that the metadata name must answer, and must be what the owner's policy accepts. What is then asked for
-// is the caller's: a ticket to join, the key of a disk, a new verdict.
+// It is the first half of every call of a machine to its cluster: one of the endpoints in the metadata must answer, and the owner's policy must accept
+// it. The callers then send their own requests: for a ticket to join, for the key of a disk, for a new verdict.
 package discovery
 
 import (
@@ -19,47 +18,48 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// Errors of a search that found nobody.
+// These are errors of a discovery that found no joinservice.
 var (
-	ErrNobody      = errors.New("no joinservice is known yet")
-	ErrUnreachable = errors.New("no joinservice can be reached")
+	ErrNoJoinservice = errors.New("no joinservice is known yet")
+	ErrUnreachable   = errors.New("no joinservice can be reached")
 )
 
-// maxKnock bounds the pause while nobody is there to be asked, and after an answer by a peer that has not proven to be a joinservice.
+// maxDialPause bounds the pause while no joinservice answers, and after an answer by a peer that has not proven to be a joinservice.
 const maxDialPause = 5 * time.Second
 
-// Pauses are the waits between tries of one series. Its zero value is not useful.
+// Pauses are the waits between the attempts of one series. The zero value is not useful.
 type Pauses struct{ refused, dialing retry.Backoff }
 
-// NewPauses gives pauses from least to most.
+// NewPauses returns pauses from least to most.
 func NewPauses(least, most time.Duration) *Pauses {
 	return &Pauses{
 		refused: retry.Backoff{Min: least, Max: most},
-		// To find nobody costs nobody anything: a machine that waits for its cluster to be made looks again soon.
+		// A failed dial costs little: a machine that waits for its cluster to be made tries again soon.
 		dialing: retry.Backoff{Min: least, Max: min(most, maxDialPause)},
 	}
 }
 
-// Next returns the pause after a try that failed with err. The server's hint in it wins, up to 5 s if the server has not proven what it is.
+// Next returns the pause after an attempt that failed with err. It follows the server's hint in err, but only up to 5 s if the server has not proven
+// what it is.
 func (p *Pauses) Next(err error) time.Duration {
-	// One that hung up without a reason may have limits that others reach from this machine's address.
+	// A server that hung up without a reason may have limits that other clients reach from this machine's address.
 	hungUp := rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED && ReasonOf(err) != attestv1.Reason_REASON_DEADLINE
-	if errors.Is(err, ErrNobody) || errors.Is(err, ErrUnreachable) || hungUp {
+	if errors.Is(err, ErrNoJoinservice) || errors.Is(err, ErrUnreachable) || hungUp {
 		p.refused.Reset()
 		return p.dialing.Next(0)
 	}
-	// Whoever can answer in a joinservice's place could otherwise keep this machine waiting long after they are gone.
+	// A network attacker who answers for a joinservice could otherwise make this machine wait long after the attack.
 	if atls.Unproven(err) {
 		return min(p.dialing.Next(rpc.RetryAfterFrom(err)), maxDialPause)
 	}
 	if ReasonOf(err) == attestv1.Reason_REASON_CONTROL_PLANE_BUSY {
-		p.refused.Reset() // others go first; its turn must not be slept through
+		p.refused.Reset() // other machines go first; the wait must not exceed this machine's join lease
 	}
 	p.dialing.Reset()
 	return p.refused.Next(rpc.RetryAfterFrom(err))
 }
 
-// ReasonOf gives the reason of an error of ours or of a call.
+// ReasonOf returns the reason of a local error or of a call's error.
 func ReasonOf(err error) attestv1.Reason {
 	if r := rpc.ReasonFrom(err); r != attestv1.Reason_REASON_UNSPECIFIED {
 		return r
@@ -68,7 +68,7 @@ func ReasonOf(err error) attestv1.Reason {
 		return attestv1.Reason_REASON_DEADLINE
 	}
 	if e, ok := errors.AsType[net.Error](err); ok {
-		// A system call's number has the methods of a net.Error; the network's come within one.
+		// A system call's number has the methods of a net.Error; network errors wrap one.
 		if _, file := e.(syscall.Errno); !file {
 			return attestv1.Reason_REASON_NOT_READY
 		}
@@ -76,7 +76,7 @@ func ReasonOf(err error) attestv1.Reason {
 	return attestv1.Reason_REASON_INTERNAL
 }
 
-// handOver gives a transport the connection that won the race, and dials from then on.
+// handOver returns a dial function that returns the connection that won the race first, and dials after that.
 func handOver(first net.Conn, timeout time.Duration) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	handed := make(chan net.Conn, 1)
 	handed <- first
@@ -90,7 +90,7 @@ func handOver(first net.Conn, timeout time.Duration) func(ctx context.Context, n
 	}
 }
 
-// Merge keeps the order of what is known, drops what is gone and appends what is new.
+// Merge keeps the order of the known endpoints, drops those that are gone and appends new ones.
 func Merge(known, now []string) []string {
 	out := slices.DeleteFunc(slices.Clone(known), func(e string) bool { return !slices.Contains(now, e) })
 	for _, e := range now {
@@ -101,13 +101,13 @@ func Merge(known, now []string) []string {
 	return out
 }
 
-// Demote puts an endpoint that failed behind the others.
+// Demote moves an endpoint that failed to the end.
 func Demote(order []string, e string) []string {
 	return append(slices.DeleteFunc(slices.Clone(order), func(o string) bool { return o == e }), e)
 }
 
-// Race connects to the endpoints happy-eyeballs style (RFC 8305): each gets a head start
-// before the next, a failure starts the next at once, and the first connection wins.
+// Race connects to the endpoints by "happy eyeballs" (RFC 8305): each gets a head start before the next, a failure starts the next at once, and the
+// first connection wins.
 func Race(ctx context.Context, endpoints []string, stagger, timeout time.Duration) (string, net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -121,7 +121,7 @@ func Race(ctx context.Context, endpoints []string, stagger, timeout time.Duratio
 	var errs []error
 	head := time.NewTimer(0)
 	defer head.Stop()
-	defer func() { // the losers hang up
+	defer func() { // the other connections are closed
 		go func() {
 			for range open {
 				if o := <-results; o.conn != nil {

@@ -66,14 +66,14 @@ func TestARaceIsWonByTheFirstWhoAnswers(t *testing.T) {
 	l := listener(t)
 	gone := listener(t)
 	_ = gone.Close()
-	// Those that refuse start the next at once, whatever the head start.
+	// A refused connection starts the next at once, for every head start.
 	at, c, err := Race(t.Context(), []string{gone.Addr().String(), gone.Addr().String(), l.Addr().String()}, time.Hour, time.Minute)
 	if err != nil || at != l.Addr().String() {
 		t.Fatalf("%s, %v", at, err)
 	}
 	_ = c.Close()
 	if _, _, err := Race(t.Context(), []string{gone.Addr().String()}, time.Hour, time.Minute); ReasonOf(err) != attestv1.Reason_REASON_NOT_READY {
-		t.Errorf("nobody answers: %v", err)
+		t.Errorf("no endpoint answers: %v", err)
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -88,7 +88,7 @@ func TestPausesAreShortWhileNobodyAnswersAndTheHintWins(t *testing.T) {
 	refused := attest.RefuseFor(0, attestv1.Reason_REASON_NOT_ENROLLED, "no")
 	for range 50 {
 		if d := p.Next(unreachable); d > maxDialPause {
-			t.Fatalf("%s while nobody answers", d)
+			t.Fatalf("%s while no endpoint answers", d)
 		}
 		if d := p.Next(fmt.Errorf("10.0.0.1:30090: %w", io.ErrUnexpectedEOF)); d > maxDialPause {
 			t.Fatalf("%s after it hung up", d)
@@ -109,13 +109,13 @@ func TestPausesAreShortWhileNobodyAnswersAndTheHintWins(t *testing.T) {
 	}
 	p.Next(unreachable)
 	if d := p.Next(attest.RefuseFor(0, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another")); d > 500*time.Millisecond {
-		t.Errorf("%s: its turn would be slept through", d)
+		t.Errorf("%s: it would miss its join lease", d)
 	}
 }
 
-// Whoever can answer in a joinservice's place, without a TPM, holds a machine up for seconds: in his place, and once he is gone.
+// A network attacker without a TPM who answers for a joinservice delays a machine by seconds, during the attack and after it.
 func TestPausesStayShortAfterAStrangersRefusals(t *testing.T) {
-	for _, least := range []time.Duration{500 * time.Millisecond, 10 * time.Second} { // of joins, and of nodes that attest again
+	for _, least := range []time.Duration{500 * time.Millisecond, 10 * time.Second} { // of joins, and of re-attestations
 		p := NewPauses(least, 2*time.Minute)
 		for _, cause := range []error{
 			&attest.Refusal{Reason: attestv1.Reason_REASON_BANNED, Remote: true},
@@ -161,7 +161,7 @@ func TestReasonsOfErrors(t *testing.T) {
 	}
 }
 
-// Serials of one owner only go up, and each belongs to one policy; what is not kept counts for nothing.
+// Serials of one owner only increase, and each belongs to one policy; a policy that is not kept has no effect.
 func TestAMemoryTakesNoOlderPolicy(t *testing.T) {
 	owner, other := ed25519.PublicKey(make([]byte, 32)), ed25519.PublicKey([]byte(strings.Repeat("x", 32)))
 	rapid.Check(t, func(rt *rapid.T) {

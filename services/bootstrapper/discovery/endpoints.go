@@ -7,12 +7,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// joinservicePort is where every control plane serves joinservice, a NodePort, if its owner has chosen no other.
+// joinservicePort is the NodePort of joinservice on every control plane, unless the owner chose another.
 const joinservicePort = "30090"
 
-// Endpoints returns the joinservices to attest to. A control plane has one of its own, so it does not
-// depend on those that were there before it. All serve at one port, which its owner may have chosen: the
-// endpoints that the machine was given have it.
+// Endpoints returns the joinservices to attest to. A control plane also has its own, so it does not depend on other ones. All serve at one port, which
+// the owner may have chosen: the endpoints in the metadata have it.
 func Endpoints(meta *metadata.Machine) []string {
 	out := Merge(nil, meta.JoinEndpoints)
 	if meta.Role != metadata.RoleControlPlane {
@@ -24,7 +23,7 @@ func Endpoints(meta *metadata.Machine) []string {
 			ports = append(ports, port)
 		}
 	}
-	for _, port := range append(ports, joinservicePort) { // the others' may be a load balancer's
+	for _, port := range append(ports, joinservicePort) { // the metadata's may be a load balancer's
 		for _, a := range meta.Addresses {
 			out = Merge(out, append(out, net.JoinHostPort(a.String(), port)))
 		}

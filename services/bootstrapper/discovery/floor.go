@@ -9,13 +9,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Accepted compares, below root, the policy that the state disk was opened under with the newest that this machine had accepted before:
-// what its journal says, and what its attester has accepted since. An older one is refused with POLICY_INVALID; files that can't
-// be read are NODE_LOCKED.
+// Accepted compares the policy that the state disk was opened under, below root, with the newest one that this machine had accepted before, by its
+// journal and its attester. An older one is refused with POLICY_INVALID; files that can't be read are NODE_LOCKED.
 //
-// The initramfs can't read the journal before the disk is open, so it may have accepted an old policy that the owner signed, and
-// with it a joinservice that the owner has shut out since. This is for the initramfs too, before anything of the disk is run: while
-// the attester runs, it may accept newer ones.
+// The initramfs can't read the journal before the disk is open, so it may have accepted an old policy that the owner signed, and with it a joinservice
+// that the owner has removed since. The initramfs calls this function too, before anything of the disk runs: later the attester may accept newer
+// policies.
 func Accepted(root string, journaled *journal.Policy) error {
 	attested, err := policyIn(root, journal.AttesterPolicy)
 	if err != nil {
@@ -28,8 +27,8 @@ func Accepted(root string, journaled *journal.Policy) error {
 	return NotOlder(newer(journaled, attested), *unlocked) // J2
 }
 
-// Recall returns the newest policy that this machine has accepted, for its journal; nil: it has accepted none. As [Accepted], but it compares
-// with the journal alone, which only its caller writes.
+// Recall returns the newest policy that this machine has accepted, for its journal; nil: none. Like [Accepted], but it compares only with the journal,
+// which only its caller writes.
 func Recall(root string, journaled *journal.Policy) (*journal.Policy, error) {
 	attested, err := policyIn(root, journal.AttesterPolicy)
 	if err != nil {
@@ -55,7 +54,7 @@ func policyIn(root, path string) (*journal.Policy, error) {
 	return rec.Policy, nil
 }
 
-// newer returns the newer of two policies; nil is older than any. Of two owners' policies it is the first.
+// newer returns the newer of two policies; nil is older than all. Of two owners' policies it returns the first.
 func newer(a, b *journal.Policy) *journal.Policy {
 	if a == nil || b != nil && bytes.Equal(a.OwnerKey, b.OwnerKey) && b.Serial > a.Serial {
 		return b
@@ -63,17 +62,17 @@ func newer(a, b *journal.Policy) *journal.Policy {
 	return a
 }
 
-// Floor keeps the newest policy that was accepted in a file, beside one that another process knows of.
+// Floor keeps the newest accepted policy in a file, beside one that another process keeps.
 type Floor struct {
 	File interface {
 		Load() (journal.Record, error)
 		Save(r journal.Record) error
 	}
-	// Known is the other one; nil: there is none.
+	// Known is the policy of the other process; nil: none.
 	Known *journal.Policy
 }
 
-// Newest is for [Verification]. What it is to keep is on the disk when it returns nil.
+// Newest is for [Verification]. A policy with keep is on the disk when it returns nil.
 func (f Floor) Newest(p journal.Policy, keep bool) error {
 	rec, err := f.File.Load()
 	if err != nil {
@@ -84,7 +83,7 @@ func (f Floor) Newest(p journal.Policy, keep bool) error {
 		return err
 	}
 	if known != nil && bytes.Equal(known.OwnerKey, p.OwnerKey) && known.Serial == p.Serial {
-		return nil // the very one
+		return nil // the same policy
 	}
 	return f.File.Save(journal.Record{Policy: &p})
 }

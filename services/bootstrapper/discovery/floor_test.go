@@ -22,8 +22,8 @@ func policyOf(owner byte, serial uint64, digest byte) *journal.Policy {
 	return &journal.Policy{OwnerKey: bytes.Repeat([]byte{owner}, 32), Serial: serial, Digest: bytes.Repeat([]byte{digest}, 32)}
 }
 
-// A state disk that was opened under an older policy than this machine has accepted before, at whichever of its
-// places that stands, is refused; else the machine knows the newest of all.
+// A state disk is refused if it was opened under a policy that is older than an accepted one, in any of the files; else the machine knows the newest of
+// all.
 func TestADiskThatWasOpenedUnderAnOlderPolicyIsNotUsed(t *testing.T) {
 	for name, tt := range map[string]struct {
 		journaled, attested, unlocked *journal.Policy
@@ -83,7 +83,7 @@ func TestADiskThatWasOpenedUnderAnOlderPolicyIsNotUsed(t *testing.T) {
 	}
 }
 
-// As a memory, over any number of lives: nothing older than what was kept, or than what another process knows, is accepted.
+// Over any number of restarts, no policy is accepted that is older than the kept one, or than the other process's.
 func TestAFloorOutlivesItsProcess(t *testing.T) {
 	dir := t.TempDir()
 	rapid.Check(t, func(rt *rapid.T) {

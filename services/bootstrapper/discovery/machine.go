@@ -14,7 +14,7 @@ type EndorsementKeyer interface {
 	EndorsementKey(ctx context.Context) (tpm.EK, error)
 }
 
-// MachineID reads the machine's own ID. It proves nothing to anybody else. Its errors are MACHINE_CONFIG.
+// MachineID reads the machine's own ID. It is no proof for a peer. Its errors are MACHINE_CONFIG.
 func MachineID(ctx context.Context, t EndorsementKeyer) (attest.MachineID, error) {
 	ek, err := t.EndorsementKey(ctx)
 	if err != nil {

@@ -14,31 +14,31 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Session is a joinservice that is judged with the first call, and then asked over the same connection.
+// Session is a connection to a joinservice, which is verified with the first call.
 type Session struct {
 	joinv1connect.JoinServiceClient
-	// Endpoint is where it is, HOST:PORT.
+	// Endpoint is its address, HOST:PORT.
 	Endpoint string
 
 	transport *atls.Transport
 	mu        sync.Mutex
-	peers     []attest.Peer // whose machines were judged
+	peers     []attest.Peer // whose machines were appraised
 }
 
 // SessionConfig lists what a Session needs. All fields are required.
 type SessionConfig struct {
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
-	// Verification are what the joinservice is judged with, Lock is what its node lock must show.
+	// Verification appraises the joinservice; Lock is the required state of its node lock.
 	Verification Verification
 	Lock         attest.Lock
-	// Dial bounds the wait for a further connection.
+	// Dial bounds the wait for another connection.
 	Dial time.Duration
-	// Log is told of the joinservice's machine once it was judged.
+	// Log logs the joinservice's machine once it was appraised.
 	Log *slog.Logger
 }
 
-// Open gives a session over the connection that won a [Race].
+// Open returns a session over the connection that won a [Race].
 func Open(ctx context.Context, cfg SessionConfig, endpoint string, first net.Conn) (*Session, error) {
 	verifier, appraiser, err := cfg.Verification.Of(ctx, cfg.Lock)
 	if err != nil {
@@ -62,14 +62,13 @@ func Open(ctx context.Context, cfg SessionConfig, endpoint string, first net.Con
 	return s, nil
 }
 
-// Belongs says whether the joinservice is of the cluster that its answer speaks of: the node lock of its machine,
-// as quoted, has that cluster's value. Otherwise it refuses with LOCK_FOREIGN. An owner's policy is that of
-// several clusters, maybe, and none of them speaks for another one.
+// Belongs checks that the joinservice's machine is locked to the cluster in the joinservice's answer, by its quoted PCR 15. Otherwise it refuses with
+// LOCK_FOREIGN. Several clusters may have the same owner's policy, and none of them may answer for another one.
 func (s *Session) Belongs(clusterID [32]byte) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(s.peers) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "no joinservice was judged")
+		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "no joinservice was appraised")
 	}
 	for _, p := range s.peers {
 		if err := attest.CheckLock(p.Claims(), attest.LockedTo(clusterID)); err != nil {
@@ -79,5 +78,5 @@ func (s *Session) Belongs(clusterID [32]byte) error {
 	return nil
 }
 
-// Close ends it.
-func (s *Session) Close() { _ = s.transport.Close() } // nothing is left to be told
+// Close closes the session.
+func (s *Session) Close() { _ = s.transport.Close() } // an error has no consequence

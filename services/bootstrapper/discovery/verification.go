@@ -16,34 +16,33 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Verification makes what a machine judges joinservices with before it asks them for anything. A
-// joinservice presents its cluster's signed policy with its evidence. A machine that knows the
-// owner's public key accepts what that policy accepts and lists as a control plane (A7). Serials only go up: an older
-// policy could accept what the owner has since shut out. A machine that doesn't know the key accepts nobody, unless its image says
-// insecure.noOwnerKey: then it accepts a machine that booted the same as itself, under the EK roots of its image.
+// Verification makes the verifiers of joinservices. A joinservice presents its cluster's signed policy with its evidence. A machine with the owner's
+// public key accepts a joinservice that this policy accepts and lists as a control plane (A7). Serials only increase: an older policy could accept a
+// machine that the owner has since removed. A machine without the key accepts no joinservice, unless its image sets insecure.noOwnerKey: then it accepts
+// a machine that booted the same as itself, under the EK roots of its image.
 type Verification struct {
 	OwnerKey    ed25519.PublicKey // nil: unknown
-	NoOwnerKey  bool              // as [metadata.Image] has it
+	NoOwnerKey  bool              // as in [metadata.Image]
 	EKRoots     []*x509.Certificate
 	Bank        tpm.Bank
 	PCRs        PCRReader
 	NewVerifier func([]*x509.Certificate) (attest.Verifier, error)
-	// Lowest is the least serial that a policy may have, as [metadata.Image] has it; 0: any.
+	// Lowest is the least serial that a policy may have, as in [metadata.Image]; 0: any.
 	Lowest uint64
-	// Newest refuses a policy that is older than the newest that was accepted, and keeps it if keep.
+	// Newest refuses a policy that is older than the newest accepted one, and stores it if keep.
 	Newest func(p journal.Policy, keep bool) error
 }
 
-// PCRReader reads this machine's own PCRs, which its own TPM need not prove to it.
+// PCRReader reads this machine's own PCRs, which need no proof.
 type PCRReader interface {
 	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
 }
 
-// Of gives those for joinservices whose node lock is in the state.
+// Of returns the verifier and the appraiser of joinservices whose node lock is in that state.
 func (j Verification) Of(ctx context.Context, lock attest.Lock) (attest.Verifier, attest.Appraiser, error) {
 	if j.OwnerKey != nil {
 		o := ownersPolicy{key: j.OwnerKey, newVerifier: j.NewVerifier, lock: lock, lowest: j.Lowest, newest: j.Newest}
-		v, err := j.NewVerifier(nil) // for its formats; each evidence brings its own roots
+		v, err := j.NewVerifier(nil) // for its formats; each evidence has its own roots
 		if err != nil {
 			return nil, nil, err
 		}
@@ -73,15 +72,14 @@ func (j Verification) Of(ctx context.Context, lock attest.Lock) (attest.Verifier
 	return v, same.For(lock), err
 }
 
-// ownersPolicy verifies and appraises by the policy that comes with the evidence, if the
-// owner signed it.
+// ownersPolicy verifies and appraises by the policy that comes with the evidence, if the owner signed it.
 type ownersPolicy struct {
 	key         ed25519.PublicKey
 	newVerifier func([]*x509.Certificate) (attest.Verifier, error)
 	lock        attest.Lock
 	formats     []attestv1.Format
 	lowest      uint64
-	// newest refuses policies that are older than what was accepted, and remembers p if asked.
+	// newest refuses policies that are older than the accepted one, and stores p if keep.
 	newest func(p journal.Policy, keep bool) error
 }
 
@@ -111,7 +109,7 @@ func (o ownersPolicy) Appraise(_ context.Context, c attest.Claims) (attest.Appra
 	if err != nil {
 		return attest.Appraisal{}, err
 	}
-	// On the disk before it is relied on, so that a crash cannot bring the old one back.
+	// The policy is on the disk before it is relied on, so that a crash can't bring the old one back.
 	if err := o.newest(o.name(c.SignedPolicy(), p), true); err != nil {
 		return attest.Appraisal{}, err
 	}
@@ -137,10 +135,10 @@ func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 	return p, o.newest(o.name(s, p), false)
 }
 
-// StateFolder is what holds the journal and the state disk's folder.
+// StateFolder holds the journal and the state disk's folder.
 const StateFolder = "/var/lib/muster"
 
-// NotOlder compares a policy with the newest that is known of the same owner; nil: none is.
+// NotOlder returns an error if p is older than the newest known policy of the same owner; nil: none is known.
 func NotOlder(known *journal.Policy, p journal.Policy) error {
 	if known == nil || !bytes.Equal(known.OwnerKey, p.OwnerKey) {
 		return nil
@@ -155,8 +153,7 @@ func NotOlder(known *journal.Policy, p journal.Policy) error {
 	return nil
 }
 
-// Memory is for machines that can't read their journal yet: it knows the newest policy of this life alone.
-// Its zero value knows none.
+// Memory is for machines that can't read their journal yet: it knows only the newest policy of this process. Its zero value knows none.
 type Memory struct {
 	mu     sync.Mutex
 	policy *journal.Policy

@@ -23,7 +23,7 @@ import (
 // wrongKey is cryptsetup's exit status for "no permission (bad passphrase)".
 const wrongKey = 2
 
-// Where a child finds the header and the keys: [exec.Cmd.ExtraFiles] begin at 3.
+// These are the descriptors of the header and the keys in a child: [exec.Cmd.ExtraFiles] begin at 3.
 const (
 	headerFD = "/proc/self/fd/3"
 	keyFD    = "/proc/self/fd/4"
@@ -35,11 +35,10 @@ var (
 	keySize = []string{"--keyfile-size", strconv.Itoa(keys.Size)}
 )
 
-// Format makes a new volume, opens it at [Mapped] with an empty file system on it, and leaves its first key in
-// [FirstKeyFile]. The disk must be blank or new; a new one keeps its ID. With integrity each sector is
-// written once, which takes as long as it takes: progress is told the bytes done and to do.
+// Format makes a new volume, opens it at [Mapped] with an empty file system, and leaves its first key in [FirstKeyFile]. The disk must be blank or new;
+// a new one keeps its ID. With integrity each sector is written once, which may take long: progress receives the bytes done and in total.
 //
-// The header goes to the disk last: a machine that dies before finds the disk as it was.
+// The header is written to the disk last: a machine that stops before that finds the disk unchanged.
 func (l *LUKS) Format(ctx context.Context, progress func(done, total uint64)) error {
 	b, err := l.read()
 	if err != nil {
@@ -53,7 +52,7 @@ func (l *LUKS) Format(ctx context.Context, progress func(done, total uint64)) er
 	}
 	if m, err := l.mapped(); err != nil {
 		return err
-	} else if m != nil { // by an earlier try of this boot
+	} else if m != nil { // by an earlier attempt in this boot
 		if err := l.Close(ctx); err != nil {
 			return err
 		}
@@ -80,7 +79,7 @@ func (l *LUKS) Format(ctx context.Context, progress func(done, total uint64)) er
 	return nil
 }
 
-// fill is what comes after a new volume is open.
+// fill does the steps that follow once a new volume is open.
 func (l *LUKS) fill(ctx context.Context, h *luks2.Header, first keys.Disk) error {
 	if err := l.mkfs(ctx); err != nil {
 		return err
@@ -114,7 +113,7 @@ func (l *LUKS) format(ctx context.Context, f *os.File, uuid string, first keys.D
 	return l.written(f, uuid, luks2.LabelNew)
 }
 
-// rekey gives the header that a new disk has once the cluster's key has taken the place of its first one.
+// rekey returns the header of a new disk after the cluster's key has replaced its first key.
 func (l *LUKS) rekey(ctx context.Context, h *luks2.Header, first, key keys.Disk) (*luks2.Header, error) {
 	if len(key.Expose()) == 0 {
 		return nil, refuse("no key was given for the state disk")
@@ -137,7 +136,7 @@ func (l *LUKS) rekey(ctx context.Context, h *luks2.Header, first, key keys.Disk)
 	if err != nil {
 		return nil, err
 	}
-	// What goes to the disk is opened by the cluster's key, and by nothing else: it has one slot.
+	// The header that is written to the disk opens only with the cluster's key: it has one slot.
 	sealed, err := inMemory(next.Bytes(), true)
 	if err != nil {
 		return nil, refuse("the state disk: %w", err)
@@ -146,7 +145,7 @@ func (l *LUKS) rekey(ctx context.Context, h *luks2.Header, first, key keys.Disk)
 	return next, l.try(ctx, sealed, key)
 }
 
-// written judges what cryptsetup has made of the header in f.
+// written checks the header that cryptsetup has written to f.
 func (l *LUKS) written(f *os.File, uuid, label string) (*luks2.Header, error) {
 	b := make([]byte, luks2.Size)
 	if _, err := f.ReadAt(b, 0); err != nil {
@@ -157,12 +156,12 @@ func (l *LUKS) written(f *os.File, uuid, label string) (*luks2.Header, error) {
 		return nil, refuse("this cryptsetup writes another header than version 2.6.1: %w", err)
 	}
 	if h.ID.String() != uuid || h.Label != label {
-		return nil, refuse("cryptsetup wrote a header with UUID %s and label %s, and was told %s and %s", h.ID, h.Label, uuid, label)
+		return nil, refuse("cryptsetup wrote a header with UUID %s and label %s, instead of %s and %s", h.ID, h.Label, uuid, label)
 	}
 	return h, nil
 }
 
-// try says whether the key opens the header in f: by the digest of the volume key that it yields.
+// try returns nil if the key opens the header in f, by the digest of the volume key that it yields.
 func (l *LUKS) try(ctx context.Context, f *os.File, key keys.Disk) error {
 	if len(key.Expose()) == 0 {
 		return refuse("no key was given for the state disk")
@@ -189,7 +188,7 @@ func (l *LUKS) open(ctx context.Context, f *os.File, key keys.Disk) error {
 	return nil
 }
 
-// Close closes the volume, with which it is as if it had not been opened.
+// Close closes the volume, which is then as before it was opened.
 func (l *LUKS) Close(ctx context.Context) error {
 	if err := l.cryptsetup(ctx, nil, nil, nil, "close", mappedName); err != nil {
 		return refuse("close %s: %w", Mapped, err)
@@ -201,7 +200,7 @@ func (l *LUKS) mkfs(ctx context.Context) error {
 	return l.run(ctx, nil, nil, "mkfs.ext4", "-q", "-F", "-L", mappedName, "-m", "1", "-E", "nodiscard", Mapped)
 }
 
-// cryptsetup runs it with a header at [headerFD] and keys at [keyFD] and [newKeyFD]. Keys pass through pipes (K3).
+// cryptsetup runs cryptsetup with a header at [headerFD] and keys at [keyFD] and [newKeyFD]. Keys pass through pipes (K3).
 func (l *LUKS) cryptsetup(ctx context.Context, header *os.File, secrets []keys.Disk, line func(string), args ...string) error {
 	var files []*os.File
 	if header != nil {
@@ -218,7 +217,7 @@ func (l *LUKS) cryptsetup(ctx context.Context, header *os.File, secrets []keys.D
 	return l.run(ctx, files, line, "cryptsetup", args...)
 }
 
-// pipe gives the end to read of a pipe that holds the key: it is smaller than what any pipe takes.
+// pipe returns the read end of a pipe that holds the key, which fits into every pipe's buffer.
 func pipe(k keys.Disk) (*os.File, error) {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -233,22 +232,22 @@ func pipe(k keys.Disk) (*os.File, error) {
 	return r, nil
 }
 
-// grace is what a program gets to end by itself when it is told to: cryptsetup takes away what it has mapped.
+// grace is how long a program may take to end after a signal: cryptsetup removes its mappings meanwhile.
 const grace = 10 * time.Second
 
-// run runs a program with its own environment and hands each line of its output to line. What it said last is in the error.
+// run runs a program with its own environment and passes each line of its output to line. The error has the last line.
 func run(ctx context.Context, files []*os.File, line func(string), name string, args ...string) error {
 	path, err := machine.LookPath(name)
 	if err != nil {
 		return err
 	}
 	cmd := exec.CommandContext(ctx, path, args...)
-	// No udev runs in an initramfs, and nothing here maps a device elsewhere.
+	// No udev runs in an initramfs, and no other program here maps a device.
 	cmd.Env, cmd.Dir, cmd.ExtraFiles = append(machine.Environment(), "DM_DISABLE_UDEV=1"), "/", files
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = grace
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	runtime.LockOSThread() // the kernel sends the signal when the thread ends that started the child
+	runtime.LockOSThread() // the kernel sends the signal when the thread that started the child ends
 	defer runtime.UnlockOSThread()
 	r, w := io.Pipe()
 	cmd.Stdout, cmd.Stderr = w, w
@@ -282,7 +281,7 @@ func run(ctx context.Context, files []*os.File, line func(string), name string, 
 	return nil
 }
 
-// parseProgress reads a line of cryptsetup's --progress-json, whose numbers are texts (cryptsetup-luksFormat(8)).
+// parseProgress reads a line of cryptsetup's --progress-json, whose numbers are strings (cryptsetup-luksFormat(8)).
 func parseProgress(line string) (done, total uint64, ok bool) {
 	var p struct {
 		Done  string `json:"device_bytes"`

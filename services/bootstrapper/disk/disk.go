@@ -1,11 +1,8 @@
-// Package disk keeps a machine's state disk: where what must outlive a reboot is, and
-// which key belongs to it.
+// Package disk manages a machine's state disk, which keeps data across reboots, and its key.
 //
-// Its ID is made on the machine before anybody is asked for a key, since the key is
-// derived from it. There are two modes. "luks" is a LUKS2 volume with a MAC for each sector:
-// see [LUKS], and docs/state-disk.md. "plain" is a folder on a disk that is not encrypted:
-// the key protects nothing there, but a check value of it is kept, so that a machine
-// notices when it is given the key of another cluster or disk.
+// The machine makes the disk's ID before it requests a key, since the key is derived from the ID. There are two modes. "luks" is a LUKS2 volume with a
+// MAC for each sector: see [LUKS], and docs/state-disk.md. "plain" is a folder on an unencrypted disk: the key protects nothing there, but a check value
+// of it is stored, so that a machine detects the key of another cluster or disk.
 package disk
 
 import (
@@ -18,17 +15,15 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Disk is a machine's state disk as init and join see it, in the running system.
+// Disk is a machine's state disk in the running system, for init and join.
 type Disk interface {
-	// ID gives the disk's ID: of a LUKS2 volume its UUID, of a folder what a file in it says.
+	// ID returns the disk's ID: the UUID of a LUKS2 volume, or the content of a file in a folder.
 	ID() (keys.DiskID, error)
-	// SetKey makes the cluster's key the disk's only one. It may be called again with the same
-	// key; another cluster's is refused with STATE_DISK.
+	// SetKey makes the cluster's key the disk's only key. It may be called again with the same key; another cluster's key is refused with STATE_DISK.
 	SetKey(ctx context.Context, key keys.Disk) error
 }
 
-// Open returns the state disk that the image's configuration describes, in the running
-// system. Mode "luks" wants the volume to be open already: the initramfs opens it.
+// Open returns the state disk that the image's configuration describes, in the running system. In mode "luks" the initramfs must have opened the volume.
 func Open(mode, path string, options ...Option) (Disk, error) {
 	switch mode {
 	case "plain":
@@ -39,7 +34,7 @@ func Open(mode, path string, options ...Option) (Disk, error) {
 	return nil, refuse("stateDisk.mode %q is unknown", mode)
 }
 
-// newUUID makes a random UUID (RFC 9562, section 5.4).
+// newUUID returns a random UUID (RFC 9562, section 5.4).
 func newUUID() string {
 	var b [16]byte
 	_, _ = rand.Read(b[:]) // never fails

@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// refusesAll says that nothing was run for any use of the disk.
-func (r *rig) refusesAll(t *testing.T, want string) {
+// refusesAll checks that every use of the disk is refused before a program runs.
+func (r *fixture) refusesAll(t *testing.T, want string) {
 	t.Helper()
 	_, state := r.State()
 	_, id := r.ID()
@@ -37,14 +37,14 @@ func (r *rig) refusesAll(t *testing.T, want string) {
 	}
 }
 
-// The vectors of package luks2, each under a key slot that opens, and the header that differs in nothing else.
+// These are the vectors of package luks2, each with a key slot that opens, and the genuine header for comparison.
 func TestAHostileHeaderIsRefusedBeforeAnythingIsOpened(t *testing.T) {
 	files, err := filepath.Glob("luks2/testdata/refused/*.txt")
 	if err != nil || len(files) == 0 {
 		t.Fatal(files, err)
 	}
 	good := luks2test.Genuine(t, key(t, 1).Expose(), luks2.HMACSHA256, luks2.LabelState)
-	r := newRig(t, luks2.HMACSHA256, nil)
+	r := newFixture(t, luks2.HMACSHA256, nil)
 	for _, file := range files {
 		b, err := os.ReadFile(file)
 		if err != nil {
@@ -62,7 +62,7 @@ func TestAHostileHeaderIsRefusedBeforeAnythingIsOpened(t *testing.T) {
 	}
 }
 
-// What cryptsetup itself makes of a disk that is not Muster's.
+// These are disks that cryptsetup makes for others than Muster.
 func TestWhatCryptsetupWritesForOthersIsRefused(t *testing.T) {
 	format := []string{"luksFormat", "--batch-mode", "--key-file", "-", "--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000", "--label", luks2.LabelState}
 	ours := []string{"--luks2-metadata-size", "16k", "--luks2-keyslots-size", "1015808", "--offset", "2048", "--sector-size", "4096", "--key-size", "512"}
@@ -88,7 +88,7 @@ func TestWhatCryptsetupWritesForOthersIsRefused(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := newRig(t, luks2.HMACSHA256, nil)
+			r := newFixture(t, luks2.HMACSHA256, nil)
 			if name != "no integrity" {
 				r.integrity = luks2.NoIntegrity
 			}
@@ -113,12 +113,12 @@ func TestWhatCryptsetupWritesForOthersIsRefused(t *testing.T) {
 	}
 }
 
-// CVE-2025-58356 and CVE-2025-59054 work: the cluster's key opens a header whose data are not encrypted, since nothing
-// in a header but the volume key is bound to a key. cryptsetup takes it.
+// CVE-2025-58356 and CVE-2025-59054: the cluster's key opens a header whose data are not encrypted, since only the volume key of a header is bound to a
+// key. cryptsetup accepts it.
 func TestACryptsetupThatFallsForANullCipherNeverSeesIt(t *testing.T) {
 	good := luks2test.Genuine(t, key(t, 1).Expose(), luks2.HMACSHA256, luks2.LabelState)
 	evil := good.Replace(t, `"encryption":"aes-xts-plain64","integrity"`, `"encryption":"cipher_null-ecb","integrity"`).Bytes()
-	r := newRig(t, luks2.HMACSHA256, evil)
+	r := newFixture(t, luks2.HMACSHA256, evil)
 	f, err := inMemory(evil, true)
 	if err != nil {
 		t.Fatal(err)
@@ -131,12 +131,12 @@ func TestACryptsetupThatFallsForANullCipherNeverSeesIt(t *testing.T) {
 	r.refusesAll(t, `metadata.segments.0.encryption is "cipher_null-ecb"`)
 }
 
-// Between two calls of cryptsetup the disk gives another header. What is opened is what was judged.
+// Between two calls of cryptsetup the disk returns another header. The header that was checked is the one that is opened.
 func TestAHeaderSwappedBetweenCheckAndOpenChangesNothing(t *testing.T) {
 	good := luks2test.Genuine(t, key(t, 1).Expose(), luks2.HMACSHA256, luks2.LabelState)
 	evil := good.Replace(t, `"encryption":"aes-xts-plain64","integrity"`, `"encryption":"cipher_null-ecb","integrity"`).Bytes()
 	genuine := good.Bytes()
-	r := newRig(t, luks2.HMACSHA256, genuine)
+	r := newFixture(t, luks2.HMACSHA256, genuine)
 	r.mapping = true
 	r.before = func([]string) { r.put(t, evil) }
 	if err := r.Unlock(t.Context(), key(t, 1)); err != nil {
@@ -147,14 +147,14 @@ func TestAHeaderSwappedBetweenCheckAndOpenChangesNothing(t *testing.T) {
 	}
 	for _, c := range r.calls {
 		if !bytes.Equal(c.header, genuine) || !slices.Contains(c.args, headerFD) {
-			t.Errorf("%q worked on another header than the one that was judged", c.args)
+			t.Errorf("%q worked on another header than the one that was checked", c.args)
 		}
 	}
 	r.calls = nil
 	r.refusesAll(t, "cipher_null-ecb")
 }
 
-// A key is set on a copy too: a header swapped meanwhile never gets the cluster's key.
+// A key is also set on a copy: a header that was swapped meanwhile never gets the cluster's key.
 func TestAHeaderSwappedWhileTheKeyIsSetIsWrittenOver(t *testing.T) {
 	r, _ := formatted(t, luks2.HMACSHA256)
 	evil := luks2test.Genuine(t, key(t, 5).Expose(), luks2.HMACSHA256, luks2.LabelState).Bytes()
@@ -169,9 +169,9 @@ func TestAHeaderSwappedWhileTheKeyIsSetIsWrittenOver(t *testing.T) {
 	}
 }
 
-// Package luks2 has the cases; here one is enough. A disk without integrity has no superblock.
+// Package luks2 tests all cases; here one is enough. A disk without integrity has no superblock.
 func TestAHostileSuperblockIsRefusedBeforeAnythingIsOpened(t *testing.T) {
-	r := newRig(t, luks2.HMACSHA256, luks2test.Genuine(t, key(t, 1).Expose(), luks2.HMACSHA256, luks2.LabelState).Bytes())
+	r := newFixture(t, luks2.HMACSHA256, luks2test.Genuine(t, key(t, 1).Expose(), luks2.HMACSHA256, luks2.LabelState).Bytes())
 	r.mapping = true
 	for what, spoil := range map[string]func() error{
 		"erased":  func() error { return write(r.device, make([]byte, luks2.SuperblockSize), luks2.Size) },
@@ -199,14 +199,14 @@ func TestAHostileSuperblockIsRefusedBeforeAnythingIsOpened(t *testing.T) {
 	if err := r.Unlock(t.Context(), key(t, 1)); err != nil {
 		t.Errorf("the genuine superblock: %v", err)
 	}
-	none := newRig(t, luks2.NoIntegrity, luks2test.Genuine(t, key(t, 1).Expose(), luks2.NoIntegrity, luks2.LabelState).Bytes())
+	none := newFixture(t, luks2.NoIntegrity, luks2test.Genuine(t, key(t, 1).Expose(), luks2.NoIntegrity, luks2.LabelState).Bytes())
 	if err := write(none.device, []byte("data"), luks2.Size); err != nil {
 		t.Fatal(err)
 	}
 	none.is(t, StateLocked)
 }
 
-// write writes to a file that is there.
+// write writes to an existing file.
 func write(file string, b []byte, at int64) error {
 	f, err := os.OpenFile(file, os.O_WRONLY, 0)
 	if err != nil {
@@ -223,7 +223,7 @@ func TestADiskOfSomebodyElseIsNotFormatted(t *testing.T) {
 		"a single bit":      append(make([]byte, luks2.Size-1), 1),
 		"half a header":     []byte("LUKS\xba\xbe\x00\x02"),
 	} {
-		r := newRig(t, luks2.HMACSHA256, b)
+		r := newFixture(t, luks2.HMACSHA256, b)
 		r.refusesAll(t, "nothing of it was opened")
 		if got, err := r.read(); err != nil || !bytes.Equal(got[:len(b)], b) {
 			t.Errorf("%s was changed: %v", name, err)
@@ -232,7 +232,7 @@ func TestADiskOfSomebodyElseIsNotFormatted(t *testing.T) {
 }
 
 func TestADiskThatCannotBeReadIsRefused(t *testing.T) {
-	r := newRig(t, luks2.HMACSHA256, nil)
+	r := newFixture(t, luks2.HMACSHA256, nil)
 	if err := os.Truncate(r.device, luks2.Size-1); err != nil {
 		t.Fatal(err)
 	}

@@ -18,32 +18,32 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Where an open volume is, and where the first key of a new one is, until the cluster's takes its place.
+// These are the paths of an open volume, and of the first key of a new one until the cluster's key replaces it.
 const (
 	Mapped       = "/dev/mapper/" + mappedName
 	FirstKeyFile = "/run/muster/state-key"
 	mappedName   = "muster-state"
 )
 
-// ErrWrongKey says that a key is not the disk's. It stands inside a refusal with STATE_DISK.
+// ErrWrongKey means that the key is not the disk's. A refusal with STATE_DISK wraps it.
 var ErrWrongKey = errors.New("the key does not open the state disk")
 
-// State is what a state disk is at the moment.
+// State is the present state of a state disk.
 type State int
 
-// The states. The zero value is none.
+// These are the states. The zero value is none of them.
 const (
-	// StateBlank: nothing was ever written where the header goes. First boot.
+	// StateBlank: no header was ever written. First boot.
 	StateBlank State = iota + 1
-	// StateNew: formatted, but its first key is lost, and it never had the cluster's.
+	// StateNew: formatted, but its first key is lost, and the cluster's key was never set.
 	StateNew
-	// StateLocked: it wants the cluster's key.
+	// StateLocked: it needs the cluster's key.
 	StateLocked
-	// StateOpen: it is at [Mapped].
+	// StateOpen: it is open at [Mapped].
 	StateOpen
 )
 
-// String gives the state's name.
+// String returns the state's name.
 func (s State) String() string {
 	switch s {
 	case StateBlank:
@@ -58,31 +58,29 @@ func (s State) String() string {
 	return fmt.Sprintf("state %d", int(s))
 }
 
-// LUKS is a LUKS2 volume. The initramfs formats or unlocks it; the running system gives it its key.
+// LUKS is a LUKS2 volume. The initramfs formats or unlocks it; the running system sets its key.
 //
-// No program but this one reads or writes the header on the disk. It is read once, into memory, and judged by
-// package luks2 (B5); cryptsetup works on an anonymous file in memory that holds what was
-// judged. What cryptsetup has written there is judged too before it goes to the disk.
+// Only this program reads or writes the header on the disk. It reads the header once, into memory, and package luks2 checks it (B5); cryptsetup works on
+// an anonymous file in memory with the checked bytes. A header that cryptsetup has written there is also checked before it is written to the disk.
 //
-// A disk is new until one write of one sector says that it is not, and that write comes last.
+// A disk is new until one write of one sector marks it as the cluster's, and that write comes last.
 type LUKS struct {
 	device    string
-	number    string // MAJOR:MINOR that the device must have; empty: whichever the link leads to
+	number    string // MAJOR:MINOR that the device must have; empty: any
 	integrity luks2.Integrity
-	sys       string // where sysfs is
-	dev       string // where devtmpfs is
-	firstKey  string // where the first key is, on a file system in memory
+	sys       string // path of sysfs
+	dev       string // path of devtmpfs
+	firstKey  string // path of the first key, on a file system in memory
 	run       runner
 }
 
-// runner runs a program with files from descriptor 3 on, and hands each line of its output to line, if that is not nil.
+// runner runs a program with files from descriptor 3 on, and passes each line of its output to line, if that is not nil.
 type runner func(ctx context.Context, files []*os.File, line func(string), name string, args ...string) error
 
-// Option changes what [OpenLUKS] expects.
+// Option changes the expectations of [OpenLUKS].
 type Option func(*LUKS) error
 
-// WithIntegrity takes stateDisk.integrity of the image's configuration: "hmac-sha256", or nothing, which
-// is the same, or "none".
+// WithIntegrity sets stateDisk.integrity of the image's configuration: "hmac-sha256", which is also the default, or "none".
 func WithIntegrity(name string) Option {
 	return func(l *LUKS) error {
 		switch name {
@@ -97,7 +95,7 @@ func WithIntegrity(name string) Option {
 	}
 }
 
-// WithRoot says where /sys, /dev and /run are, if not below "/".
+// WithRoot sets the folder that has /sys, /dev and /run, instead of "/".
 func WithRoot(root string) Option {
 	return func(l *LUKS) error {
 		l.sys, l.dev, l.firstKey = filepath.Join(root, "/sys"), filepath.Join(root, "/dev"), filepath.Join(root, FirstKeyFile)
@@ -105,7 +103,7 @@ func WithRoot(root string) Option {
 	}
 }
 
-// OpenLUKS returns the state disk on a block device. It reads nothing yet. Without an option it wants integrity.
+// OpenLUKS returns the state disk on a block device. It reads nothing yet. By default it requires integrity.
 func OpenLUKS(device string, options ...Option) (*LUKS, error) {
 	l := &LUKS{device: device, integrity: luks2.HMACSHA256, sys: "/sys", dev: "/dev", firstKey: FirstKeyFile, run: run}
 	if !filepath.IsAbs(device) {
@@ -119,8 +117,7 @@ func OpenLUKS(device string, options ...Option) (*LUKS, error) {
 	return l, nil
 }
 
-// State says what the disk is. It is refused with STATE_DISK if it is anything but what Muster
-// writes; nothing has been opened then.
+// State returns the disk's state. It refuses with STATE_DISK a disk that Muster has not written, before anything is opened.
 func (l *LUKS) State() (State, error) {
 	if m, err := l.mapped(); err != nil {
 		return 0, err
@@ -143,8 +140,8 @@ func (l *LUKS) State() (State, error) {
 	return StateLocked, nil
 }
 
-// ID implements [Disk]. An open volume's is what it was opened with, by the kernel's word: the header may
-// have been changed meanwhile. A blank disk has none yet.
+// ID implements [Disk]. The ID of an open volume is the one that the kernel opened it with: the header may have changed since. A blank disk has none
+// yet.
 func (l *LUKS) ID() (keys.DiskID, error) {
 	m, err := l.mapped()
 	if err != nil {
@@ -163,15 +160,15 @@ func (l *LUKS) ID() (keys.DiskID, error) {
 	if luks2.Blank(b) {
 		return keys.DiskID{}, refuse("the state disk %s is blank, and has no ID before it is formatted", l.device)
 	}
-	h, err := l.judge(b)
+	h, err := l.checkHeader(b)
 	if err != nil {
 		return keys.DiskID{}, err
 	}
 	return h.ID, nil
 }
 
-// Unlock opens the disk at [Mapped] with the cluster's key. The error wraps [ErrWrongKey] if the key does not fit.
-// It does nothing if the disk is open and the key fits.
+// Unlock opens the disk at [Mapped] with the cluster's key. The error wraps [ErrWrongKey] if the key is wrong. It does nothing if the disk is open and
+// the key is right.
 func (l *LUKS) Unlock(ctx context.Context, key keys.Disk) error {
 	b, err := l.read()
 	if err != nil {
@@ -184,7 +181,7 @@ func (l *LUKS) Unlock(ctx context.Context, key keys.Disk) error {
 	if h.Label != luks2.LabelState {
 		return refuse("the state disk %s is new: it is formatted, not unlocked", l.device)
 	}
-	f, err := inMemory(h.Bytes(), true) // B5: judged, tried and opened are the same bytes
+	f, err := inMemory(h.Bytes(), true) // B5: the same bytes are checked, tried and opened
 	if err != nil {
 		return refuse("the state disk: %w", err)
 	}
@@ -204,9 +201,8 @@ func (l *LUKS) Unlock(ctx context.Context, key keys.Disk) error {
 	return nil
 }
 
-// SetKey implements [Disk]. It wants the volume to be open, and works on the device that the kernel has opened, wherever
-// the configured link leads by now. Until its last write the disk is new, and a
-// machine that dies before formats it again at the next boot: nothing of value is on it yet (B3).
+// SetKey implements [Disk]. The volume must be open; SetKey works on the device that the kernel has opened, whatever the configured link points to now.
+// Until the last write the disk is new, and a machine that stops before that formats it again at the next boot: it has no data of value yet (B3).
 func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
 	m, err := l.mapped()
 	if err != nil {
@@ -215,7 +211,7 @@ func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
 	if m == nil {
 		return refuse("the state disk %s is not open: the image's initramfs has to run `bootstrapper unlock`", l.device)
 	}
-	l, err = l.beneath(m) // B5: the disk whose header is judged and written is the one in use
+	l, err = l.beneath(m) // B5: the disk whose header is checked and written is the one in use
 	if err != nil {
 		return err
 	}
@@ -223,9 +219,9 @@ func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
 	if err != nil {
 		return err
 	}
-	h, err := l.judge(b)
+	h, err := l.checkHeader(b)
 	if err != nil {
-		// Erasing it, which is the way out otherwise, would give the machine a disk of another ID.
+		// Erasing the disk, the other remedy, would give it another ID.
 		if _, isNew := luks2.New(b); isNew {
 			return refuse("the state disk is new, and the header that would make it a cluster's is half written: reboot the machine, which formats it again: %w", err)
 		}
@@ -251,7 +247,7 @@ func (l *LUKS) SetKey(ctx context.Context, key keys.Disk) error {
 	return l.forgetFirstKey()
 }
 
-// hasKey says whether a disk that is a cluster's has this key.
+// hasKey returns nil if the disk, which is a cluster's, has this key.
 func (l *LUKS) hasKey(ctx context.Context, h *luks2.Header, key keys.Disk) error {
 	f, err := inMemory(h.Bytes(), true)
 	if err != nil {
@@ -266,7 +262,7 @@ func (l *LUKS) hasKey(ctx context.Context, h *luks2.Header, key keys.Disk) error
 	return l.forgetFirstKey()
 }
 
-// forgetFirstKey removes a key that opens nothing any more.
+// forgetFirstKey removes the first key after it was replaced.
 func (l *LUKS) forgetFirstKey() error {
 	if err := os.Remove(l.firstKey); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return refuse("remove the state disk's first key: %w", err)
@@ -274,8 +270,8 @@ func (l *LUKS) forgetFirstKey() error {
 	return nil
 }
 
-// judge is package luks2's word as a refusal.
-func (l *LUKS) judge(b []byte) (*luks2.Header, error) {
+// checkHeader checks a header by package luks2, and returns its error as a refusal.
+func (l *LUKS) checkHeader(b []byte) (*luks2.Header, error) {
 	h, err := luks2.Parse(b, l.integrity)
 	if err != nil {
 		return nil, refuse("the header of %s is not one that Muster writes, and nothing of it was opened: %w; "+
@@ -284,9 +280,9 @@ func (l *LUKS) judge(b []byte) (*luks2.Header, error) {
 	return h, nil
 }
 
-// judgeLocked judges the header, and with integrity what the kernel reads of the disk before any key is checked.
+// checkLocked checks the header, and with integrity also the superblock that the kernel reads, before any key is checked.
 func (l *LUKS) checkLocked(b []byte) (*luks2.Header, error) {
-	h, err := l.judge(b)
+	h, err := l.checkHeader(b)
 	if err != nil || l.integrity != luks2.HMACSHA256 {
 		return h, err
 	}
@@ -324,9 +320,8 @@ func (l *LUKS) read() ([]byte, error) {
 	return b, nil
 }
 
-// write puts a header on the disk such that each moment's disk is the one before, or new, or the one after. What says
-// that it is new is in the first sector, which a disk writes whole or not at all. It is
-// written first for a new disk, and last for one that becomes a cluster's.
+// write writes a header such that the disk is at each moment the one before, or new, or the one after. The mark of a new disk is in the first sector,
+// which a disk writes completely or not at all. That sector is written first for a new disk, and last for one that becomes a cluster's.
 func (l *LUKS) write(h *luks2.Header) (err error) {
 	f, err := l.openDevice(os.O_WRONLY)
 	if err != nil {
@@ -349,7 +344,7 @@ func (l *LUKS) write(h *luks2.Header) (err error) {
 	return nil
 }
 
-// inMemory gives an anonymous file with this content; sealed, nobody can change it.
+// inMemory returns an anonymous file with this content; a sealed one can't be changed.
 func inMemory(content []byte, sealed bool) (*os.File, error) {
 	fd, err := unix.MemfdCreate("header", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -367,14 +362,14 @@ func inMemory(content []byte, sealed bool) (*os.File, error) {
 	return f, nil
 }
 
-// newFirstKey makes the random key that a new disk has until the cluster's takes its place.
+// newFirstKey returns the random key that a new disk has until the cluster's key replaces it.
 func newFirstKey() (keys.Disk, error) {
 	b := make([]byte, keys.Size)
 	_, _ = rand.Read(b) // never fails
 	return keys.ParseDisk(b)
 }
 
-// writeFirstKey passes the first key to the running system. It goes nowhere but to memory (K3).
+// writeFirstKey passes the first key to the running system, in memory only (K3).
 func writeFirstKey(file string, key keys.Disk) error {
 	dir := filepath.Dir(file)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -405,7 +400,7 @@ func readFirstKey(file string) (keys.Disk, error) {
 	}
 	raw, err := hex.DecodeString(strings.TrimSuffix(string(b), "\n"))
 	if err != nil {
-		return keys.Disk{}, fmt.Errorf("%s is damaged", file) // K3: not what is in it
+		return keys.Disk{}, fmt.Errorf("%s is damaged", file) // K3: without its content
 	}
 	return keys.ParseDisk(raw)
 }

@@ -18,26 +18,26 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// call is a program that was run.
+// call is one run of a program.
 type call struct {
 	args   []string
 	header []byte
 }
 
-// rig is a state disk in a file, on a machine that can't map it: all but that is real.
-type rig struct {
+// fixture is a state disk in a file, on a machine that can't map it: all else is real.
+type fixture struct {
 	*LUKS
 	root  string
 	calls []call
-	// before is asked before a program runs.
+	// before is called before a program runs.
 	before func(args []string)
-	// mapping stands for what the machine can't do: it opens and closes in sysfs alone.
+	// mapping simulates the mapping in sysfs alone, since the machine can't map the disk.
 	mapping bool
 }
 
-func newRig(t *testing.T, integrity luks2.Integrity, header []byte) *rig {
+func newFixture(t *testing.T, integrity luks2.Integrity, header []byte) *fixture {
 	t.Helper()
-	r := &rig{root: disktest.Small(t, 1<<20)}
+	r := &fixture{root: disktest.Small(t, 1<<20)}
 	device := filepath.Join(t.TempDir(), "disk")
 	const size = 32 << 20
 	if err := os.WriteFile(device, slices.Concat(header, make([]byte, luks2.Size-len(header)), luks2test.Superblock(size)), 0o600); err != nil {
@@ -73,21 +73,21 @@ func newRig(t *testing.T, integrity luks2.Integrity, header []byte) *rig {
 	return r
 }
 
-// opened says in sysfs that a volume of this UUID is open, with the rig's device beneath it.
-func (r *rig) opened(t *testing.T, uuid string) {
+// opened writes to sysfs that a volume with this UUID is open, with the fixture's device beneath it.
+func (r *fixture) opened(t *testing.T, uuid string) {
 	t.Helper()
 	beneath := "dm-7/slaves/"
 	if r.integrity == luks2.HMACSHA256 {
 		beneath += "dm-8/slaves/"
 	}
-	r.says(t, map[string]string{
+	r.writeSysfs(t, map[string]string{
 		"dm-7/dm/name": mappedName, "dm-7/dm/uuid": "CRYPT-LUKS2-" + strings.ReplaceAll(uuid, "-", "") + "-" + mappedName,
-		beneath + filepath.Base(r.device) + "/dev": "0:0", // a file's, which is no device
+		beneath + filepath.Base(r.device) + "/dev": "0:0", // of a file, which is no block device
 	})
 }
 
-// says writes files of sysfs.
-func (r *rig) says(t *testing.T, files map[string]string) {
+// writeSysfs writes files of sysfs.
+func (r *fixture) writeSysfs(t *testing.T, files map[string]string) {
 	t.Helper()
 	for name, text := range files {
 		name = filepath.Join(r.sys, "block", name)
@@ -100,22 +100,22 @@ func (r *rig) says(t *testing.T, files map[string]string) {
 	}
 }
 
-func (r *rig) closed(t *testing.T) {
+func (r *fixture) closed(t *testing.T) {
 	t.Helper()
 	if err := os.RemoveAll(r.sys); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func (r *rig) is(t *testing.T, want State) {
+func (r *fixture) is(t *testing.T, want State) {
 	t.Helper()
 	if got, err := r.State(); err != nil || got != want {
 		t.Fatalf("state %v, %v; want %v", got, err, want)
 	}
 }
 
-// hasNoKey says that no argument has the key in any form.
-func (r *rig) hasNoKey(t *testing.T, k keys.Disk) {
+// hasNoKey fails if an argument has the key in any form.
+func (r *fixture) hasNoKey(t *testing.T, k keys.Disk) {
 	t.Helper()
 	for _, c := range r.calls {
 		for _, a := range c.args {
@@ -126,11 +126,11 @@ func (r *rig) hasNoKey(t *testing.T, k keys.Disk) {
 	}
 }
 
-// formatted is a new disk as Format leaves it, apart from its data.
-func formatted(t *testing.T, integrity luks2.Integrity) (r *rig, first keys.Disk) {
+// formatted returns a new disk as Format leaves it, apart from its data.
+func formatted(t *testing.T, integrity luks2.Integrity) (r *fixture, first keys.Disk) {
 	t.Helper()
 	first = key(t, 9)
-	r = newRig(t, integrity, luks2test.Genuine(t, first.Expose(), integrity, luks2.LabelNew).Bytes())
+	r = newFixture(t, integrity, luks2test.Genuine(t, first.Expose(), integrity, luks2.LabelNew).Bytes())
 	r.opened(t, luks2test.UUID)
 	if err := writeFirstKey(r.firstKey, first); err != nil {
 		t.Fatal(err)
@@ -182,7 +182,7 @@ func TestADiskBecomesAClustersAndIsUnlockedByItsKeyAlone(t *testing.T) {
 }
 
 func TestFormatWritesTheHeaderThatMusterAccepts(t *testing.T) {
-	r := newRig(t, luks2.NoIntegrity, nil)
+	r := newFixture(t, luks2.NoIntegrity, nil)
 	r.mapping = true
 	r.is(t, StateBlank)
 	if _, err := r.ID(); attest.ReasonOf(err) != stateDisk {
@@ -205,7 +205,7 @@ func TestFormatWritesTheHeaderThatMusterAccepts(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.hasNoKey(t, first)
-	// The machine is switched off, and formats it again.
+	// The machine was off, and formats the disk again.
 	if err := os.Remove(r.firstKey); err != nil {
 		t.Fatal(err)
 	}
@@ -241,10 +241,10 @@ func TestFormatWritesTheHeaderThatMusterAccepts(t *testing.T) {
 
 // This machine has no device-mapper, so the volume can't be opened.
 func TestAFormatThatFailsLeavesTheDiskAsItWas(t *testing.T) {
-	r := newRig(t, luks2.NoIntegrity, nil)
+	r := newFixture(t, luks2.NoIntegrity, nil)
 	r.before = func(args []string) {
 		if args[0] == "open" {
-			r.device = "/dev/null" // nor is there anything to open
+			r.device = "/dev/null" // there is also nothing to open
 		}
 	}
 	device := r.device
@@ -272,7 +272,7 @@ func TestACrashLeavesADiskThatIsNewOrACluster(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The order of the writes: all but the first sector, and that last.
+	// The first sector is written after all others.
 	for _, upTo := range []int{512, 513, 4096, luks2.MetadataSize, 2 * luks2.MetadataSize, 600_000, luks2.Size} {
 		torn := slices.Concat(before[:512], after[512:upTo], before[upTo:])
 		r.put(t, torn)
@@ -280,7 +280,7 @@ func TestACrashLeavesADiskThatIsNewOrACluster(t *testing.T) {
 		if id, err := r.ID(); err != nil || id.String() != luks2test.UUID {
 			t.Error(id, err)
 		}
-		// The bootstrapper alone has died, and is started again: the way out keeps the disk's ID.
+		// Only the bootstrapper has stopped, and is started again: the remedy keeps the disk's ID.
 		r.opened(t, luks2test.UUID)
 		if err := r.SetKey(t.Context(), key(t, 1)); upTo > 512 && (attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "reboot the machine")) {
 			t.Errorf("a header that is new up to %d: %v", upTo, err)
@@ -289,12 +289,12 @@ func TestACrashLeavesADiskThatIsNewOrACluster(t *testing.T) {
 	}
 	r.put(t, after)
 	r.is(t, StateLocked)
-	// A blank disk becomes a new one by its first sector.
+	// The first sector makes a new disk of a blank one.
 	r.put(t, slices.Concat(before[:512], make([]byte, luks2.Size-512)))
 	r.is(t, StateNew)
 }
 
-func (r *rig) put(t *testing.T, header []byte) {
+func (r *fixture) put(t *testing.T, header []byte) {
 	t.Helper()
 	f, err := os.OpenFile(r.device, os.O_WRONLY, 0)
 	if err != nil {

@@ -14,14 +14,14 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// mapping is the open volume, by the kernel's word.
+// mapping is the open volume as the kernel reports it.
 type mapping struct {
-	id  keys.DiskID // what it was opened with
+	id  keys.DiskID // the ID that it was opened with
 	dir string      // its folder in sysfs
 }
 
-// mapped gives the open volume; nil: it is not open. Its ID is in device-mapper's
-// UUID, which libcryptsetup makes as CRYPT-LUKS2-UUID-NAME without the UUID's dashes.
+// mapped returns the open volume; nil: it is not open. Its ID is in device-mapper's UUID, which libcryptsetup forms as CRYPT-LUKS2-UUID-NAME without the
+// UUID's dashes.
 func (l *LUKS) mapped() (*mapping, error) {
 	names, err := filepath.Glob(filepath.Join(l.sys, "block/dm-*/dm/name"))
 	if err != nil {
@@ -55,20 +55,19 @@ func (l *LUKS) mapped() (*mapping, error) {
 	return nil, nil
 }
 
-// beneath gives the state disk on the device that the open volume has beneath it. Links in /dev follow what devices say
-// of themselves, and who has the machine's hardware in hand can add a device that says the same; the
-// kernel doesn't confuse the two, and keeps the name and the number of a device in use for it.
+// beneath returns the state disk on the device beneath the open volume. Links in /dev depend on what devices report, and an attacker with the hardware
+// can add a device that reports the same. The kernel distinguishes the two, and does not reuse the name and number of a device in use.
 func (l *LUKS) beneath(m *mapping) (*LUKS, error) {
 	dir, err := slave(m.dir)
 	if err == nil && l.integrity == luks2.HMACSHA256 { // dm-crypt is on dm-integrity, and that on the device
 		dir, err = slave(dir)
 	}
 	if err != nil {
-		return nil, refuse("what is beneath %s: %w", Mapped, err)
+		return nil, refuse("find the device beneath %s: %w", Mapped, err)
 	}
 	number, err := os.ReadFile(filepath.Join(dir, "dev"))
 	if err != nil {
-		return nil, refuse("what is beneath %s: %w", Mapped, err)
+		return nil, refuse("find the device beneath %s: %w", Mapped, err)
 	}
 	on := *l
 	// In sysfs a "!" stands for a name's "/".
@@ -77,7 +76,7 @@ func (l *LUKS) beneath(m *mapping) (*LUKS, error) {
 	return &on, nil
 }
 
-// slave gives the folder in sysfs of the one device that a mapping has beneath it.
+// slave returns the sysfs folder of the one device beneath a mapping.
 func slave(dir string) (string, error) {
 	slaves, err := os.ReadDir(filepath.Join(dir, "slaves"))
 	if err != nil {
@@ -89,7 +88,7 @@ func slave(dir string) (string, error) {
 	return filepath.Join(dir, "slaves", slaves[0].Name()), nil
 }
 
-// openDevice opens the device, if it is the one that it should be.
+// openDevice opens the device, if it has the right number.
 func (l *LUKS) openDevice(flag int) (*os.File, error) {
 	f, err := os.OpenFile(l.device, flag, 0)
 	if err != nil || l.number == "" {

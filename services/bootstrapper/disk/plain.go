@@ -18,14 +18,14 @@ import (
 const (
 	uuidFile  = "uuid"
 	checkFile = "key-check"
-	// checkLabel goes before the disk's ID into the MAC that checks a key.
+	// checkLabel precedes the disk's ID in the MAC that checks a key.
 	checkLabel = "muster/v1/disk-check\x00"
 )
 
 // Plain is a state disk of mode "plain".
 type Plain struct{ dir string }
 
-// ID implements [Disk]. It makes an ID the first time.
+// ID implements [Disk]. The first call makes the ID.
 func (d *Plain) ID() (keys.DiskID, error) {
 	file := filepath.Join(d.dir, uuidFile)
 	b, err := os.ReadFile(file)
@@ -43,7 +43,7 @@ func (d *Plain) ID() (keys.DiskID, error) {
 	return id, nil
 }
 
-// SetKey implements [Disk]. The first key becomes the disk's; another one later is refused with STATE_DISK.
+// SetKey implements [Disk]. The first key becomes the disk's; a later different key is refused with STATE_DISK.
 func (d *Plain) SetKey(_ context.Context, key keys.Disk) error {
 	id, err := d.ID()
 	if err != nil {

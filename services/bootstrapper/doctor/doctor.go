@@ -1,5 +1,5 @@
-// Package doctor looks on a machine itself for what keeps it from becoming or staying a node. It only
-// reads, runs beside the bootstrapper, and needs nothing that the bootstrapper needs to be running.
+// Package doctor checks on a machine itself what could keep it from becoming or staying a node. It only reads, runs beside the bootstrapper, and does
+// not depend on it.
 package doctor
 
 import (
@@ -24,7 +24,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Names of the checks, in their order.
+// These are the names of the checks, in their order.
 const (
 	CheckImage        = "image.yaml"
 	CheckMetadata     = "metadata.yaml"
@@ -41,41 +41,41 @@ const (
 	CheckKernel       = "kernel"
 )
 
-// Bounds of disk space, in bytes. Kubernetes' images and a journal that must not fail to be written.
+// These bound disk space, in bytes: for Kubernetes' images, and for a journal that must always be writable.
 const (
 	lowSpace = 2 << 30
 	noSpace  = 256 << 20
 )
 
-// Clocks further apart than these are worth a word, or a failure; see docs/status-and-doctor.md.
+// Clocks that differ by more than these cause a warning or a failure; see docs/status-and-doctor.md.
 const (
 	warnSkew = time.Minute
 	failSkew = 5 * time.Minute
 )
 
-// TPM is what is asked of it.
+// TPM is the part of the TPM that the checks use.
 type TPM interface {
 	EndorsementKey(ctx context.Context) (tpm.EK, error)
 	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
 }
 
-// Config says what to look at. All fields are required but Roots.
+// Config configures the checks. All fields are required but Roots.
 type Config struct {
-	// Root stands for the root of the file system, below which a control plane's certificates are, and what the kernel says of itself.
+	// Root is the folder that has a control plane's certificates and the kernel's files: "/" on a machine.
 	Root string
 	// Image and Metadata are the paths of the two files, Journal that of the journal.
 	Image, Metadata, Journal string
 	// OpenTPM opens the TPM that the image names.
 	OpenTPM func(*metadata.Image) (TPM, error)
-	// Roots vouch for EK certificates, as the owner's policy lists them; none: those of the image.
+	// Roots certify EK certificates, as in the owner's policy; empty: the image's roots.
 	Roots []*x509.Certificate
-	// Folders must have room.
+	// Folders must have free space.
 	Folders []string
-	// Ports are those that kubeadm needs to be free before the machine is a node.
+	// Ports must be free before the machine is a node, for kubeadm.
 	Ports []int
-	// Built is a time that the machine's clock can't be before: that of the program's file.
+	// Built is a time that the machine's clock can't be before: the time of the program's file.
 	Built time.Time
-	// Now tells the time.
+	// Now returns the time.
 	Now func() time.Time
 }
 
@@ -89,7 +89,7 @@ type doctor struct {
 	bank   tpm.Bank
 }
 
-// Examine makes all checks that can be made.
+// Examine makes all possible checks.
 func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	d := &doctor{Config: cfg}
 	d.files()
@@ -118,18 +118,18 @@ func (d *doctor) files() {
 		d.Err(CheckImage, "Correct the image's configuration and build the image anew: the file is measured.", err)
 	} else {
 		d.OK(CheckImage, "valid, state disk %s", d.image.StateDisk.Mode)
-		const remedy = "Put ownerKey into the image, so that its machines judge joinservices by their owner's policy."
+		const remedy = "Put ownerKey into the image, so that its machines verify joinservices by their owner's policy."
 		if err := d.image.KnowsOwner(); err != nil {
 			d.Err(CheckImage, remedy, err)
 		} else if d.image.NoOwnerKey {
-			d.Add(CheckImage, checkup.Warn, remedy, "insecure.noOwnerKey: joinservices are judged by what this machine booted itself, so a worker could pose as one")
+			d.Add(CheckImage, checkup.Warn, remedy, "insecure.noOwnerKey: joinservices are only compared with what this machine booted, so a worker could pose as one")
 		}
 		if d.image.StateDisk.Integrity == metadata.IntegrityNone {
-			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: who writes to the state disk is not noticed")
+			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: a change of the state disk by an attacker is not detected")
 		}
 	}
 	if d.meta, err = metadata.LoadMachine(d.Metadata); err != nil {
-		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each try.", err)
+		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each attempt.", err)
 		return
 	}
 	d.OK(CheckMetadata, "valid: %s, %s", d.meta.Name, d.meta.Role)
@@ -184,10 +184,10 @@ func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {
 	}
 	id := attest.MachineIDOf(leaf.RawSubjectPublicKeyInfo)
 	if len(roots) == 0 {
-		d.OK(CheckEK, "there, of machine %s; whether a root vouches for it only its owner knows here (--ek-roots)", id)
+		d.OK(CheckEK, "present, of machine %s; name the owner's EK roots to verify it (--ek-roots)", id)
 		return
 	}
-	// Criticals that x509 does not know, as TCG's names in SAN, are the verifier's to judge.
+	// Critical extensions that x509 does not know, as TCG's names in the SAN, are left to the verifier.
 	c := *leaf
 	c.UnhandledCriticalExtensions = nil
 	opts := x509.VerifyOptions{Roots: x509.NewCertPool(), Intermediates: x509.NewCertPool(), CurrentTime: d.Now(), KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}}
@@ -203,7 +203,7 @@ func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {
 		d.Err(CheckEK, "Add the authority that issued it to tpm2.ekRoots of the policy, if it is one of yours; an authority in between belongs beside the certificate in the TPM.", fmt.Errorf("of machine %s, issued by %q: %w", id, leaf.Issuer, err))
 		return
 	}
-	d.OK(CheckEK, "of machine %s, a root vouches for it", id)
+	d.OK(CheckEK, "of machine %s, certified by a root", id)
 }
 
 func (d *doctor) eventLog(ctx context.Context) {
@@ -262,8 +262,7 @@ func (d *doctor) clock() {
 	}
 }
 
-// joinservices asks each whether it is there, as any HTTPS client does; whether it is the right one,
-// the bootstrapper judges.
+// joinservices checks that each joinservice answers, as any HTTPS client does. The bootstrapper verifies whether it is the right one.
 func (d *doctor) joinservices(ctx context.Context) {
 	reached := 0
 	for _, e := range d.meta.JoinEndpoints {
@@ -289,11 +288,11 @@ func (d *doctor) joinservices(ctx context.Context) {
 		d.OK(CheckJoinservices, "%d of %d answer", reached, n)
 	}
 	if d.Clean(CheckClock) {
-		d.OK(CheckClock, "%s, as far as can be told", d.Now().UTC().Format(time.RFC3339))
+		d.OK(CheckClock, "%s, plausible", d.Now().UTC().Format(time.RFC3339))
 	}
 }
 
-// ask gives what the clock of a joinservice shows.
+// ask returns the time of a joinservice's clock.
 func ask(ctx context.Context, endpoint string) (theirs time.Time, took time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -337,7 +336,7 @@ func (d *doctor) space() {
 	}
 }
 
-// ports are free before the machine is a node, or kubeadm's preflight refuses.
+// ports checks that the ports are free before the machine is a node, since kubeadm's preflight requires that.
 func (d *doctor) ports(ctx context.Context) {
 	if d.record == nil || d.record.Step >= journal.StepKubeadm {
 		return
@@ -355,7 +354,7 @@ func (d *doctor) ports(ctx context.Context) {
 	}
 }
 
-// certificates are those of a control plane. The kubelet looks after its own.
+// certificates checks a control plane's certificates. The kubelet renews its own.
 func (d *doctor) certificates() {
 	list := renewal.Read(d.Root)
 	if len(list) == 0 {

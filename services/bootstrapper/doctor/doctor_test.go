@@ -44,12 +44,12 @@ type bare struct{ TPM }
 
 func (bare) EndorsementKey(context.Context) (tpm.EK, error) { return tpm.EK{}, nil }
 
-// machine is a sound one.
+// machine is a machine without faults.
 type machine struct {
 	*attesttest.Machine
 	dir         string
 	cfg         Config
-	date        func() time.Time // of its joinservice
+	date        func() time.Time // of its joinservice's clock
 	image, meta string
 }
 
@@ -62,7 +62,7 @@ func (m *machine) write(t *testing.T, name, content string) string {
 	return path
 }
 
-// file writes one in a folder of its own.
+// file writes a file in a folder of its own.
 func (m *machine) file(t *testing.T, name, content string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(filepath.Join(m.dir, name)), 0o755); err != nil {
@@ -106,25 +106,25 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 	}
 	sound := Examine(t.Context(), newMachine(t).cfg)
 	for _, f := range worst(sound) {
-		// How much room a tester's disk has is not ours to choose.
+		// The free space of the test's disk is unknown.
 		if f.Check != CheckDisk {
 			t.Errorf("a sound machine: %+v", f)
 		}
 	}
 	for name, tt := range map[string]struct {
-		check string
-		level checkup.Level
-		says  string
-		harm  func(t *testing.T, m *machine)
+		check    string
+		level    checkup.Level
+		wantText string
+		harm     func(t *testing.T, m *machine)
 	}{
 		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *machine) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
-		"an image that knows no owner": {CheckImage, checkup.Fail, "ownerKey is missing", func(t *testing.T, m *machine) {
+		"an image without an owner's key": {CheckImage, checkup.Fail, "ownerKey is missing", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKey"))
 		}},
-		"an image that knows no owner, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *machine) {
+		"an image without an owner's key, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKey")+"insecure: {noOwnerKey: true}\n")
 		}},
-		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not noticed", func(t *testing.T, m *machine) {
+		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not detected", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, "{mode: plain, path: /var/lib/muster/state}", "{mode: luks, path: /dev/vda, integrity: none}", 1))
 		}},
 		"metadata without a name": {CheckMetadata, checkup.Fail, "name", func(t *testing.T, m *machine) {
@@ -136,7 +136,7 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"a damaged journal":               {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *machine) { m.write(t, "journal", "x") }},
 		"a TPM that does not answer":      {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
 		"a TPM without an EK certificate": {CheckEK, checkup.Fail, "none", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
-		"an EK that no root vouches for":  {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
+		"an EK that no root certifies":    {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
 		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))
 		}},
@@ -197,19 +197,19 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 			found := false
 			got := worst(Examine(t.Context(), m.cfg))
 			for _, f := range got {
-				found = found || f.Check == tt.check && f.Level == tt.level && strings.Contains(f.Detail, tt.says)
+				found = found || f.Check == tt.check && f.Level == tt.level && strings.Contains(f.Detail, tt.wantText)
 				if f.Remedy == "" {
 					t.Errorf("without a remedy: %+v", f)
 				}
 			}
 			if !found {
-				t.Errorf("%s does not say %q: %+v", tt.check, tt.says, got)
+				t.Errorf("%s does not say %q: %+v", tt.check, tt.wantText, got)
 			}
 		})
 	}
 }
 
-// certificate gives the machine a control plane's.
+// certificate gives the machine a control plane's certificate.
 func (m *machine) certificate(t *testing.T, from, to time.Time) {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

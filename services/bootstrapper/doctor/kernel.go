@@ -9,26 +9,26 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// bracketed is the level in force, in the file of kernel_lockdown(7).
+// bracketed matches the level in force, in the file of kernel_lockdown(7).
 var bracketed = regexp.MustCompile(`\[(\w+)\]`)
 
-// kernel says whether root of the running system can change the kernel that was measured (B6), and whether containers have an AppArmor profile.
-// Muster's image has all of this; others should.
+// kernel checks whether root of the running system can change the measured kernel (B6), and whether containers have an AppArmor profile. Muster's image
+// passes all of these checks.
 func (d *doctor) kernel() {
 	level := "none"
 	if m := bracketed.FindStringSubmatch(d.value("/sys/kernel/security/lockdown")); m != nil {
 		level = m[1]
 	}
 	if level == "none" {
-		d.Add(CheckKernel, checkup.Warn, "Add lockdown=confidentiality to the image's command line (kernel_lockdown(7)).", "it is not locked down: root can change the kernel, and evidence goes on saying what was booted")
+		d.Add(CheckKernel, checkup.Warn, "Add lockdown=confidentiality to the image's command line (kernel_lockdown(7)).", "it is not locked down: root can change the kernel, and evidence still shows what was booted")
 	}
-	for _, c := range []struct{ file, want, remedy, says string }{
+	for _, c := range []struct{ file, want, remedy, detail string }{
 		{"/sys/module/module/parameters/sig_enforce", "Y", "Add module.sig_enforce=1 to the image's command line.", "it loads modules without a signature"},
-		{"/proc/sys/kernel/kexec_load_disabled", "1", "Add sysctl.kernel.kexec_load_disabled=1 to the image's command line.", "root can start another kernel by kexec, and evidence goes on saying what was booted"},
+		{"/proc/sys/kernel/kexec_load_disabled", "1", "Add sysctl.kernel.kexec_load_disabled=1 to the image's command line.", "root can start another kernel by kexec, and evidence still shows what was booted"},
 		{"/sys/module/apparmor/parameters/enabled", "Y", "Add apparmor to lsm= in the image's command line.", "AppArmor is off: no profile confines containers"},
 	} {
 		if d.value(c.file) != c.want {
-			d.Add(CheckKernel, checkup.Warn, c.remedy, "%s", c.says)
+			d.Add(CheckKernel, checkup.Warn, c.remedy, "%s", c.detail)
 		}
 	}
 	if _, err := os.Stat(filepath.Join(d.Root, "/sbin/apparmor_parser")); err != nil { // where containerd looks for it
@@ -39,7 +39,7 @@ func (d *doctor) kernel() {
 	}
 }
 
-// value returns a file of the kernel's without the line's end; empty: it can't be read.
+// value returns a file of the kernel's without the end of its line; empty: it can't be read.
 func (d *doctor) value(name string) string {
 	b, err := os.ReadFile(filepath.Join(d.Root, name))
 	if err != nil {

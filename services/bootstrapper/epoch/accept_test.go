@@ -35,11 +35,11 @@ func (c *cutting) IncrementCounter(ctx context.Context) (uint64, error) {
 	return c.Machine.IncrementCounter(ctx)
 }
 
-// B7: an order is good for one boot of the machine. The owner accepts an older copy, and at each point of that the host cuts the power, keeps what the disk has, and puts another disk back
-// that was valid before. Only an order makes what it has kept the newest.
+// B7: an order is valid for one boot of the machine. The owner accepts an older copy. At each point of that, the host cuts the power, keeps a copy of
+// the disk, and restores another disk that was valid before. Only an order makes the kept copy the newest.
 func TestAnAcceptedCopyIsGoodForNoOtherBoot(t *testing.T) {
 	for cut := range renewal + 2 {
-		for _, crash := range []int{-1, 0, 1} { // of the write before, after so many increments; negative: there was none
+		for _, crash := range []int{-1, 0, 1} { // of the write before, after so many increments; negative: none
 			c := &cutting{Machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), left: -1}
 			k := Keeper{Dir: t.TempDir(), TPM: c}
 			file := filepath.Join(k.Dir, fileName)
@@ -53,7 +53,7 @@ func TestAnAcceptedCopyIsGoodForNoOtherBoot(t *testing.T) {
 			do(t, k.Advance(t.Context(), Record{Epoch: 2}))
 			older := read()
 			do(t, k.Advance(t.Context(), Record{Epoch: 3, Bans: []string{"node4"}}))
-			if crash >= 0 { // at a boot: its disk may be further than the counter
+			if crash >= 0 { // at a boot: its disk may be ahead of the counter
 				c.left = crash
 				if err := k.Renew(t.Context()); !errors.Is(err, errPower) {
 					t.Fatal(err)
@@ -89,7 +89,7 @@ func TestAnAcceptedCopyIsGoodForNoOtherBoot(t *testing.T) {
 	}
 }
 
-// waiting is a machine that waits for its owner, as the disk has an older copy, and the owner's order for it.
+// waiting returns a machine that waits for its owner, since its disk is an older copy, and the owner's order for it.
 func waiting(t *testing.T, tpm Counter, id [32]byte) (*Waiting, *recoverv1.AcceptEpochRequest) {
 	t.Helper()
 	k := Keeper{Dir: t.TempDir(), TPM: tpm}
@@ -118,7 +118,7 @@ func (w *Waiting) goesOn() bool {
 	}
 }
 
-// B3: what the owner is told is so. An order whose answer was an error is sent again, whether it was carried out or not.
+// B3: the answer to the owner is true. An order whose answer was an error can be sent again, whether or not it was carried out.
 func TestAnOrderThatIsAnsweredAsDoneLetsTheMachineGoOn(t *testing.T) {
 	for name, carriedOut := range map[string]bool{"it was not carried out": false, "it was": true} {
 		t.Run(name, func(t *testing.T) {
@@ -129,7 +129,7 @@ func TestAnOrderThatIsAnsweredAsDoneLetsTheMachineGoOn(t *testing.T) {
 				t.Fatalf("%v, goes on: %v", err, w.goesOn())
 			}
 			c.left = -1
-			if carriedOut { // the file got its name, and its folder could not be synced
+			if carriedOut { // the file has its name, and its folder could not be synced
 				do(t, w.Keeper.Begin(t.Context(), *w.Standing.Record))
 			}
 			if _, err := w.AcceptEpoch(t.Context(), order); err != nil || !w.goesOn() {

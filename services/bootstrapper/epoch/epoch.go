@@ -1,11 +1,11 @@
-// Package epoch finds a control plane whose state disk was put back to an earlier copy, before anything of the cluster is served from it (B7).
+// Package epoch detects a control plane whose state disk was replaced by an earlier copy, before anything of the cluster is served from it (B7).
 //
-// The cluster's epoch increases with each change of the policy, of enrollments, of bans, and of the machine that a disk belongs to: what a restored copy would
-// undo. A control plane writes it into a file on its state disk, and increments its TPM's counter each time. The file stores the counter value. An older copy of
-// the disk has a lower value than the TPM, and the machine then waits for the owner's signed order.
+// The cluster's epoch increases with each change of the policy, of enrollments, of bans, and of a disk's machine: a restored copy would undo these. A
+// control plane writes the epoch into a file on its state disk, and increments its TPM's counter each time. The file stores the counter value. An older
+// copy of the disk has a lower value than the TPM, and the machine then waits for the owner's signed order.
 //
-// The file is written before the counter is incremented. So a crash in between leaves a file that is one ahead of the counter, at a boot up to two, which is settled
-// by incrementing it; no other difference is.
+// The file is written before the counter is incremented. So after a crash in between, the file is one ahead of the counter, or up to two at a boot, and
+// the counter is incremented; every other difference is refused.
 package epoch
 
 import (
@@ -27,60 +27,60 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Folder is where the file is, beside the journal, whose only writer is the bootstrapper.
+// Folder has the file. It is beside the journal's folder, where only the bootstrapper writes.
 const Folder = "/var/lib/muster/renewal"
 
 const (
 	fileName = "epoch.json"
 	lockName = "epoch.lock"
-	// version is that of the file's meaning.
+	// version is the version of the file's format.
 	version = 1
-	// renewal is how far a boot counts the counter up: further than a change of the cluster does.
+	// renewal is the number of increments at a boot: more than for a change of the cluster.
 	renewal = 2
-	// MaxBans bounds how many bans a record names.
+	// MaxBans bounds the bans in a record.
 	MaxBans = 1000
 )
 
-// Counter is the TPM's: [tpm.Device].
+// Counter is the TPM's counter: [tpm.Device].
 type Counter interface {
 	Counter(ctx context.Context) (uint64, error)
 	IncrementCounter(ctx context.Context) (uint64, error)
 	DefineCounter(ctx context.Context) (uint64, error)
 }
 
-// Record is what a control plane knew of its cluster last.
+// Record is the last state of the cluster that a control plane knew.
 type Record struct {
-	// Version is of this file's meaning: 1.
+	// Version is the version of this file's format: 1.
 	Version int `json:"version"`
-	// Counter is the value of the TPM's counter that belongs to it.
+	// Counter is the value of the TPM's counter for this record.
 	Counter uint64 `json:"counter"`
-	// Epoch is the cluster's; 0: the machine has not asked the cluster yet.
+	// Epoch is the cluster's epoch; 0: the machine has not asked the cluster yet.
 	Epoch uint64 `json:"epoch"`
-	// PolicySerial is that of the policy.
+	// PolicySerial is the policy's serial.
 	PolicySerial uint64 `json:"policySerial"`
 	// Bans are the names of banned nodes, in order, at most [MaxBans].
 	Bans []string `json:"bans,omitempty"`
-	// BannedMachines are their machine IDs, in the same order; empty: an earlier version has written the record.
+	// BannedMachines are their machine IDs, in the same order; empty: an earlier version wrote the record.
 	BannedMachines []string `json:"bannedMachines,omitempty"`
-	// EpochID is what tells this epoch from others of the same number, in another history of the cluster; empty: it has none yet.
+	// EpochID distinguishes this epoch from others with the same number, in another history of the cluster; empty: it has none yet.
 	EpochID string `json:"epochID,omitempty"`
-	// Written is when, by the machine's clock.
+	// Written is the time of writing, by the machine's clock.
 	Written time.Time `json:"written"`
 }
 
-// Keeper keeps one machine's record and counter together. Processes of one machine take turns.
+// Keeper keeps one machine's record and counter consistent. It excludes other processes of the machine meanwhile.
 type Keeper struct {
 	// Dir is the folder of the file.
 	Dir string
-	// TPM is the machine's.
+	// TPM is the machine's TPM.
 	TPM Counter
 }
 
-// Standing is what disk and TPM say.
+// Standing is the state of disk and TPM.
 type Standing struct {
-	// Record is the disk's; nil: it has none.
+	// Record is the disk's record; nil: it has none.
 	Record *Record
-	// Counter is the TPM's; 0: it has none.
+	// Counter is the TPM's counter; 0: it has none.
 	Counter uint64
 	// Err is why the disk is not the newest; nil if it is.
 	Err error
@@ -106,8 +106,8 @@ func (k Keeper) Load() (*Record, error) {
 	return &r, nil
 }
 
-// Check compares the disk with the TPM, and settles what a crash has left. A disk that is not the newest is in Standing.Err, a refusal with
-// CLUSTER_ROLLED_BACK; the error is about a TPM or a disk that can't be asked.
+// Check compares the disk with the TPM, and completes what a crash interrupted. If the disk is not the newest, Standing.Err is a refusal with
+// CLUSTER_ROLLED_BACK; err is the error of a TPM or a disk that can't be read.
 func (k Keeper) Check(ctx context.Context) (s Standing, err error) {
 	err = k.exclusive(func() error {
 		s, err = k.check(ctx)
@@ -127,7 +127,7 @@ func (k Keeper) check(ctx context.Context) (Standing, error) {
 	s.Counter = counter
 	if s.Record, s.Err = k.Load(); s.Err != nil {
 		s.Err = attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "the record of the cluster's epoch can't be read: %w", s.Err)
-		return s, nil //nolint:nilerr // it is what was found, in s.Err
+		return s, nil //nolint:nilerr // the result of the comparison is in s.Err
 	}
 	if foreign {
 		s.Err = attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "%w", err)
@@ -147,23 +147,23 @@ func (k Keeper) check(ctx context.Context) (Standing, error) {
 	return s, nil
 }
 
-// verdict is what a record and a counter are to each other.
+// verdict is the result of comparing a record with a counter.
 type verdict int
 
 const (
 	// current: the disk is the newest.
 	current verdict = iota + 1
-	// unwritten: neither is there; an earlier version of Muster kept none.
+	// unwritten: neither exists; an earlier version of Muster kept none.
 	unwritten
 	// interrupted: a crash came between the file and the counter.
 	interrupted
-	// older: the counter has gone on since the disk was written.
+	// older: the counter was incremented after the disk was written.
 	older
-	// forgotten: the counter is there, and the disk knows of none.
+	// forgotten: the counter exists, and the disk has no record.
 	forgotten
-	// cleared: the disk knows of a counter, and the TPM has none.
+	// cleared: the disk has a counter value, and the TPM has no counter.
 	cleared
-	// ahead: the disk knows of a value that the counter never had.
+	// ahead: the disk has a value that the counter never had.
 	ahead
 )
 
@@ -198,12 +198,12 @@ func (v verdict) refusal(r *Record, counter uint64) error {
 	case forgotten:
 		return refuse("the TPM's counter is at %d, and the state disk, an older copy, knows of none", counter)
 	case cleared:
-		return refuse("the TPM has lost its counter, which was at %d: it was cleared, or somebody deleted it", r.Counter)
+		return refuse("the TPM has lost its counter, which was at %d: the TPM was cleared, or the counter was deleted", r.Counter)
 	case ahead:
 		return refuse("the state disk was written at %d of a counter, and the TPM's is at %d: it was another one", r.Counter, counter)
 	case interrupted:
 	}
-	return refuse("the TPM's counter does not go on") // it was incremented, and is not what it should be
+	return refuse("the TPM's counter does not go on") // it was incremented and does not have the right value
 }
 
 // Advance writes a newer record and increments the counter. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.
@@ -211,9 +211,9 @@ func (k Keeper) Advance(ctx context.Context, r Record) error {
 	return k.onNewest(ctx, func(s Standing) error { return k.write(ctx, r, s.Counter, 1) })
 }
 
-// Renew writes the record again, for a value of the counter that is two higher. It is called at each boot: a power cut between file and counter has left a disk whose
-// value the counter has not reached yet. Somebody who kept a copy of that disk, and boots an older one first, would otherwise have a valid copy once the counter
-// reaches that value, whatever has changed in between. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.
+// Renew writes the record again, for a value of the counter that is two higher. It is called at each boot: a power cut between file and counter leaves a
+// disk with a value that the counter has not reached yet. An attacker who keeps a copy of that disk, and boots an older one first, would otherwise have
+// a valid copy once the counter reaches that value, whatever has changed in between. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.
 func (k Keeper) Renew(ctx context.Context) error {
 	return k.onNewest(ctx, func(s Standing) error { return k.write(ctx, *s.Record, s.Counter, renewal) })
 }
@@ -231,11 +231,12 @@ func (k Keeper) onNewest(ctx context.Context, do func(Standing) error) error {
 	})
 }
 
-// Begin is for a machine that becomes a control plane, or whose owner has accepted what is on its disk: what disk and TPM said before counts for nothing.
+// Begin is for a machine that becomes a control plane, or whose owner has accepted its disk: the earlier state of disk and TPM is ignored.
 //
-// Unlike a change of the record, which is made on the newest disk, it first counts past every value that a disk may have, that of a crash before the last increment included,
-// and then writes the file. Otherwise the power could be cut in between, the newest disk be put back, which was still valid, and what was accepted be put there once the counter had come
-// to its value: in another boot than the order is for (B7). A crash here leaves no disk that is the newest, and whoever called this begins again.
+// Unlike a change of the record, which is made on the newest disk, it first increments the counter past every value that a disk may have, also one from
+// a crash before the last increment, and then writes the file. In the other order, an attacker could cut the power in between, restore the newest disk,
+// which is still valid, and replace it by the accepted one once the counter reaches its value: in another boot than the order is for (B7). After a crash
+// here no disk is the newest, and the caller begins again.
 func (k Keeper) Begin(ctx context.Context, r Record) error {
 	return k.exclusive(func() error {
 		counter, err := k.TPM.Counter(ctx)
@@ -255,8 +256,8 @@ func (k Keeper) Begin(ctx context.Context, r Record) error {
 	})
 }
 
-// write writes the file with the value that the counter has some steps later, and then increments the counter (B7). The first value of a counter is known only once the TPM has
-// defined it, so there the file comes after that.
+// write writes the file with the value that the counter has after some steps, and then increments the counter (B7). The first value of a counter is
+// known only after the TPM has defined it, so in that case the file is written after that.
 func (k Keeper) write(ctx context.Context, r Record, counter, steps uint64) (err error) {
 	if counter == 0 {
 		if counter, err = k.TPM.DefineCounter(ctx); err != nil {

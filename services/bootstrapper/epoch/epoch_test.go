@@ -85,7 +85,7 @@ func do(t *testing.T, err error) {
 	}
 }
 
-// With a real TPM, which a restart does not set back.
+// A restart does not reset a real TPM's counter.
 func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 	e := tpmtest.SWTPM(t)
 	ctx, dev, dir := t.Context(), e.Open(), t.TempDir()
@@ -119,7 +119,7 @@ func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 		do(t, os.WriteFile(file, newest, 0o600))
 		stands(t, k, 4)
 	}
-	// The owner accepts.
+	// The owner accepts the older copy.
 	do(t, os.WriteFile(file, second, 0o600))
 	do(t, k.Begin(ctx, Record{Epoch: 3, PolicySerial: 5, Bans: []string{"node4"}}))
 	stands(t, k, 3)
@@ -127,12 +127,12 @@ func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 		t.Errorf("%+v, %v", r, err)
 	}
 	accepted := keep()
-	do(t, os.WriteFile(file, newest, 0o600)) // of before that
+	do(t, os.WriteFile(file, newest, 0o600)) // an earlier disk
 	refuses(t, k, "the one that was the newest before")
 	do(t, os.WriteFile(file, accepted, 0o600))
 	stands(t, k, 3)
 
-	// Whoever has the TPM in hand deletes the counter, makes it anew, or puts something else there.
+	// An attacker with the TPM deletes the counter, makes it again, or replaces it.
 	remove := func() {
 		t.Helper()
 		do(t, undefine(e))
@@ -143,7 +143,7 @@ func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 3 {
-		refuses(t, k, "the counter is another one") // and is not counted up to fit
+		refuses(t, k, "the counter is another one") // and is not incremented until it fits
 	}
 	remove()
 	r, err := k.Load()
@@ -162,7 +162,7 @@ func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 	stands(t, k, 3)
 }
 
-// undefine deletes what is at the counter's index.
+// undefine deletes the index of the counter.
 func undefine(e *tpmtest.Emulator) error {
 	raw, err := linuxudstpm.Open(e.Socket)
 	if err != nil {
@@ -212,16 +212,16 @@ func TestACrashBetweenFileAndCounterIsSettled(t *testing.T) {
 			}
 			f.before, f.after = false, false
 			stands(t, k, 2)
-			stands(t, k, 2) // it is settled once
-			// What was there before the crash is an older copy from then on.
+			stands(t, k, 2) // it is completed once
+			// The disk from before the crash is an older copy from then on.
 			do(t, os.WriteFile(filepath.Join(k.Dir, fileName), old, 0o600))
 			refuses(t, k, "the copy of before")
 		})
 	}
 }
 
-// Power goes away between file and counter, and somebody keeps a copy of that disk. An older one boots, the owner decides something, and the copy is put back
-// once the counter has come to its value.
+// The power is cut between file and counter, and an attacker keeps a copy of that disk. An older one boots, the owner changes something, and the copy is
+// restored once the counter has reached its value.
 func TestACopyOfTheMomentBeforeTheCounterIsNeverTheNewest(t *testing.T) {
 	f := &failing{Machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})}
 	k := Keeper{Dir: t.TempDir(), TPM: f}
@@ -249,8 +249,8 @@ func TestACopyOfTheMomentBeforeTheCounterIsNeverTheNewest(t *testing.T) {
 	}
 }
 
-// B7: an owner accepts an older copy, and the power goes away in the middle, or not. What the disk had at that moment is older in the next boot, also if the newest
-// disk is put back meanwhile.
+// B7: an owner accepts an older copy, with or without a power cut in the middle. A copy of the disk from that moment is older in the next boot, also if
+// the newest disk is restored meanwhile.
 func TestACopyOfAnAcceptanceIsNotTheNewestLater(t *testing.T) {
 	for name, cut := range map[string]bool{"it was carried out": false, "it was cut off": true} {
 		t.Run(name, func(t *testing.T) {
@@ -285,7 +285,7 @@ func TestACopyOfAnAcceptanceIsNotTheNewestLater(t *testing.T) {
 	}
 }
 
-// foreign is a TPM with an index of the counter's number that is none.
+// foreign is a TPM with another object at the counter's index.
 type foreign struct{ *attesttest.Machine }
 
 func (foreign) Counter(context.Context) (uint64, error) { return 0, tpm.ErrForeignCounter }

@@ -22,16 +22,16 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Waiting is a machine whose disk is not the newest, and which waits for its owner. All fields are required but Owner.
+// Waiting is a machine whose disk is not the newest and that waits for its owner. All fields are required but Owner.
 type Waiting struct {
-	// Standing is what disk and TPM said when the machine found that its disk is not the newest.
+	// Standing is the state of disk and TPM when the machine found that its disk is not the newest.
 	Standing Standing
-	// Keeper is the machine's.
+	// Keeper is the machine's keeper.
 	Keeper Keeper
-	// Cluster and Machine say which machine of which cluster it is.
+	// Cluster and Machine identify the machine.
 	Cluster keys.ClusterID
 	Machine attest.MachineID
-	// Owner is the owner's public key; nil: the image names none, and nobody can accept.
+	// Owner is the owner's public key; nil: the image has none, and no order is accepted.
 	Owner ed25519.PublicKey
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
@@ -56,7 +56,7 @@ const (
 	idleTimeout    = 5 * time.Second
 )
 
-// Wait serves on l until the owner has accepted what the disk has. It returns nil once that is so.
+// Wait serves on l until the owner has accepted the disk, and returns nil then.
 func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
 	if err := required.Fields("epoch.Waiting", w, "Owner"); err != nil {
 		return errors.Join(err, l.Close())
@@ -65,7 +65,7 @@ func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: l, Health: health, Metrics: w.Calls, Log: w.Log, MaxRequest: maxRequest, Timeout: requestTimeout, IdleTimeout: idleTimeout, Grace: grace,
-		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by the owner's signature.
+		// The caller is the owner's program, which has no TPM: it appraises this machine, and authenticates itself by the owner's signature.
 		ATLS:     atls.ServerConfig{Attester: w.Attester, Appraiser: atls.NoAppraiser, Limits: recovery.Limits, Challenges: atls.NewChallengeQueue()},
 		Services: []rpc.Service{w.Service()},
 	})
@@ -90,7 +90,7 @@ func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
 	return ctx.Err()
 }
 
-// Service is what Wait serves.
+// Service returns the handler that Wait serves.
 func (w *Waiting) Service() rpc.Service {
 	return rpc.Serve[recoverv1connect.EpochServiceHandler](recoverv1connect.EpochServiceName, w, recoverv1connect.NewEpochServiceHandler)
 }
@@ -103,7 +103,7 @@ func (w *Waiting) DescribeEpoch(_ context.Context, _ *recoverv1.DescribeEpochReq
 	return out, nil
 }
 
-// challenge is what the owner signs beside what the disk says, so that an order is good for this boot alone (B7).
+// challenge returns the nonce in the owner's signed order, so that the order is valid only for this boot (B7).
 func (w *Waiting) challenge() ownerorder.Nonce {
 	w.nonceOnce.Do(func() { _, _ = rand.Read(w.nonce[:]) }) // never fails
 	return w.nonce
@@ -121,7 +121,7 @@ func (s Standing) wire() *recoverv1.DescribeEpochResponse {
 func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochRequest) (*recoverv1.AcceptEpochResponse, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	// First what costs no command of the TPM: anybody may ask.
+	// The first checks use no TPM command: the client may be unauthenticated.
 	is := w.Standing.wire()
 	order := ownerorder.Epoch{Cluster: w.Cluster, Machine: w.Machine, Epoch: is.GetEpoch(), DiskCounter: is.GetDiskCounter(), TPMCounter: is.GetTpmCounter(), Nonce: w.challenge()}
 	if err := order.Verify(req, w.Owner); err != nil { // B7
@@ -131,7 +131,7 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if err != nil {
 		return nil, err
 	}
-	if s.Err == nil { // by an order before this one, whose answer may have been an error
+	if s.Err == nil { // accepted by an earlier order, whose answer may have been an error
 		w.goOn()
 		return &recoverv1.AcceptEpochResponse{}, nil
 	}
@@ -142,7 +142,7 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if s.Record != nil {
 		r = *s.Record
 	}
-	// Carried out also if whoever sent the order goes away: half of it would leave another value in the TPM than the order names.
+	// The order is carried out even if the client disconnects: half of it would leave another value in the TPM than the order has.
 	begin, cancel := context.WithTimeout(context.WithoutCancel(ctx), beginTimeout)
 	defer cancel()
 	if err := w.Keeper.Begin(begin, r); err != nil {
@@ -153,5 +153,6 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	return &recoverv1.AcceptEpochResponse{}, nil
 }
 
-// goOn ends the wait. Whoever answers that the disk is accepted calls it: otherwise the machine would wait on for an owner who has been told that it does not (B3).
+// goOn ends the wait. Every handler that answers that the disk is accepted calls it: otherwise the machine would still wait for an owner who was
+// notified of the end (B3).
 func (w *Waiting) goOn() { w.once.Do(func() { close(w.accepted) }) }

@@ -1,11 +1,8 @@
-// Package etcd removes members from a cluster's etcd that an unfinished join of a control plane
-// has left: kubeadm's own reset does so only if it got far enough to read the cluster's
-// configuration, and never for a machine that did not come back.
+// Package etcd removes members from a cluster's etcd that an unfinished join of a control plane has left: kubeadm's own reset does so only if it got far
+// enough to read the cluster's configuration, and never for a machine that did not come back.
 //
-// Think of it as what holds before `kubeadm join` adds a member: none of this machine, and no
-// learner of anybody's. etcd takes one learner at a time, so one that was left would block every
-// join after it. Voting members of other machines are never touched: whether one is gone for good
-// is its owner's to say.
+// Before `kubeadm join` adds a member, etcd must have no member of this machine, and no learner of any machine. etcd takes one learner at a time, so an
+// old one would block every later join. Voting members of other machines are never removed: only the owner knows whether one is gone for good.
 package etcd
 
 import (
@@ -35,44 +32,43 @@ import (
 	"github.com/muster-k8s/muster/internal/required"
 )
 
-// Ports that kubeadm gives etcd: for clients, and for other members.
+// These are the ports that kubeadm gives etcd: for clients, and for other members.
 const (
 	clientPort = "2379"
 	peerPort   = "2380"
 )
 
 const (
-	// certificateLife bounds the client certificate, which lives in memory only: clocks may differ by hours.
+	// certificateLife bounds the client certificate, which is only in memory: clocks may differ by hours.
 	certificateLife = 24 * time.Hour
 	// dialTimeout bounds the wait for one connection, callTimeout one call.
 	dialTimeout, callTimeout = 5 * time.Second, 15 * time.Second
 )
 
-// Target says whose etcd is cleaned for whom. All fields are required.
+// Target describes an etcd and the machine for which it is cleaned. All fields are required.
 type Target struct {
 	// ControlPlanes are addresses of machines that run etcd, one of which must answer.
 	ControlPlanes []netip.Addr
-	// CACert and CAKey are etcd's certificate authority, PEM. The key signs a certificate for this
-	// one connection.
+	// CACert and CAKey are etcd's certificate authority, PEM. The key signs a certificate for this one connection.
 	CACert, CAKey []byte
 	// Own are this machine's addresses.
 	Own []netip.Addr
-	// Learners takes others' learners out too: left-overs, while this machine alone has the turn to join.
+	// Learners also removes learners of other machines: they are left over while this machine has the join lease.
 	Learners bool
 }
 
 // Member is a member that was removed.
 type Member struct {
-	// ID is etcd's, Name the node's; the latter is empty for a member that never started.
+	// ID is etcd's ID, Name the node's name; it is empty for a member that never started.
 	ID   uint64
 	Name string
-	// PeerURLs are where other members reach it.
+	// PeerURLs are its addresses for other members.
 	PeerURLs []string
-	// Learner says that it had no vote yet.
+	// Learner means that it had no vote yet.
 	Learner bool
 }
 
-// String names the member for a log.
+// String returns the member as text for a log.
 func (m Member) String() string {
 	kind := "member"
 	if m.Learner {
@@ -81,8 +77,8 @@ func (m Member) String() string {
 	return fmt.Sprintf("%s %x %q of %v", kind, m.ID, m.Name, m.PeerURLs)
 }
 
-// Clean removes members of this machine and learners of anybody, and gives those it removed. It
-// changes nothing if there is nobody to ask.
+// Clean removes members of this machine and learners of all machines, and returns those that it removed. It changes nothing if no control plane is
+// given.
 func Clean(ctx context.Context, t Target) ([]Member, error) {
 	if err := required.Fields("etcd.Clean", t, "Learners"); err != nil {
 		return nil, err
@@ -97,11 +93,11 @@ func Clean(ctx context.Context, t Target) ([]Member, error) {
 	if err != nil {
 		return nil, fmt.Errorf("etcd: %w", err)
 	}
-	defer c.Close() //nolint:errcheck // nothing is left to be told
+	defer c.Close() //nolint:errcheck // an error has no consequence
 	return clean(ctx, c, t.Own, t.Learners)
 }
 
-// cluster is what is asked of etcd.
+// cluster is the part of etcd's API that is used.
 type cluster interface {
 	MemberList(ctx context.Context, opts ...clientv3.OpOption) (*clientv3.MemberListResponse, error)
 	MemberRemove(ctx context.Context, id uint64) (*clientv3.MemberRemoveResponse, error)
@@ -129,7 +125,7 @@ func clean(ctx context.Context, c cluster, own []netip.Addr, learners bool) (rem
 	return removed, nil
 }
 
-// of says whether one of the member's peer URLs has one of the addresses.
+// of reports whether one of the member's peer URLs has one of the addresses.
 func of(m *etcdserverpb.Member, own []netip.Addr) bool {
 	return slices.ContainsFunc(m.GetPeerURLs(), func(s string) bool {
 		u, err := url.Parse(s)
@@ -149,8 +145,8 @@ func urls(addresses []netip.Addr, port string) []string {
 	return out
 }
 
-// clientTLS is what kubeadm writes into files for its own client: a certificate of etcd's authority.
-// Here its key never leaves the process (K3).
+// clientTLS returns a client certificate of etcd's authority, as kubeadm writes into files for its own client. Here its key never leaves the process
+// (K3).
 func clientTLS(caCert, caKey []byte) (*tls.Config, error) {
 	issuers, err := cert.ParseCertsPEM(caCert)
 	if err != nil {
@@ -160,7 +156,7 @@ func clientTLS(caCert, caKey []byte) (*tls.Config, error) {
 	roots.AddCert(issuers[0])
 	parsed, err := keyutil.ParsePrivateKeyPEM(caKey)
 	if err != nil {
-		return nil, errors.New("etcd: the authority's key is not PEM of a private key") // K3: nothing of it in an error
+		return nil, errors.New("etcd: the authority's key is not PEM of a private key") // K3: the error has no part of it
 	}
 	signer, ok := parsed.(crypto.Signer)
 	if !ok {

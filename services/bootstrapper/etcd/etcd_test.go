@@ -27,7 +27,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // members is a cluster's list of members.
 type members struct {
 	list  []*etcdserverpb.Member
-	stuck uint64 // can't be removed
+	stuck uint64 // the member that can't be removed
 }
 
 func (m *members) MemberList(context.Context, ...clientv3.OpOption) (*clientv3.MemberListResponse, error) {
@@ -87,7 +87,7 @@ func TestOwnMembersAndLearnersGoAndNobodyElse(t *testing.T) {
 	}
 }
 
-// A machine whose turn may be over is not the one that joins (J8).
+// A machine that may have lost its join lease must not remove the learner of the machine that joins (J8).
 func TestOutsideItsTurnAMachineRemovesOnlyItself(t *testing.T) {
 	own := []netip.Addr{netip.MustParseAddr("192.168.77.13")}
 	m := &members{list: []*etcdserverpb.Member{
@@ -112,7 +112,7 @@ func TestWhatCannotBeRemovedIsAnError(t *testing.T) {
 	}
 }
 
-// authority is an etcd CA as kubeadm writes it.
+// authority returns an etcd CA as kubeadm writes it.
 func authority(t *testing.T) (cert, key []byte, roots *x509.CertPool) {
 	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -171,14 +171,14 @@ func TestSomebodyMustBeAsked(t *testing.T) {
 	cert, key, _ := authority(t)
 	own := []netip.Addr{netip.MustParseAddr("192.168.77.13")}
 	for name, target := range map[string]Target{
-		"nobody":  {CACert: cert, CAKey: key, Own: own},
-		"no self": {CACert: cert, CAKey: key, ControlPlanes: own},
+		"no control plane": {CACert: cert, CAKey: key, Own: own},
+		"no self":          {CACert: cert, CAKey: key, ControlPlanes: own},
 	} {
 		if _, err := Clean(t.Context(), target); err == nil {
 			t.Errorf("%s: cleaned", name)
 		}
 	}
-	// Nobody listens there: an answer would have to come from somewhere else.
+	// Nothing listens there: an answer would have to come from somewhere else.
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
 	if _, err := Clean(ctx, Target{ControlPlanes: []netip.Addr{netip.MustParseAddr("127.0.0.1")}, CACert: cert, CAKey: key, Own: own}); err == nil {

@@ -13,12 +13,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// apiServerPod is where kubeadm places a control plane's API server.
+// apiServerPod is the manifest of a control plane's API server, as kubeadm writes it.
 const apiServerPod = "/etc/kubernetes/manifests/kube-apiserver.yaml"
 
-// isControlPlane says whether this machine is a control plane as kubeadm makes one, under the name of its metadata, and
-// whether kubelet and administrator belong to the same cluster. It keeps an owner from adopting the wrong machine; it
-// proves nothing of the cluster, which nobody attested who made it.
+// isControlPlane checks that this machine is a control plane as kubeadm makes one, under the name in its metadata, and that kubelet and administrator
+// belong to the same cluster. It protects an owner from adopting the wrong machine. It proves nothing about the cluster, whose maker was not attested.
 func (s *Server) isControlPlane(o *initOrder) error {
 	refuse := func(format string, args ...any) error {
 		return attest.Refuse(attestv1.Reason_REASON_INIT_NOT_ALLOWED, "this machine is no control plane that could be adopted: "+format, args...)
@@ -48,7 +47,7 @@ func (s *Server) isControlPlane(o *initOrder) error {
 	roots.AppendCertsFromPEM(admin.CertificateAuthorityData)
 	at := s.node.Now()
 	if s.node.Lock.Record().Locked() && at.After(leaf.NotAfter) {
-		at = leaf.NotAfter // B3: an adoption that was cut off may have signed it, for a day, and been off for longer: serveAgain signs the next
+		at = leaf.NotAfter // B3: an interrupted adoption may have signed it for a day, and the machine been off for longer: ServeAgain signs the next
 	}
 	if _, err := leaf.Verify(x509.VerifyOptions{Roots: roots, CurrentTime: at, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err != nil {
 		return refuse("%s: %w", kubelet.ClientFile, err)
@@ -59,8 +58,8 @@ func (s *Server) isControlPlane(o *initOrder) error {
 	return nil
 }
 
-// serveAdopted has the API server of an adopted control plane run. The machine was one before, without a record of the cluster's epoch: an
-// older copy of its disk is found from here on (B7).
+// serveAdopted starts the API server of an adopted control plane. The machine had no record of the cluster's epoch before: from now on, an older copy of
+// its disk is detected (B7).
 func (s *Server) serveAdopted(ctx context.Context) error {
 	if err := s.node.BeginEpoch(ctx); err != nil {
 		return err

@@ -1,7 +1,6 @@
 // Package initserver serves init.v1: the machine's owner makes it the first node of a new cluster, or adopts the cluster that it is a control plane of.
 //
-// Think of it as one of two components that race for the node lock; the other one is joinclient. An init has a life of its own: callers follow it, and may
-// come and go.
+// It competes with package joinclient for the node lock. An init continues without its callers, which may disconnect and call again.
 package initserver
 
 import (
@@ -33,9 +32,9 @@ import (
 type Config struct {
 	// Node is the machine.
 	Node *provision.Node
-	// WriteClusterState writes the cluster's own objects: [clusterstate.Write].
+	// WriteClusterState writes Muster's objects into the cluster: [clusterstate.Write].
 	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error
-	// Metrics takes muster_init_attempts_total.
+	// Metrics registers muster_init_attempts_total.
 	Metrics prometheus.Registerer
 }
 
@@ -52,12 +51,12 @@ type Server struct {
 	sent     chan struct{}
 	sentOnce sync.Once
 
-	mu    sync.Mutex // guards what follows
+	mu    sync.Mutex // guards the fields below
 	wrong int        // wrong init secrets so far, at most maxAttempts
-	run   *initRun   // the init under way or finished, nil if none
+	run   *initRun   // the running or finished init; nil: none
 }
 
-// New returns a Server, which answers once it was started.
+// New returns a Server, which handles calls after Start.
 func New(cfg Config) (*Server, error) {
 	if err := required.Fields("initserver.New", cfg); err != nil {
 		return nil, err
@@ -74,34 +73,34 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// Start lets inits begin, which end when ctx does. It is called once.
+// Start allows inits, which end when ctx does. It is called once.
 func (s *Server) Start(ctx context.Context) {
 	s.ctx = ctx
 	close(s.running)
 }
 
-// Wait returns once no init is under way. The context of Start has ended before.
+// Wait returns once no init is running. The context of Start must have ended.
 func (s *Server) Wait() {
 	s.mu.Lock()   // an init that was admitted meanwhile is in work now
 	s.mu.Unlock() //nolint:staticcheck // a barrier
 	s.work.Wait()
 }
 
-// Finished returns a channel that is closed once an init has made this machine a node, Sent one that is closed once the owner was sent its result.
+// Finished returns a channel that is closed once an init has made this machine a node.
 func (s *Server) Finished() <-chan struct{} { return s.finished }
 
-// Sent is described with [Server.Finished].
+// Sent returns a channel that is closed once the owner was sent the init's result.
 func (s *Server) Sent() <-chan struct{} { return s.sent }
 
 var _ initv1connect.InitServiceHandler = (*Server)(nil)
 
-// Init implements [initv1connect.InitServiceHandler]: translate, decide, and tell what
-// happens until it ended. The init goes on when the caller goes away.
+// Init implements [initv1connect.InitServiceHandler]: it checks the request, and reports the progress of the init until its end. The init continues if
+// the caller disconnects.
 func (s *Server) Init(ctx context.Context, req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
 	return s.serveOwner(ctx, journal.KindInit, req, stream.Send)
 }
 
-// Adopt implements [initv1connect.InitServiceHandler]: as Init, on a machine that is a control plane already.
+// Adopt implements [initv1connect.InitServiceHandler]: as Init, on a machine that is already a control plane.
 func (s *Server) Adopt(ctx context.Context, req *initv1.AdoptRequest, stream *connect.ServerStream[initv1.AdoptResponse]) error {
 	return s.serveOwner(ctx, journal.KindAdopt, req.GetOrder(), func(m *initv1.InitResponse) error {
 		return stream.Send(&initv1.AdoptResponse{Event: m})
@@ -126,7 +125,7 @@ func (s *Server) serveOwner(ctx context.Context, kind journal.Kind, req *initv1.
 	return nil
 }
 
-// admit decides who may init: the request first, then the secret, then the lock.
+// admit decides whether a request may start an init: it checks the request first, then the secret, then the lock.
 func (s *Server) admit(kind journal.Kind, req *initv1.InitRequest) (*initRun, error) {
 	meta, err := s.node.Metadata()
 	if err != nil {
@@ -135,7 +134,7 @@ func (s *Server) admit(kind journal.Kind, req *initv1.InitRequest) (*initRun, er
 	if meta.InitSecretHash == nil || meta.Role != metadata.RoleControlPlane {
 		return nil, attest.Refuse(attestv1.Reason_REASON_INIT_NOT_ALLOWED, "the metadata of %s have no initSecretHash, or not the role %s", meta.Name, metadata.RoleControlPlane)
 	}
-	if err := s.node.Image.KnowsOwner(); err != nil { // as a node it could not believe any joinservice (A7)
+	if err := s.node.Image.KnowsOwner(); err != nil { // a node without the owner's key can't verify any joinservice (A7)
 		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
 	}
 	order, err := parseInit(kind, req)
@@ -175,9 +174,8 @@ func (s *Server) admit(kind journal.Kind, req *initv1.InitRequest) (*initRun, er
 	return run, nil
 }
 
-// checkSecret is called with mu held. The right secret is admitted at any time: it has
-// 256 bits, so guesses are hopeless, and a lock would only let strangers keep the owner
-// out. The first few wrong ones are logged one by one, later ones are only counted.
+// checkSecret is called with mu held. The right secret is always admitted: it has 256 bits, so guessing is hopeless, and a lockout would only let
+// unauthenticated clients keep the owner out. The first few wrong secrets are logged one by one, later ones are only counted.
 func (s *Server) checkSecret(secret []byte, want *[32]byte) error {
 	got := sha256.Sum256(secret)
 	if subtle.ConstantTimeCompare(got[:], want[:]) == 1 {
@@ -188,11 +186,12 @@ func (s *Server) checkSecret(secret []byte, want *[32]byte) error {
 	}
 	s.wrong++
 	s.node.Log.Warn("wrong init secret", "count", s.wrong, "logged_at_most", maxAttempts)
-	return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "wrong init secret %d of %d that are told apart", s.wrong, maxAttempts)
+	return attest.Refuse(attestv1.Reason_REASON_INIT_SECRET_INVALID, "wrong init secret %d of %d that are logged", s.wrong, maxAttempts)
 }
 
-// checkOwner verifies the owner's signature for this machine and the request's cluster (B10). The metadata are not measured, and whoever writes them chooses the init secret. Without
-// the signature, an attacker could begin a cluster on a machine that attests as accepted, and run programs there as root.
+// checkOwner verifies the owner's signature for this machine and the request's cluster (B10). The metadata are not measured, and a writer of them
+// chooses the init secret. Without the signature, an attacker could begin a cluster on a machine that attests as accepted, and run programs there as
+// root.
 func (s *Server) checkOwner(kind journal.Kind, root *keys.Root, req *initv1.InitRequest) error {
 	if s.node.Image.NoOwnerKey {
 		return nil

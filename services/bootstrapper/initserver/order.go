@@ -96,7 +96,7 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	}, nil
 }
 
-// checkNetworks wants the networks that an init is to make, and none of a cluster that has its own.
+// checkNetworks requires the networks of a new cluster in an init, and none in an adoption.
 func checkNetworks(kind journal.Kind, req *initv1.InitRequest) error {
 	if kind == journal.KindAdopt {
 		if len(req.GetPodCidrs())+len(req.GetServiceCidrs()) > 0 {
@@ -117,7 +117,7 @@ type fieldError string
 
 func (e fieldError) Error() string { return string(e) }
 
-// checkCIDRs wants one or two networks of different families.
+// checkCIDRs requires one or two networks of different families.
 func checkCIDRs(list []string) error {
 	if len(list) < 1 || len(list) > 2 {
 		return fieldError("want one per address family, so one or two")

@@ -17,11 +17,10 @@ import (
 // maxText bounds a progress text, in characters.
 const maxText = 200
 
-// maxHistory bounds what a run remembers; later progress replaces the last entry.
+// maxHistory bounds the progress that a run keeps; later progress replaces the last entry.
 const maxHistory = 500
 
-// initRun is one init: what it told so far, and how it ended. It has its own life; clients
-// come and go.
+// initRun is one init: its progress so far, and its result. It continues without its clients.
 type initRun struct {
 	order   *initOrder
 	started time.Time
@@ -40,12 +39,12 @@ func newInitRun(o *initOrder, log *slog.Logger, screen *console.Console) *initRu
 	return &initRun{order: o, started: time.Now(), log: log, screen: screen, changed: make(chan struct{})}
 }
 
-func (r *initRun) tell(phase initv1.Phase, text string) {
+func (r *initRun) report(phase initv1.Phase, text string) {
 	if c := []rune(text); len(c) > maxText {
 		text = string(c[:maxText])
 	}
 	r.log.Info("progress", "phase", phase.String(), "text", text)
-	r.screen.Say(text)
+	r.screen.Print(text)
 	p := &initv1.Progress{Phase: phase, Text: text, Elapsed: durationpb.New(time.Since(r.started))}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -64,8 +63,8 @@ func (r *initRun) wake() {
 }
 
 func (r *initRun) end(result *initv1.InitResult, err error) {
-	if reason := attest.ReasonOf(err); err != nil { // what kubeadm printed is for the owner alone
-		r.screen.Say("the init has failed: " + attest.ReasonName(reason) + ". " + rpc.RemedyOf(reason))
+	if reason := attest.ReasonOf(err); err != nil { // the output of kubeadm is only for the owner
+		r.screen.Print("the init has failed: " + attest.ReasonName(reason) + ". " + rpc.RemedyOf(reason))
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -82,7 +81,7 @@ func (r *initRun) failed() bool {
 	return r.ended && r.err != nil
 }
 
-// follow sends what was told so far and what comes, and the result as the last message.
+// follow sends the progress so far and all later progress, and the result as the last message.
 func (r *initRun) follow(ctx context.Context, send func(*initv1.InitResponse) error) error {
 	for next := 0; ; {
 		r.mu.Lock()

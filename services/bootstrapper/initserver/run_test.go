@@ -8,7 +8,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// K3: an ended init lingers for an hour, and must not hold the cluster's root that long.
+// K3: an ended init is kept for an hour, and must not hold the cluster's root secret that long.
 func TestAnEndedInitHoldsNoSecret(t *testing.T) {
 	raw, salt := bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)
 	root, err := keys.ParseRoot(keys.FirstVersion, raw, salt)

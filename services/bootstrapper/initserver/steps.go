@@ -43,24 +43,23 @@ func (s *Server) initialize(ctx context.Context, r *initRun) {
 	}
 }
 
-// becomeFirst is the order of an init. Each step is noted in the journal, and is safe to
-// take again (B3).
+// becomeFirst runs the steps of an init in order. Each step is recorded in the journal, and is safe to repeat (B3).
 func (s *Server) becomeFirst(ctx context.Context, r *initRun) (*initv1.InitResult, error) {
 	o := r.order
 	rec := s.node.Lock.Record()
-	// The caller chose the salt, so that it knows what PCR 15 may become.
+	// The caller chose the salt, so that it can compute the value of PCR 15.
 	salt, resumed := [32]byte(o.request.GetMeasurementSalt()), rec.Locked()
 	id := o.root.ClusterID(salt)
 	if resumed && id != keys.ClusterID(rec.ClusterID) {
 		return nil, invalid("root_secret, salt, measurement_salt: this machine was locked by an init with others; use the directory of that cluster")
 	}
 	if o.kind == journal.KindAdopt {
-		// First of all: the wrong machine is not locked, and nothing on it is touched.
+		// This comes first, so that the wrong machine is neither locked nor changed.
 		if err := s.isControlPlane(o); err != nil {
 			return nil, err
 		}
 	}
-	r.tell(initv1.Phase_PHASE_WAITING, "taking the node lock")
+	r.report(initv1.Phase_PHASE_WAITING, "taking the node lock")
 	err := s.node.Lock.Acquire(ctx, journal.Record{
 		Kind: o.kind, ClusterID: id[:], MeasurementSalt: salt[:], KeyDigest: o.keyDigest[:], RequestDigest: o.digest[:],
 		NodeName: o.meta.Name, DiskID: s.node.DiskID.String(),
@@ -68,9 +67,9 @@ func (s *Server) becomeFirst(ctx context.Context, r *initRun) (*initv1.InitResul
 	if err != nil {
 		return nil, err
 	}
-	r.tell(initv1.Phase_PHASE_LOCKED, "the machine is locked to cluster "+id.String()[:16])
+	r.report(initv1.Phase_PHASE_LOCKED, "the machine is locked to cluster "+id.String()[:16])
 	if rec.Step < journal.StepDone {
-		// A request that was changed since kubeadm ran needs kubeadm to run again.
+		// If the request has changed since kubeadm ran, kubeadm has to run again.
 		changed := resumed && string(rec.RequestDigest) != string(o.digest[:])
 		if err := s.firstNode(ctx, r, id, salt, changed); err != nil {
 			return nil, err
@@ -80,7 +79,7 @@ func (s *Server) becomeFirst(ctx context.Context, r *initRun) (*initv1.InitResul
 	if err != nil {
 		return nil, fmt.Errorf("administrator's kubeconfig: %w", err)
 	}
-	r.tell(initv1.Phase_PHASE_DONE, "this machine is a node")
+	r.report(initv1.Phase_PHASE_DONE, "this machine is a node")
 	out := &initv1.InitResult{
 		Kubeconfig: kubeconfig, ClusterId: id[:], MachineId: s.node.MachineID[:], NodeName: o.meta.Name, DiskId: s.node.DiskID.String(),
 	}
@@ -96,7 +95,7 @@ func (s *Server) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, s
 	if err != nil {
 		return err
 	}
-	if err := s.node.OpenDisk(ctx, key, r.tell); err != nil {
+	if err := s.node.OpenDisk(ctx, key, r.report); err != nil {
 		return err
 	}
 	if o.kind == journal.KindInit {
@@ -112,7 +111,7 @@ func (s *Server) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, s
 			return err
 		}
 	}
-	r.tell(initv1.Phase_PHASE_KUBEADM, "writing the cluster's own objects")
+	r.report(initv1.Phase_PHASE_KUBEADM, "writing the cluster's own objects")
 	kubeconfig, err := os.ReadFile(s.node.On(machine.AdminConf))
 	if err != nil {
 		return fmt.Errorf("administrator's kubeconfig: %w", err)
@@ -131,13 +130,13 @@ func (s *Server) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, s
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's own objects: %w", err)
 	}
-	r.tell(initv1.Phase_PHASE_CLUSTER_STATE, "the cluster's own objects are written")
+	r.report(initv1.Phase_PHASE_CLUSTER_STATE, "the cluster's own objects are written")
 	return s.node.Finish(ctx)
 }
 
-// makeCluster installs Kubernetes and runs kubeadm, if that was not done for the same request before. The API server runs then.
+// makeCluster installs Kubernetes and runs kubeadm, unless that was done for the same request before. The API server runs then.
 func (s *Server) makeCluster(ctx context.Context, r *initRun, changed bool) error {
-	if err := s.node.Install(ctx, r.order.software, true, r.tell); err != nil {
+	if err := s.node.Install(ctx, r.order.software, true, r.report); err != nil {
 		return err
 	}
 	if s.node.Lock.Record().Step >= journal.StepKubeadmRan && !changed {
@@ -146,10 +145,10 @@ func (s *Server) makeCluster(ctx context.Context, r *initRun, changed bool) erro
 		}
 		return s.node.ServeAgain(ctx)
 	}
-	if err := s.node.Clean(ctx, r.tell, provision.NoEtcd); err != nil {
+	if err := s.node.Clean(ctx, r.report, provision.NoEtcd); err != nil {
 		return err
 	}
-	return s.kubeadmInit(ctx, r.order, r.tell)
+	return s.kubeadmInit(ctx, r.order, r.report)
 }
 
 func (s *Server) initConfig(o *initOrder) ([]byte, error) {
@@ -160,7 +159,7 @@ func (s *Server) initConfig(o *initOrder) ([]byte, error) {
 	})
 }
 
-func (s *Server) kubeadmInit(ctx context.Context, o *initOrder, tell provision.Progress) error {
+func (s *Server) kubeadmInit(ctx context.Context, o *initOrder, report provision.Progress) error {
 	config, err := s.initConfig(o)
 	if err != nil {
 		return err
@@ -178,15 +177,15 @@ func (s *Server) kubeadmInit(ctx context.Context, o *initOrder, tell provision.P
 	if err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm's configuration is written")
+	report(initv1.Phase_PHASE_CONFIGURED, "kubeadm's configuration is written")
 	if err := s.firstKubelet(ctx, o, config); err != nil {
 		return err
 	}
-	return s.node.RunKubeadm(ctx, "init", config, o.software.Images, tell, provision.NoEtcd)
+	return s.node.RunKubeadm(ctx, "init", config, o.software.Images, report, provision.NoEtcd)
 }
 
-// firstKubelet makes the first machine's authority and its kubelet's certificates, before the rest of kubeadm runs: it takes
-// what is there, and would write a client certificate that is good for a year (J7).
+// firstKubelet makes the first machine's authority and its kubelet's certificates before the rest of kubeadm runs: kubeadm keeps existing ones, and
+// would write a client certificate that is valid for a year (J7).
 func (s *Server) firstKubelet(ctx context.Context, o *initOrder, config []byte) error {
 	if err := machine.WriteFile(s.node.On(machine.KubeadmConfig), config, 0o600, 0o755); err != nil {
 		return err
@@ -201,7 +200,7 @@ func (s *Server) firstKubelet(ctx context.Context, o *initOrder, config []byte) 
 	if err != nil {
 		return err
 	}
-	conf, err := kubelet.Kubeconfig(kubeadm.LocalEndpoint(kubeadm.Node{Name: o.meta.Name, Addresses: o.meta.Addresses}), authority.PEM()) // as kubeadm has it
+	conf, err := kubelet.Kubeconfig(kubeadm.LocalEndpoint(kubeadm.Node{Name: o.meta.Name, Addresses: o.meta.Addresses}), authority.PEM()) // as kubeadm writes it
 	if err != nil {
 		return err
 	}
@@ -215,7 +214,7 @@ func (s *Server) firstKubelet(ctx context.Context, o *initOrder, config []byte) 
 	return kubelet.Place(s.node.Root, client, serving)
 }
 
-// proxy asks kubeadm for the objects of kube-proxy.
+// proxy makes kubeadm print the objects of kube-proxy.
 func (s *Server) proxy(ctx context.Context, o *initOrder) ([]runtime.Object, error) {
 	if !s.node.Kubeadm.WantsProxy() {
 		return nil, nil
@@ -227,7 +226,7 @@ func (s *Server) proxy(ctx context.Context, o *initOrder) ([]runtime.Object, err
 	if err := machine.WriteFile(s.node.On(machine.KubeadmConfig), config, 0o600, 0o755); err != nil {
 		return nil, err
 	}
-	defer func() { _ = os.Remove(s.node.On(machine.KubeadmConfig)) }() // no secret is in it
+	defer func() { _ = os.Remove(s.node.On(machine.KubeadmConfig)) }() // it has no secret
 	ctx, cancel := context.WithTimeout(ctx, s.node.Timing.Kubeadm)
 	defer cancel()
 	var lines []string

@@ -18,27 +18,26 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// etcdManifest is what makes the kubelet run this machine's etcd.
+// etcdManifest makes the kubelet run this machine's etcd.
 const etcdManifest = "/etc/kubernetes/manifests/etcd.yaml"
 
-// leaveEtcd takes this machine out of the cluster's etcd, if an earlier try has put it in. It comes
-// before kubeadm's reset, which empties the member's disk: a member with a vote whose disk is gone
-// counts as one that is down, and with one of two down nothing can be repaired any more.
+// leaveEtcd removes this machine from the cluster's etcd, if an earlier attempt has added it. It runs before kubeadm's reset, which empties the member's
+// disk: a voting member without its disk counts as down, and with one of two members down etcd can't be repaired.
 //
-// learners is for the beginning of its turn, when no other machine joins (J8). Later its turn may have
-// been lost, and a learner be that of the next.
-func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machine, tell provision.Progress, learners bool) error {
+// learners is for the beginning of the join lease, when no other machine joins (J8). Later the lease may be lost, and a learner may be the next
+// machine's.
+func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machine, report provision.Progress, learners bool) error {
 	ctx, cancel := context.WithTimeout(ctx, c.node.Timing.Reset)
 	defer cancel()
 	file := func(name string) []byte {
 		i := slices.IndexFunc(t.files, func(f *joinv1.ControlPlaneFile) bool { return f.GetPath() == name })
-		return t.files[i].GetContent() // all eight were checked to be there
+		return t.files[i].GetContent() // all eight were checked to exist
 	}
 	removed, err := c.cleanEtcd(ctx, etcd.Target{
 		ControlPlanes: t.controlPlanes, CACert: file("etcd/ca.crt"), CAKey: file("etcd/ca.key"), Own: slices.Clone(meta.Addresses), Learners: learners,
 	})
 	for _, m := range removed {
-		tell(initv1.Phase_PHASE_COMPONENTS, "removed an etcd member that an unfinished join had left: "+m.String())
+		report(initv1.Phase_PHASE_COMPONENTS, "removed an etcd member that an unfinished join had left: "+m.String())
 	}
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "look for etcd members that an unfinished join has left: %w", err)
@@ -46,9 +45,8 @@ func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machin
 	return nil
 }
 
-// revive starts the kubelet of a control plane that was cut off in the middle of its join, or whose TPM was exchanged. Its
-// etcd may have a vote already: the cluster may be unable to give a ticket, and so to repair anything,
-// until that member is back.
+// revive starts the kubelet of a control plane whose join was interrupted, or whose TPM was exchanged. Its etcd may already vote: without that member,
+// the cluster may be unable to issue a ticket, and so to repair anything.
 func (c *Client) revive(ctx context.Context) error {
 	rec := c.node.Lock.Record()
 	if rec.Kind != journal.KindJoin || rec.Step != journal.StepKubeadm {

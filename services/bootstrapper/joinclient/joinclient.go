@@ -1,6 +1,6 @@
-// Package joinclient makes the machine a node of a running cluster: it finds a joinservice, asks it for a ticket, and takes the node lock.
+// Package joinclient makes the machine a node of a running cluster: it finds a joinservice, requests a ticket, and takes the node lock.
 //
-// Think of it as one of two components that race for the node lock; the other one is initserver.
+// It competes with package initserver for the node lock.
 package joinclient
 
 import (
@@ -29,7 +29,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// ErrLostRace ends the join loop: the machine belongs to an init.
+// ErrLostRace ends the join loop: an init has taken the node lock.
 var ErrLostRace = errors.New("an init has taken the node lock")
 
 // Client joins a cluster.
@@ -43,11 +43,9 @@ func New(n *provision.Node, cleanEtcd func(ctx context.Context, t etcd.Target) (
 	return &Client{node: n, cleanEtcd: cleanEtcd}
 }
 
-// Run tries to join until the machine is a node, an init has taken the lock
-// ([ErrLostRace]) or ctx ends.
+// Run tries to join until the machine is a node, an init has taken the lock ([ErrLostRace]) or ctx ends.
 func (c *Client) Run(ctx context.Context) error {
-	// B2: an init that wins ends waits and dials at once. A ticket that was asked for is
-	// waited for all the same, so that it can be given back.
+	// B2: an init that wins ends waits and dials at once. The answer to a ticket request is still awaited, so that the ticket can be returned.
 	racing, lost := context.WithCancelCause(ctx)
 	defer lost(nil)
 	over := make(chan struct{})
@@ -93,14 +91,14 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// joinTry is what one try to join leaves to the next, and to the console.
+// joinTry is the state that one attempt leaves to the next, and to the console.
 type joinTry struct {
-	order []string // endpoints, those that failed last
-	by    string   // who answered; empty if nobody did
+	order []string // endpoints, those that failed last at the end
+	by    string   // the endpoint that answered; empty: none did
 	init  bool     // whether the metadata allow an init
 }
 
-// wait says what the machine waits for after the try.
+// wait returns what the machine waits for after the attempt.
 func (t *joinTry) wait(err error, next time.Duration) console.Wait {
 	w := console.Wait{For: "waiting to join a cluster", Err: err, By: t.by, Asked: t.order, Next: next}
 	if t.init {
@@ -109,17 +107,17 @@ func (t *joinTry) wait(err error, next time.Duration) console.Wait {
 	return w
 }
 
-// joinOnce makes one try. failed is false if there was nobody to ask.
+// joinOnce makes one attempt. failed is false if there was no joinservice to ask.
 func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool, err error) {
-	tell := func(phase initv1.Phase, text string) {
+	report := func(phase initv1.Phase, text string) {
 		c.node.Log.InfoContext(ctx, "progress", "phase", phase.String(), "text", text)
-		if phase > initv1.Phase_PHASE_WAITING { // before, the line would come with each try
-			c.node.Console.Say(text)
+		if phase > initv1.Phase_PHASE_WAITING { // before that phase, each attempt would print the line
+			c.node.Console.Print(text)
 		}
 	}
 	t.by = ""
 	if rec := c.node.Lock.Record(); rec.Step >= journal.StepKubeadmRan {
-		return true, provision.DiskError(c.node.Finish(ctx)) // nothing but this was left when the machine went down
+		return true, provision.DiskError(c.node.Finish(ctx)) // only this step was left when the machine stopped
 	}
 	if err := c.revive(ctx); err != nil {
 		return true, err
@@ -131,7 +129,7 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 	t.order, t.init = discovery.Merge(t.order, meta.JoinEndpoints), meta.InitSecretHash != nil
 	c.node.Attempts.Begin(t.order)
 	if len(t.order) == 0 {
-		return false, discovery.ErrNobody
+		return false, discovery.ErrNoJoinservice
 	}
 	endpoint, first, err := discovery.Race(racing, t.order, c.node.Timing.Stagger, c.node.Timing.Dial)
 	if err != nil {
@@ -139,15 +137,15 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 	}
 	defer first.Close()
 	t.by = endpoint
-	if err := c.joinBy(ctx, endpoint, first, meta, tell); err != nil {
+	if err := c.joinBy(ctx, endpoint, first, meta, report); err != nil {
 		t.order = discovery.Demote(t.order, endpoint)
 		return true, fmt.Errorf("%s: %w", endpoint, provision.DiskError(err))
 	}
 	return true, nil
 }
 
-// joinBy asks one joinservice for a ticket and uses it.
-func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, tell provision.Progress) error {
+// joinBy requests a ticket from one joinservice and uses it.
+func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, report provision.Progress) error {
 	client, err := c.node.OpenSession(ctx, endpoint, first)
 	if err != nil {
 		return err
@@ -169,7 +167,7 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 	req.BootSecret = secret.Expose() // J11
 	ask, cancel := context.WithTimeout(ctx, c.node.Timing.Ticket)
 	defer cancel()
-	tell(initv1.Phase_PHASE_WAITING, "asking "+endpoint+" for a ticket")
+	report(initv1.Phase_PHASE_WAITING, "asking "+endpoint+" for a ticket")
 	resp, err := client.IssueJoinTicket(ask, req)
 	if err != nil {
 		return err
@@ -186,7 +184,7 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 		Kind: journal.KindJoin, ClusterID: t.clusterID[:], Ticket: t.id, NodeName: meta.Name, DiskID: c.node.DiskID.String(), OwnerKey: journal.Hex(c.node.OwnerKey),
 	})
 	if err != nil {
-		// B2: the ticket of a machine that won't use it is undone.
+		// B2: a ticket that the machine won't use is returned.
 		if c.node.Lock.Record().Kind != journal.KindJoin {
 			c.giveBack(ctx, client, t.id)
 		}
@@ -195,15 +193,14 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 		}
 		return err
 	}
-	tell(initv1.Phase_PHASE_LOCKED, fmt.Sprintf("the machine is locked to cluster %x", t.clusterID[:8]))
+	report(initv1.Phase_PHASE_LOCKED, fmt.Sprintf("the machine is locked to cluster %x", t.clusterID[:8]))
 	defer c.keepLease(ctx, t, client, meta.JoinEndpoints)()
-	return c.useTicket(ctx, t, meta, tell)
+	return c.useTicket(ctx, t, meta, report)
 }
 
-// giveBack returns a ticket; what goes wrong then is for the log, since joinservice also
-// undoes tickets that nobody used.
+// giveBack returns a ticket. A failure is only logged, since joinservice also revokes tickets that are not used.
 func (c *Client) giveBack(ctx context.Context, client joinv1connect.JoinServiceClient, id []byte) {
-	// Also when the machine is being shut down.
+	// The ticket is also returned during a shutdown.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.node.Timing.Dial)
 	defer cancel()
 	if _, err := client.ReturnJoinTicket(ctx, &joinv1.ReturnJoinTicketRequest{TicketId: id}); err != nil {
@@ -213,24 +210,23 @@ func (c *Client) giveBack(ctx context.Context, client joinv1connect.JoinServiceC
 	c.node.Log.InfoContext(ctx, "ticket given back")
 }
 
-// useTicket is the order of a join after the lock. Each step is safe to take again with
-// another ticket of the same cluster (B3).
-func (c *Client) useTicket(ctx context.Context, t *ticket, meta *metadata.Machine, tell provision.Progress) error {
-	if err := c.node.OpenDisk(ctx, t.diskKey, tell); err != nil {
+// useTicket runs the steps of a join after the lock, in order. Each step is safe to repeat with another ticket of the same cluster (B3).
+func (c *Client) useTicket(ctx context.Context, t *ticket, meta *metadata.Machine, report provision.Progress) error {
+	if err := c.node.OpenDisk(ctx, t.diskKey, report); err != nil {
 		return err
 	}
-	if err := c.node.Install(ctx, t.software, t.controlPlane, tell); err != nil {
+	if err := c.node.Install(ctx, t.software, t.controlPlane, report); err != nil {
 		return err
 	}
 	before, after := provision.NoEtcd, provision.NoEtcd
 	if t.controlPlane {
-		before = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, tell, true) }
-		after = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, tell, false) }
+		before = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, report, true) }
+		after = func(ctx context.Context) error { return c.leaveEtcd(ctx, t, meta, report, false) }
 	}
-	if err := c.node.Clean(ctx, tell, before); err != nil {
+	if err := c.node.Clean(ctx, report, before); err != nil {
 		return err
 	}
-	// Noted first: what is placed now must be cleaned up if it is not used.
+	// The step is recorded first: files that are placed from now on must be cleaned up if they are not used.
 	if err := c.node.Lock.Advance(journal.StepConfigured); err != nil {
 		return err
 	}
@@ -241,13 +237,13 @@ func (c *Client) useTicket(ctx context.Context, t *ticket, meta *metadata.Machin
 	if err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
-	if err := c.node.RunKubeadm(ctx, "join", config, t.software.Images, tell, after); err != nil {
+	report(initv1.Phase_PHASE_CONFIGURED, "certificates and configuration are in place")
+	if err := c.node.RunKubeadm(ctx, "join", config, t.software.Images, report, after); err != nil {
 		return err
 	}
 	if err := c.node.Finish(ctx); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_DONE, "this machine is a node")
+	report(initv1.Phase_PHASE_DONE, "this machine is a node")
 	return nil
 }

@@ -16,24 +16,22 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// joinLease is this machine's turn to become a control plane, kept by renewing it.
+// joinLease is the lease by which this machine becomes a control plane. The machine renews it.
 type joinLease struct {
 	node   *provision.Node
 	ticket []byte
-	life   time.Duration // as the joinservice said last
+	life   time.Duration // as in the last answer of the joinservice
 
-	order []string           // endpoints, those that failed last
+	order []string           // endpoints, those that failed last at the end
 	over  *discovery.Session // nil: to be opened
-	own   bool               // over is ours to close
+	own   bool               // this type has to close over
 }
 
-// keepLease renews the turn that t came with until end is called, first over s, and over a connection
-// of its own to any of the endpoints when that fails: the join itself moves API servers and etcd, and
-// whoever gave the ticket may be gone before it is used. A turn that is lost is told in the log and
-// does not end what runs: to stop kubeadm in the middle would do more harm than a second joiner, which
-// etcd refuses while one is being added.
+// keepLease renews the lease that t came with until end is called: first over s, and if that fails over a connection of its own to any of the endpoints.
+// The join itself moves API servers and etcd, and the joinservice that issued the ticket may be gone. A lost lease is logged as a warning and does not
+// stop the join: stopping kubeadm in the middle would do more harm than a second joiner, which etcd refuses while a member is being added.
 //
-// end gives the turn back, so that the next machine need not wait for it to run out.
+// end ends the lease, so that the next machine need not wait until it expires.
 func (c *Client) keepLease(ctx context.Context, t *ticket, s *discovery.Session, endpoints []string) (end func()) {
 	if !t.controlPlane {
 		return func() {}
@@ -45,16 +43,16 @@ func (c *Client) keepLease(ctx context.Context, t *ticket, s *discovery.Session,
 	return func() {
 		stop()
 		wg.Wait()
-		if ctx.Err() == nil { // or the machine is being shut down: it comes back for its turn, or it runs out
+		if ctx.Err() == nil { // not in a shutdown: the machine continues with its lease, or the lease expires
 			k.end(ctx)
 		}
 		k.hangUp()
 	}
 }
 
-// keep renews until ctx ends or the turn is another's.
+// keep renews until ctx ends or another machine has the lease.
 func (k *joinLease) keep(ctx context.Context) {
-	last, told := time.Now(), false
+	last, warned := time.Now(), false
 	pause := retry.Backoff{Min: k.node.Timing.RetryMin, Max: k.life / 8}
 	wait := k.life / 3
 	for retry.Wait(ctx, wait) == nil {
@@ -63,30 +61,30 @@ func (k *joinLease) keep(ctx context.Context) {
 		case ctx.Err() != nil:
 			return
 		case err == nil:
-			last, told = time.Now(), false
+			last, warned = time.Now(), false
 			pause.Reset()
 			wait = k.life / 3
 			continue
 		case lost(err):
-			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane was lost; it goes on all the same", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err)
+			k.node.Log.WarnContext(ctx, "this machine's join lease was lost; its join continues", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err)
 			return
 		}
-		k.node.Log.WarnContext(ctx, "this machine's turn could not be renewed; trying again", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
-		if !told && time.Since(last) > k.life {
-			told = true
-			k.node.Log.WarnContext(ctx, "this machine's turn to become a control plane may have been lost: it was not renewed in time; it goes on all the same", "lifetime", k.life.String())
+		k.node.Log.WarnContext(ctx, "this machine's join lease could not be renewed; trying again", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "renewed", time.Since(last).Round(time.Second).String()+" ago")
+		if !warned && time.Since(last) > k.life {
+			warned = true
+			k.node.Log.WarnContext(ctx, "this machine's join lease may have been lost: it was not renewed in time; its join continues", "lifetime", k.life.String())
 		}
 		wait = pause.Next(rpc.RetryAfterFrom(err))
 	}
 }
 
-// lost says whether a joinservice has answered that there is nothing to renew.
+// lost reports whether a joinservice has answered that there is nothing to renew.
 func lost(err error) bool {
 	r := discovery.ReasonOf(err)
 	return r == attestv1.Reason_REASON_TICKET_UNKNOWN || r == attestv1.Reason_REASON_CONTROL_PLANE_BUSY
 }
 
-// endTries bounds how often the end of a turn is told; after that it runs out by itself.
+// endAttempts bounds the attempts to end a lease; after that it expires by itself.
 const endAttempts = 3
 
 func (k *joinLease) end(ctx context.Context) {
@@ -100,10 +98,10 @@ func (k *joinLease) end(ctx context.Context) {
 			break
 		}
 	}
-	k.node.Log.WarnContext(ctx, "the end of this machine's turn could not be told; it runs out", "after", k.life.String(), "err", err)
+	k.node.Log.WarnContext(ctx, "this machine's join lease could not be ended; it expires by itself", "after", k.life.String(), "err", err)
 }
 
-// call renews or ends the turn. A session that failed is not used again.
+// call renews or ends the lease. A session that failed is not used again.
 func (k *joinLease) call(ctx context.Context, done bool) error {
 	ctx, cancel := context.WithTimeout(ctx, min(k.node.Timing.Dial, k.life/3))
 	defer cancel()
@@ -126,11 +124,11 @@ func (k *joinLease) call(ctx context.Context, done bool) error {
 }
 
 func (k *joinLease) reopen(ctx context.Context) error {
-	if meta, err := k.node.Metadata(); err == nil { // which may name others by now
+	if meta, err := k.node.Metadata(); err == nil { // which may have other endpoints by now
 		k.order = discovery.Merge(k.order, meta.JoinEndpoints)
 	}
 	if len(k.order) == 0 {
-		return discovery.ErrNobody
+		return discovery.ErrNoJoinservice
 	}
 	t := k.node.Timing
 	endpoint, first, err := discovery.Race(ctx, k.order, t.Stagger, t.Dial)

@@ -26,31 +26,29 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// controlPlaneFiles are the only files that a ticket may carry (B4), below
-// /etc/kubernetes/pki: eight of the PKI, and the API server's encryption of etcd. A control plane
-// needs all of them, a worker none.
+// controlPlaneFiles are the only files that a ticket may have (B4), below /etc/kubernetes/pki: eight of the PKI, and the API server's encryption of
+// etcd. A control plane needs all of them, a worker none.
 var controlPlaneFiles = []string{
 	"ca.crt", "ca.key", etcdencryption.Name, "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub",
 }
 
 const (
-	// maxLeaseLife is the longest turn that a joinservice may give.
+	// maxLeaseLife is the longest join lease that a joinservice may grant.
 	maxLeaseLife = 10 * time.Minute
-	// maxControlPlanes bounds how many a ticket may name.
+	// maxControlPlanes bounds the control planes in a ticket.
 	maxControlPlanes = 64
 )
 
-// leaseLife reads how long a turn lasts.
+// leaseLife returns the duration of a join lease.
 func leaseLife(d *durationpb.Duration) (time.Duration, bool) {
 	life := d.AsDuration()
 	return life, d.IsValid() && life > 0 && life <= maxLeaseLife
 }
 
-// maxPKIFile bounds each of them, in bytes.
+// maxPKIFile bounds each of the files, in bytes.
 const maxPKIFile = 64 << 10
 
-// ticket is a checked ticket: all that can be wrong with one was looked for before the
-// machine is changed.
+// ticket is a checked ticket: every check was made before the machine is changed.
 type ticket struct {
 	id           []byte
 	diskKey      keys.Disk
@@ -61,21 +59,21 @@ type ticket struct {
 	serving      []byte
 	software     *component.Software
 	controlPlane bool
-	own          string // HOST:PORT of the API server that a control plane runs itself
+	own          string // HOST:PORT of a control plane's own API server
 	files        []*joinv1.ControlPlaneFile
-	token        *kubeadm.TokenDiscovery // nil: the certificate does
-	// Of a control plane alone: for how long it has its turn, and who runs etcd.
+	token        *kubeadm.TokenDiscovery // nil: the certificate is used instead
+	// These are set for a control plane only: the duration of its join lease, and the machines that run etcd.
 	leaseLife     time.Duration
 	controlPlanes []netip.Addr
 }
 
-// tokenForm is that of Kubernetes' bootstrap tokens.
+// tokenForm matches Kubernetes' bootstrap tokens.
 var tokenForm = regexp.MustCompile(`^[a-z0-9]{6}\.[a-z0-9]{16}$`)
 
 // String keeps keys out of logs (K3).
 func (ticket) String() string { return "a join ticket" }
 
-// parseTicket checks a ticket against what was asked for.
+// parseTicket checks a ticket against the request.
 func parseTicket(t *joinv1.IssueJoinTicketResponse, k kubelet.Keys, m *metadata.Machine, now time.Time) (*ticket, error) {
 	out := &ticket{
 		id: t.GetTicketId(), endpoint: t.GetControlPlaneEndpoint(), ca: t.GetCaCertificate(),
@@ -138,7 +136,7 @@ func parseTicket(t *joinv1.IssueJoinTicketResponse, k kubelet.Keys, m *metadata.
 	return out, err
 }
 
-// checkFiles holds the allow-list (B4): all of it for a control plane, nothing for a worker.
+// checkFiles enforces the list of allowed files (B4): all of them for a control plane, none for a worker.
 func checkFiles(files []*joinv1.ControlPlaneFile, controlPlane bool, ca []byte) error {
 	refuse := func(format string, args ...any) error {
 		return attest.Refuse(attestv1.Reason_REASON_TICKET_FILE, format, args...)
@@ -169,8 +167,7 @@ func checkFiles(files []*joinv1.ControlPlaneFile, controlPlane bool, ca []byte) 
 	return nil
 }
 
-// place puts a ticket's files where kubelet and kubeadm look for them: at fixed paths, by
-// rename, for root alone (B4).
+// place writes a ticket's files to the fixed paths of kubelet and kubeadm, by rename, readable only by root (B4).
 func (c *Client) place(t *ticket) error {
 	if err := kubelet.Place(c.node.Root, t.client, t.serving); err != nil {
 		return err
@@ -184,8 +181,7 @@ func (c *Client) place(t *ticket) error {
 	}
 	conf := discovery
 	if t.controlPlane {
-		// As kubeadm has it: a control plane depends on no other one, nor on the cluster's endpoint, which others on its network could
-		// lead elsewhere.
+		// As kubeadm sets it: a control plane depends neither on another one nor on the cluster's endpoint, which a network attacker could redirect.
 		if conf, err = kubelet.Kubeconfig(t.own, t.ca); err != nil {
 			return err
 		}
@@ -194,12 +190,12 @@ func (c *Client) place(t *ticket) error {
 		return err
 	}
 	if !t.controlPlane {
-		return nil // kubeadm writes ca.crt itself, and refuses to find one
+		return nil // kubeadm writes ca.crt itself, and fails if it exists
 	}
 	for _, f := range t.files {
 		mode := fs.FileMode(0o600)
 		if ext := path.Ext(f.GetPath()); ext == ".crt" || ext == ".pub" {
-			mode = 0o644 // public, and as kubeadm leaves them
+			mode = 0o644 // public, with kubeadm's mode
 		}
 		if err := machine.WriteFile(filepath.Join(c.node.On(machine.PKIFolder), f.GetPath()), f.GetContent(), mode, 0o755); err != nil {
 			return err
@@ -208,7 +204,7 @@ func (c *Client) place(t *ticket) error {
 	return c.node.WriteAuthz()
 }
 
-// askFor is the request for a ticket.
+// askFor returns the request for a ticket.
 func askFor(m *metadata.Machine, mode string, id keys.DiskID, k kubelet.Keys) (*joinv1.IssueJoinTicketRequest, error) {
 	role := joinv1.Role_ROLE_WORKER
 	if m.Role == metadata.RoleControlPlane {
@@ -228,7 +224,7 @@ func askFor(m *metadata.Machine, mode string, id keys.DiskID, k kubelet.Keys) (*
 	}, nil
 }
 
-// parseAddresses reads what a ticket says of other control planes.
+// parseAddresses parses a ticket's addresses of other control planes.
 func parseAddresses(list []string) ([]netip.Addr, error) {
 	out := make([]netip.Addr, 0, len(list))
 	for _, s := range list {

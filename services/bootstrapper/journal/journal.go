@@ -1,14 +1,11 @@
-// Package journal keeps a machine's memory across crashes and reboots: one small file
-// that says how far the machine got on its way to being a node.
+// Package journal keeps a machine's progress to becoming a node in one small file, across crashes and reboots.
 //
-// Think of it as the durable half of the node lock (the other half is PCR 15). A
-// change is on the disk before the step that relies on it begins, and a reader sees
-// the old record or the new one, never a mixture: a record is written to a temporary
-// file, synced, renamed over the old one, and the folder is synced too. A checksum
-// finds what a file system or a hand did to the file; such a journal is an error and
-// never an empty one, since an empty one would unlock the machine (B1).
+// It is the durable half of the node lock; the other half is PCR 15. A change is on the disk before the step that relies on it begins, and a reader gets
+// the old record or the new one, never a mixture: a record is written to a temporary file, synced, renamed over the old one, and the folder is synced
+// too. A checksum detects changes by a file system or by hand; a damaged journal is an error and never an empty one, since an empty one would unlock the
+// machine (B1).
 //
-// No secret is ever in it (K3): keys, tickets and the init secret live in memory only.
+// It never has a secret (K3): keys, tickets and the init secret are only in memory.
 package journal
 
 import (
@@ -25,45 +22,45 @@ import (
 	"time"
 )
 
-// Where a machine keeps its journal, and two files of the same form that have a policy and nothing else. Each has one
-// writer: the bootstrapper the journal, the attester the policies that it accepts while the machine is a node, and who opens the state
-// disk in the initramfs, where there is no journal yet, the one that was in force then.
+// These are the paths of the journal, and of two files of the same format that have only a policy. Each has one writer: the bootstrapper writes the
+// journal; the attester writes the policies that it accepts while the machine is a node; and the program that opens the state disk in the initramfs,
+// where there is no journal yet, writes the policy in force then.
 const (
 	DefaultPath    = "/var/lib/muster/journal"
 	AttesterPolicy = "/var/lib/muster/attester/policy"
 	UnlockPolicy   = "/run/muster/unlock-policy"
 )
 
-// magic opens every journal; the number is the version of [Record]'s meaning.
+// magic begins every journal; the number is the version of [Record].
 const magic = "muster-journal/1"
 
-// maxSize bounds what is read, in bytes. A record is under 2 KiB.
+// maxSize bounds the file, in bytes. A record has less than 2 KiB.
 const maxSize = 64 << 10
 
-// ErrCorrupt says that the file is there but is not a journal that this version wrote.
+// ErrCorrupt means that the file exists but is not a journal of this version.
 var ErrCorrupt = errors.New("the journal is damaged")
 
-// Kind says who took the node lock.
+// Kind is the kind of the node lock's holder.
 type Kind string
 
-// The takers of the node lock.
+// These are the holders of the node lock.
 const (
 	KindNone Kind = ""
 	KindInit Kind = "init"
 	KindJoin Kind = "join"
-	// KindAdopt is an owner's who found the machine to be a control plane already.
+	// KindAdopt is an owner's request on a machine that is already a control plane.
 	KindAdopt Kind = "adopt"
 )
 
-// ByOwner says whether the owner took the lock, with an idempotency key, and not a joinservice's ticket.
+// ByOwner reports whether the owner took the lock, with an idempotency key, and not a joinservice's ticket.
 func (k Kind) ByOwner() bool { return k == KindInit || k == KindAdopt }
 
-// Step is how far the machine got. Steps only go forward, with one exception:
-// after an unfinished kubeadm run was cleaned up, the step goes back to Locked.
+// Step is the machine's progress. Steps only go forward, with one exception: after an unfinished kubeadm run was cleaned up, the step goes back to
+// Locked.
 type Step int
 
-// The steps, in order. Each is written once its work is done, but Locking and Kubeadm,
-// which are written before: their work can't be undone by repeating it.
+// These are the steps, in order. Each is written after its work, except Locking and Kubeadm, which are written before, since their work can't be
+// repeated.
 const (
 	StepWaiting    Step = iota // nothing has begun
 	StepLocking                // about to extend PCR 15 with the cluster ID
@@ -105,7 +102,7 @@ func (s *Step) UnmarshalText(b []byte) error {
 	return fmt.Errorf("no such step: %q", b)
 }
 
-// Hex is a byte string that stands in the file as lower-case hexadecimal digits.
+// Hex is a byte string that the file has as lower-case hexadecimal digits.
 type Hex []byte
 
 // MarshalText implements [encoding.TextMarshaler].
@@ -117,43 +114,42 @@ func (h *Hex) UnmarshalText(b []byte) (err error) {
 	return err
 }
 
-// Record is what a machine remembers.
+// Record is the stored state of a machine.
 type Record struct {
-	// Step is how far it got.
+	// Step is its progress.
 	Step Step `json:"step"`
-	// Kind says who holds the node lock. Set exactly when Step is past StepWaiting.
+	// Kind is the holder of the node lock. Set exactly when Step is past StepWaiting.
 	Kind Kind `json:"kind,omitempty"`
 	// ClusterID is the cluster that the machine is locked to, 32 bytes. Set with Kind.
 	ClusterID Hex `json:"clusterID,omitempty"`
-	// MeasurementSalt is what the cluster ID of an init was derived with, 32 bytes.
+	// MeasurementSalt is the salt from which the cluster ID of an init was derived, 32 bytes.
 	MeasurementSalt Hex `json:"measurementSalt,omitempty"`
 	// KeyDigest is the SHA-256 of an init's idempotency key.
 	KeyDigest Hex `json:"keyDigest,omitempty"`
 	// RequestDigest is the SHA-256 of an init's request.
 	RequestDigest Hex `json:"requestDigest,omitempty"`
-	// Ticket names the join ticket that is being used, 16 bytes.
+	// Ticket is the ID of the join ticket that is being used, 16 bytes.
 	Ticket Hex `json:"ticket,omitempty"`
-	// MachineID is the machine's, from its TPM, when the record was written. Set with Kind.
+	// MachineID is the machine's ID, from its TPM, when the record was written. Set with Kind.
 	MachineID string `json:"machineID,omitempty"`
-	// NodeName and DiskID are what the machine is enrolled as.
+	// NodeName and DiskID are the names under which the machine is enrolled.
 	NodeName string `json:"nodeName,omitempty"`
 	DiskID   string `json:"diskID,omitempty"`
-	// OwnerKey is the owner's Ed25519 public key, 32 bytes, once a join was judged by it.
+	// OwnerKey is the owner's Ed25519 public key, 32 bytes, once it verified a join.
 	OwnerKey Hex `json:"ownerKey,omitempty"`
-	// Policy is the newest policy that a joinservice was accepted by; nil if there was none.
+	// Policy is the newest policy by which a joinservice was accepted; nil: none.
 	Policy *Policy `json:"policy,omitempty"`
-	// ResultSent says that an init's result was handed to a client.
+	// ResultSent means that an init's result was sent to a client.
 	ResultSent bool `json:"resultSent,omitempty"`
-	// Changed is when the record was written.
+	// Changed is the time of writing.
 	Changed time.Time `json:"changed"`
 }
 
-// Policy names a policy that was applied, so that an older one is not.
+// Policy identifies a policy that was applied, so that an older one is refused.
 type Policy struct {
-	// OwnerKey is the Ed25519 public key that it is signed with, 32 bytes. Serials of
-	// another owner have nothing to do with it.
+	// OwnerKey is the Ed25519 public key of its signature, 32 bytes. Serials of different owners are independent.
 	OwnerKey Hex `json:"ownerKey"`
-	// Serial is the owner's serial of it, at least 1.
+	// Serial is the owner's serial of the policy, at least 1.
 	Serial uint64 `json:"serial"`
 	// Digest is the SHA-256 of its bytes, 32 bytes.
 	Digest Hex `json:"digest"`
@@ -162,7 +158,7 @@ type Policy struct {
 // Locked reports whether the node lock was taken, or may have been (B1).
 func (r Record) Locked() bool { return r.Step > StepWaiting }
 
-// validate finds records that no version of this program writes.
+// validate returns an error for a record that no version of this program writes.
 func (r Record) validate() error {
 	switch {
 	case r.Locked() != (r.Kind.ByOwner() || r.Kind == KindJoin), !r.Locked() && r.Kind != KindNone:
@@ -188,11 +184,11 @@ type File struct {
 // Open returns the journal at path, an absolute path; the file need not exist.
 func Open(path string) *File { return &File{path: path, now: time.Now} }
 
-// Path returns where the journal is.
+// Path returns the journal's path.
 func (f *File) Path() string { return f.path }
 
-// Load reads the record. A missing file is the zero record; anything else that is not
-// a whole record is an error that wraps [ErrCorrupt] and says what to do.
+// Load reads the record. A missing file is the zero record; any other file that is not a whole record is an error that wraps [ErrCorrupt] and has the
+// remedy.
 func (f *File) Load() (Record, error) {
 	fd, err := os.Open(f.path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -232,7 +228,7 @@ func (f *File) Save(r Record) error {
 
 // replace writes b to path so that a crash leaves the old content or the new (B3).
 func replace(path string, b []byte) (err error) {
-	// Always the same name: what a crash leaves of it, the next write replaces. A link there is not followed (B8).
+	// The name is always the same, so that the next write replaces the rest of a crash. A link there is not followed (B8).
 	if err := os.Remove(path + ".new"); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -260,8 +256,7 @@ func replace(path string, b []byte) (err error) {
 	return errors.Join(d.Sync(), d.Close())
 }
 
-// Encode returns the file's content for r: a line with the version and the SHA-256 of
-// what follows, then the record as JSON.
+// Encode returns the file's content for r: a line with the version and the SHA-256 of the rest, then the record as JSON.
 func Encode(r Record) ([]byte, error) {
 	if err := r.validate(); err != nil {
 		return nil, fmt.Errorf("journal record: %w", err)

@@ -58,8 +58,7 @@ func TestWhatIsSavedIsLoaded(t *testing.T) {
 	})
 }
 
-// A torn, shortened, lengthened or changed file is never taken for a record: not for an
-// older one, and not for an unlocked machine.
+// A torn, shortened, lengthened or changed file is never accepted as a record, neither as an older one nor as that of an unlocked machine.
 func TestADamagedJournalIsAnError(t *testing.T) {
 	whole, err := Encode(locked())
 	if err != nil {
@@ -122,8 +121,7 @@ func TestARecordThatContradictsItselfIsNotWritten(t *testing.T) {
 	}
 }
 
-// Whoever reads while records are replaced sees one of them, whole (rename), and no
-// temporary file is left.
+// A process that reads while records are replaced gets a whole one (rename), and no temporary file is left.
 func TestReadersSeeWholeRecords(t *testing.T) {
 	f := Open(filepath.Join(t.TempDir(), "journal"))
 	if err := f.Save(locked()); err != nil {

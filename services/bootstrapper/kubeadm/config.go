@@ -1,11 +1,8 @@
-// Package kubeadm writes kubeadm's configuration (kubeadm.k8s.io/v1beta4) with the typed
-// API of Kubernetes itself.
+// Package kubeadm writes kubeadm's configuration (kubeadm.k8s.io/v1beta4) with the typed API of Kubernetes itself.
 //
-// Two hands write into it. The image knows its distribution: cgroup driver, image tags,
-// sysctls. Muster knows what must hold for joining to mean anything: no bearer token
-// exists, nobody but joinservice approves node certificates, the API server checks
-// kubelets' certificates, node certificates live a day. Where the two meet, Muster wins:
-// fragments come first and the hardened settings are written over them.
+// The configuration has two sources. The image sets what depends on its distribution: cgroup driver, image tags, sysctls. Muster sets what admission
+// relies on: no bearer token exists, only joinservice approves node certificates, the API server verifies kubelets' certificates, and node certificates
+// are valid for a day. Where both set a value, Muster's wins: the hardened settings are written over the image's fragments.
 package kubeadm
 
 import (
@@ -39,25 +36,25 @@ import (
 
 const (
 	apiServerPort = 6443
-	// AuthzFolder holds the API server's configuration of authorization and admission, on the machine and
-	// in the API server's pod. It is a folder so that the file can be replaced by rename.
+	// AuthzFolder holds the API server's configuration of authorization and admission, on the machine and in the API server's pod. It is a folder so
+	// that a file in it can be replaced by rename.
 	AuthzFolder = "/etc/kubernetes/authz"
-	// AuthzFile is what --authorization-config names.
+	// AuthzFile is the value of --authorization-config.
 	AuthzFile = AuthzFolder + "/config.yaml"
-	// AdmissionFile is what --admission-control-config-file names. Its content is podsecurity.Config.
+	// AdmissionFile is the value of --admission-control-config-file. Its content is podsecurity.Config.
 	AdmissionFile = AuthzFolder + "/admission.yaml"
-	// PatchesFolder is where kubeadm finds what [Patches] returns, while it runs.
+	// PatchesFolder is where kubeadm reads the files of [Patches] while it runs.
 	PatchesFolder = "/run/muster/kubeadm-patches"
 	// KubeletConf is the kubelet's kubeconfig.
 	KubeletConf = "/etc/kubernetes/kubelet.conf"
-	// DiscoveryConf is the kubeconfig by which a join discovers the cluster: the kubelet's certificate at the cluster's endpoint, which
-	// a control plane's own kubelet does not use.
+	// DiscoveryConf is the kubeconfig by which a join discovers the cluster: it has the kubelet's certificate and the cluster's endpoint, which a
+	// control plane's own kubelet does not use.
 	DiscoveryConf = "/run/muster/discovery.conf"
 
 	authzVolume = "muster-authz"
 )
 
-// AuthzConfig is the content of [AuthzFile]: what --authorization-mode=Node,RBAC means.
+// AuthzConfig is the content of [AuthzFile]; it has the meaning of --authorization-mode=Node,RBAC.
 const AuthzConfig = `apiVersion: apiserver.config.k8s.io/v1
 kind: AuthorizationConfiguration
 authorizers:
@@ -65,7 +62,7 @@ authorizers:
 - {type: RBAC, name: rbac}
 `
 
-// Image is what an image adds; package metadata reads it. The zero value adds nothing.
+// Image is the image's part of the configuration; package metadata reads it. The zero value adds nothing.
 type Image struct {
 	criSocket    string
 	ignoreChecks []string
@@ -74,8 +71,7 @@ type Image struct {
 	proxy        *kubeproxyv1.KubeProxyConfiguration
 }
 
-// ParseImage reads an image's fragments (JSON, without apiVersion and kind; nil if there
-// are none). Unknown fields are errors.
+// ParseImage parses an image's fragments (JSON, without apiVersion and kind; nil: none). Unknown fields are errors.
 func ParseImage(criSocket string, ignoreChecks []string, cluster, kubelet, proxy []byte) (*Image, error) {
 	img := &Image{criSocket: criSocket, ignoreChecks: ignoreChecks}
 	if err := strict(cluster, &img.cluster); err != nil {
@@ -105,15 +101,15 @@ func strict(b []byte, into any) error {
 	return d.Decode(into)
 }
 
-// Certificates returns how this image wants certificates renewed: their algorithm and validity period, and nothing else; what it does not
-// name is kubeadm's default.
+// Certificates returns the image's settings for renewed certificates: algorithm and validity period, and nothing else. Settings that the image leaves
+// out are kubeadm's defaults.
 func (i *Image) Certificates() kubeadmapi.ClusterConfiguration {
 	return kubeadmapi.ClusterConfiguration{
 		EncryptionAlgorithm: kubeadmapi.EncryptionAlgorithmType(i.cluster.EncryptionAlgorithm), CertificateValidityPeriod: i.cluster.CertificateValidityPeriod,
 	}
 }
 
-// Node is the machine that is to become a node.
+// Node is the machine that becomes a node.
 type Node struct {
 	// Name is the node's name.
 	Name string
@@ -121,7 +117,7 @@ type Node struct {
 	Addresses []netip.Addr
 }
 
-// Cluster is what an owner asked for.
+// Cluster is the owner's configuration of a new cluster.
 type Cluster struct {
 	Name             string
 	Version          string // without "v"
@@ -133,19 +129,19 @@ type Cluster struct {
 	Images           versions.Images
 }
 
-// The first API server of a cluster answers late and unsteadily on a small machine. kubeadm would give up after 4 minutes
-// and 1 minute, and all that it has done would have to be undone. Its whole run is bounded by who runs it.
+// The first API server of a cluster answers late and irregularly on a small machine. kubeadm would give up after 4 minutes and 1 minute, and all its
+// work would have to be undone. The caller bounds its whole run.
 const (
 	healthCheck = 8 * time.Minute
 	apiCall     = 5 * time.Minute
 )
 
-// Init gives the configuration of `kubeadm init`: YAML documents.
+// Init returns the configuration of `kubeadm init`: YAML documents.
 func Init(img *Image, c Cluster) ([]byte, error) {
 	init := v1beta4.InitConfiguration{
 		TypeMeta: typeMeta("InitConfiguration"),
-		// No bearer token: J5. Skipping the first phase alone fails.
-		// Kube-proxy's image has no field: [Proxy] has its objects (B9).
+		// J5: no bearer token. Skipping only the first phase fails.
+		// Kube-proxy's image has no field in the configuration: [Proxy] returns its objects (B9).
 		SkipPhases:       []string{"bootstrap-token", "show-join-command", "addon/kube-proxy"},
 		Patches:          &v1beta4.Patches{Directory: PatchesFolder},
 		LocalAPIEndpoint: localEndpoint(c.ControlPlaneNode),
@@ -161,16 +157,15 @@ func Init(img *Image, c Cluster) ([]byte, error) {
 	return marshal(docs...)
 }
 
-// TokenDiscovery is how kubeadm finds its cluster with a ticket's bootstrap token.
+// TokenDiscovery is the data by which kubeadm discovers its cluster with a ticket's bootstrap token.
 type TokenDiscovery struct {
 	Token    string // ID.SECRET
 	Endpoint string // HOST:PORT of the API server
 	CA       []*x509.Certificate
 }
 
-// Join gives the configuration of `kubeadm join`, in which the kubelet's own certificate is the credential. controlPlane
-// asks for a control-plane node. The cluster is discovered with that certificate too, or with a token if one is given;
-// then the configuration is a secret (K3).
+// Join returns the configuration of `kubeadm join`, with the kubelet's own certificate as credential. controlPlane selects a control-plane node. The
+// cluster is discovered with that certificate too, or with a token if one is given; then the configuration is a secret (K3).
 func Join(img *Image, n Node, controlPlane bool, token *TokenDiscovery) ([]byte, error) {
 	join := v1beta4.JoinConfiguration{
 		TypeMeta:         typeMeta("JoinConfiguration"),
@@ -185,7 +180,7 @@ func Join(img *Image, n Node, controlPlane bool, token *TokenDiscovery) ([]byte,
 		}
 		join.Discovery = v1beta4.Discovery{BootstrapToken: &v1beta4.BootstrapTokenDiscovery{Token: token.Token, APIServerEndpoint: token.Endpoint, CACertHashes: pins}}
 	}
-	// The ticket's kubeconfig is there on purpose.
+	// The ticket's kubeconfig exists before kubeadm runs.
 	join.NodeRegistration.IgnorePreflightErrors = union(join.NodeRegistration.IgnorePreflightErrors, "FileAvailable--etc-kubernetes-kubelet.conf")
 	if controlPlane {
 		join.ControlPlane = &v1beta4.JoinControlPlane{LocalAPIEndpoint: localEndpoint(n)}
@@ -194,7 +189,7 @@ func Join(img *Image, n Node, controlPlane bool, token *TokenDiscovery) ([]byte,
 	return marshal(&join)
 }
 
-// Reset gives the arguments that clean up after an unfinished run.
+// Reset returns the arguments that clean up after an unfinished run.
 func Reset(img *Image) []string {
 	return []string{"reset", "--force", "--cleanup-tmp-dir", "--cri-socket", img.criSocket}
 }
@@ -203,7 +198,7 @@ func typeMeta(kind string) metav1.TypeMeta {
 	return metav1.TypeMeta{APIVersion: v1beta4.SchemeGroupVersion.String(), Kind: kind}
 }
 
-// LocalEndpoint returns HOST:PORT of the API server on a control plane, which its own kubelet uses.
+// LocalEndpoint returns HOST:PORT of a control plane's API server, which its own kubelet uses.
 func LocalEndpoint(n Node) string {
 	e := localEndpoint(n)
 	return net.JoinHostPort(e.AdvertiseAddress, strconv.Itoa(int(e.BindPort)))
@@ -223,8 +218,7 @@ func registration(img *Image, n Node) v1beta4.NodeRegistrationOptions {
 	}
 }
 
-// nodeIP gives the main address, and with it the first of the other family, if any: that is
-// all that the kubelet takes.
+// nodeIP returns the main address, and the first address of the other family, if any: the kubelet takes no more.
 func nodeIP(addrs []netip.Addr) string {
 	main := addrs[0]
 	for _, a := range addrs[1:] {
@@ -235,8 +229,8 @@ func nodeIP(addrs []netip.Addr) string {
 	return main.String()
 }
 
-// APIServerSANs gives all names and addresses that the API server's certificate has beside those that
-// kubeadm adds: the image's, and those asked for at init.
+// APIServerSANs returns all names and addresses that the API server's certificate has beside those that kubeadm adds: the image's, and those of the init
+// request.
 func APIServerSANs(img *Image, asked []string) []string {
 	return union(img.cluster.APIServer.CertSANs, asked...)
 }
@@ -250,28 +244,28 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	out.Networking.PodSubnet = strings.Join(c.PodCIDRs, ",")
 	out.Networking.ServiceSubnet = strings.Join(c.ServiceCIDRs, ",")
 	out.APIServer.CertSANs = APIServerSANs(img, c.APIServerSANs)
-	// Nodes write about themselves alone (J4), and whoever may make Services in one namespace takes no address that nodes use.
+	// A node may write only its own objects (J4), and a user who may create Services in one namespace can't take an address that nodes use.
 	wanted := []string{"NodeRestriction", "DenyServiceExternalIPs"}
-	if len(values(out.APIServer.ExtraArgs, "admission-control-config-file")) == 0 { // an image that needs another configuration brings it
-		// Whoever may create pods in one namespace is not root on control planes.
+	if len(values(out.APIServer.ExtraArgs, "admission-control-config-file")) == 0 { // an image that needs another configuration has its own
+		// A user who may create pods in one namespace does not become root on control planes.
 		out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{"admission-control-config-file": AdmissionFile})
-		wanted = append(wanted, podsecurity.EventRateLimit) // it starts with that file alone
+		wanted = append(wanted, podsecurity.EventRateLimit) // it only starts with that file
 	}
 	out.APIServer.ExtraArgs = set(out.APIServer.ExtraArgs, map[string]string{
-		// Same as the default Node,RBAC, but in a file that the API server reloads.
+		// It has the meaning of the default Node,RBAC, but in a file that the API server reloads.
 		"authorization-config": AuthzFile,
-		// Secrets, the root of all keys among them, don't lie in etcd in the clear. The file is read
-		// again when it changes: a rotation needs no restart.
+		// Secrets, also the one with the root of all keys, are encrypted in etcd. The file is read again when it changes: a rotation needs no restart.
 		"encryption-provider-config":                  etcdencryption.File,
 		"encryption-provider-config-automatic-reload": "true",
-		// J5: not even a bootstrap token that somebody creates by hand is accepted.
+		// J5: a bootstrap token is not accepted, even if an administrator creates one.
 		"enable-bootstrap-token-auth": "false",
-		// A pod's token lives for the hour that was asked for, and not for a year: what is taken from a node ends.
+		// A pod's token is valid for the requested hour, not for a year: a token stolen from a node expires.
 		"service-account-extend-token-expiration": "false",
-		// Nor does a node get one for its pods that outlives its own certificate: whoever checks tokens without the API server believes it to its end.
+		// A node also gets no token for its pods that is valid longer than its own certificate: a service that verifies tokens without the API server
+		// accepts it until it expires.
 		"service-account-max-token-expiration": "24h",
 		"enable-admission-plugins":             strings.Join(admissionPlugins(out.APIServer.ExtraArgs, wanted), ","),
-		// kubeadm's default doesn't check whom it talks to when it opens logs and exec.
+		// kubeadm's default does not verify the kubelet's certificate for logs and exec.
 		"kubelet-certificate-authority": "/etc/kubernetes/pki/ca.crt",
 	}, "authorization-mode", "authorization-webhook-config-file")
 	out.APIServer.ExtraVolumes = slices.DeleteFunc(out.APIServer.ExtraVolumes, func(v v1beta4.HostPathMount) bool {
@@ -281,10 +275,9 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 		Name: authzVolume, HostPath: AuthzFolder, MountPath: AuthzFolder, ReadOnly: true, PathType: corev1.HostPathDirectory,
 	})
 	out.ControllerManager.ExtraArgs = set(out.ControllerManager.ExtraArgs, map[string]string{
-		// Nobody but joinservice approves node certificates. kubeadm's default list also
-		// has the two controllers for bootstrap tokens.
+		// Only joinservice approves node certificates. kubeadm's default list also has the two controllers for bootstrap tokens.
 		"controllers": "*,-certificatesigningrequest-approving-controller",
-		// The kubelet asks for no duration; without this a renewed certificate lasts a year.
+		// The kubelet requests no duration; without this a renewed certificate is valid for a year.
 		"cluster-signing-duration": "24h",
 	})
 	boundRewrites(out)
@@ -293,22 +286,23 @@ func clusterConfiguration(img *Image, c Cluster) *v1beta4.ClusterConfiguration {
 	return out
 }
 
-// boundRewrites bounds what large objects cost that a node or a tenant writes again and again, where the image says nothing else: docs/threat-model.md has the sums.
+// boundRewrites bounds the cost of large objects that a node or a tenant rewrites again and again, unless the image sets these values:
+// docs/threat-model.md has the calculation.
 func boundRewrites(c *v1beta4.ClusterConfiguration) {
-	// etcd keeps each version of an object until it is compacted, and takes no write any more once it has 2 GiB, a ban neither.
+	// etcd keeps each version of an object until compaction, and takes no more writes at 2 GiB, not even a ban.
 	c.APIServer.ExtraArgs = unlessSet(c.APIServer.ExtraArgs, map[string]string{"etcd-compaction-interval": "30s"})
-	if c.Etcd.Local == nil { // no image has an external one
+	if c.Etcd.Local == nil { // no image has an external etcd
 		c.Etcd.Local = &v1beta4.LocalEtcd{}
 	}
 	c.Etcd.Local.ExtraArgs = unlessSet(c.Etcd.Local.ExtraArgs, map[string]string{
-		// A write has up to 1.5 MiB, and etcd keeps the last ones in memory for members that lag: by default 5,000, more than a machine has.
+		// A write has up to 1.5 MiB, and etcd keeps the last ones in memory for members that lag: by default 5,000, which no machine can hold.
 		"snapshot-catchup-entries": "500",
-		// It keeps those since the last snapshot on the disk, and reads all of them when it starts.
+		// etcd keeps the writes since the last snapshot on the disk, and reads all of them when it starts.
 		"snapshot-count": "1000",
 	})
 }
 
-// unlessSet sets those arguments that args does not have.
+// unlessSet sets the arguments that args does not have.
 func unlessSet(args []v1beta4.Arg, values map[string]string) []v1beta4.Arg {
 	for _, a := range args {
 		delete(values, a.Name)
@@ -316,7 +310,8 @@ func unlessSet(args []v1beta4.Arg, values map[string]string) []v1beta4.Arg {
 	return set(args, values)
 }
 
-// admissionPlugins returns what the image enables, and what Muster wants. An image that disables a plugin does without it, but for NodeRestriction.
+// admissionPlugins returns the plugins that the image enables, and those of wanted. A plugin that the image disables is left out, except
+// NodeRestriction.
 func admissionPlugins(args []v1beta4.Arg, wanted []string) []string {
 	disabled := values(args, "disable-admission-plugins")
 	return slices.DeleteFunc(union(values(args, "enable-admission-plugins"), wanted...), func(p string) bool {
@@ -324,7 +319,7 @@ func admissionPlugins(args []v1beta4.Arg, wanted []string) []string {
 	})
 }
 
-// values returns what an argument's comma-separated lists have, in all its places.
+// values returns the comma-separated values of an argument, from all its occurrences.
 func values(args []v1beta4.Arg, name string) (out []string) {
 	for _, a := range args {
 		if a.Name == name {
@@ -347,7 +342,7 @@ func kubeletConfiguration(img *Image) *kubeletv1.KubeletConfiguration {
 	return out
 }
 
-// set replaces arguments of those names, removes the ones to drop, and sorts what it adds.
+// set replaces arguments with those names, removes those in drop, and sorts the added ones.
 func set(args []v1beta4.Arg, values map[string]string, drop ...string) []v1beta4.Arg {
 	out := slices.DeleteFunc(slices.Clone(args), func(a v1beta4.Arg) bool {
 		_, ours := values[a.Name]

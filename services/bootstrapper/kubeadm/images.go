@@ -16,12 +16,12 @@ import (
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
-// StaticPods are the images that run as static pods on control planes, each in one container of its own name.
+// StaticPods returns the images that run as static pods on control planes, each in one container with the name of its pod.
 func StaticPods() []string {
 	return []string{versions.Etcd, versions.APIServer, versions.ControllerManager, versions.Scheduler}
 }
 
-// Patches returns the files of [PatchesFolder], by name: static pods name their images by digest (B9).
+// Patches returns the files of [PatchesFolder], by name. They make static pods name their images by digest (B9).
 func Patches(images versions.Images) map[string][]byte {
 	out := map[string][]byte{}
 	for _, name := range StaticPods() {
@@ -30,18 +30,18 @@ func Patches(images versions.Images) map[string][]byte {
 	return out
 }
 
-// WantsProxy says whether the image leaves kube-proxy to kubeadm, which is the default.
+// WantsProxy reports whether the image lets kubeadm install kube-proxy, which is the default.
 func (i *Image) WantsProxy() bool { return !i.cluster.Proxy.Disabled }
 
-// ProxyManifest returns the arguments by which kubeadm prints the objects of kube-proxy, without making them.
+// ProxyManifest returns the arguments by which kubeadm prints the objects of kube-proxy without creating them.
 func ProxyManifest(config string) []string {
 	return []string{"init", "phase", "addon", "kube-proxy", "--print-manifest", "--config", config}
 }
 
-// logged finds what kubeadm and its libraries say beside the manifest.
+// logged matches lines that kubeadm and its libraries print beside the manifest.
 var logged = regexp.MustCompile(`^(?:\[|[IWEF][0-9]{4} )`)
 
-// Proxy reads what [ProxyManifest] has printed, and returns its objects, in which kube-proxy's image is named by digest (B9).
+// Proxy parses the output of [ProxyManifest], and returns its objects with kube-proxy's image by digest (B9).
 func Proxy(printed []string, image versions.Image) ([]runtime.Object, error) {
 	var text bytes.Buffer
 	for _, line := range printed {

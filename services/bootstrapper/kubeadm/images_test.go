@@ -73,7 +73,7 @@ func TestKubeProxyNamesTheListedDigest(t *testing.T) {
 		"a second DaemonSet":  printed + "\n---" + strings.SplitN(printed, "---", 3)[2],
 		"an object that runs": printed + "\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: x}",
 		"what is no manifest": printed + "\n---\nkind: [",
-		"a kind nobody knows": printed + "\n---\napiVersion: x/v1\nkind: X",
+		"an unknown kind":     printed + "\n---\napiVersion: x/v1\nkind: X",
 		"nothing":             "",
 		"a line of kubeadm's": "[addons] Applied essential addon: kube-proxy",
 	} {

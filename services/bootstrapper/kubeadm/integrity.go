@@ -22,14 +22,15 @@ import (
 // Manifests is the folder of static pods.
 const Manifests = "/etc/kubernetes/manifests"
 
-// hostFolders are what kubeadm's static pods have of the machine.
+// hostFolders are the folders of the machine that kubeadm's static pods mount.
 var hostFolders = []string{
 	"/etc/kubernetes/pki", "/etc/kubernetes/pki/etcd", "/etc/kubernetes/controller-manager.conf", "/etc/kubernetes/scheduler.conf", AuthzFolder, "/var/lib/etcd",
 	"/etc/ssl/certs", "/etc/ca-certificates", "/etc/pki", "/etc/pki/ca-trust", "/etc/pki/tls/certs", "/usr/share/ca-certificates", "/usr/local/share/ca-certificates", "/usr/libexec/kubernetes/kubelet-plugins/volume/exec",
 }
 
-// CheckStaticPod says why a manifest is none that kubeadm makes for this image's static pod of that name (B8): one container with the listed image, which starts
-// its own program without privileges, and has no more of the machine than it needs, which is looked up below root. What the program's arguments say is not looked at.
+// CheckStaticPod returns an error unless the manifest is one that kubeadm makes for this image's static pod of that name (B8): one container with the
+// listed image, which starts its own program without privileges, and mounts only the folders that it needs. Folders are looked up below root. The values
+// of the program's arguments are not checked.
 func (i *Image) CheckStaticPod(root, name string, manifest []byte, images versions.Images) error {
 	if !slices.Contains(StaticPods(), name) {
 		return errors.New("this node has no such static pod")
@@ -84,7 +85,7 @@ func (i *Image) CheckStaticPod(root, name string, manifest []byte, images versio
 	return nil
 }
 
-// asTheKubelet reads an object as the kubelet does, which minds the case of names, and refuses what the kubelet would leave out.
+// asTheKubelet decodes an object as the kubelet does, with case-sensitive names, and refuses fields that the kubelet would ignore.
 func asTheKubelet(text []byte, into any) error {
 	j, err := yaml.YAMLToJSONStrict(text)
 	if err != nil {
@@ -94,7 +95,8 @@ func asTheKubelet(text []byte, into any) error {
 	return errors.Join(append(problems, err)...)
 }
 
-// noLink says whether a path of the machine is one with a link in it: links on the state disk lead to anywhere on the machine. What is not there is made by the kubelet.
+// noLink returns an error if a path of the machine has a link in it: a link on the state disk can lead to any place on the machine. The kubelet creates
+// missing folders.
 func noLink(root, host string) error {
 	top, err := filepath.EvalSymlinks(root)
 	if err != nil {
@@ -110,7 +112,7 @@ func noLink(root, host string) error {
 	return err
 }
 
-// mountedAt is where the image has static pods see folders of the machine, if not at the same place.
+// mountedAt maps folders of the machine to the places where the image mounts them in static pods, if these differ.
 func (i *Image) mountedAt() map[string]string {
 	out := map[string]string{}
 	c := i.cluster
@@ -122,7 +124,7 @@ func (i *Image) mountedAt() map[string]string {
 	return out
 }
 
-// hostFolders are those that the image gives to static pods.
+// hostFolders returns the folders that the image adds to static pods.
 func (i *Image) hostFolders() (out []string) {
 	c := i.cluster
 	for _, component := range []v1beta4.ControlPlaneComponent{c.APIServer.ControlPlaneComponent, c.ControllerManager, c.Scheduler} {
@@ -137,8 +139,8 @@ func (i *Image) hostFolders() (out []string) {
 	return out
 }
 
-// CheckKubelet returns the kubelet's configuration with those fields as they must be by which it would run programs, or take pods or orders from elsewhere, and the
-// names of the fields that it has changed (B8). What else it says is the cluster's.
+// CheckKubelet returns the kubelet's configuration with the right values in all fields that could make the kubelet run programs or take pods or orders
+// from another source, and the names of the fields that it has changed (B8). All other fields are the cluster's and stay.
 func (i *Image) CheckKubelet(config []byte) (right []byte, changed []string, err error) {
 	var have map[string]any
 	if err := yaml.UnmarshalStrict(config, &have); err != nil {
@@ -155,8 +157,8 @@ func (i *Image) CheckKubelet(config []byte) (right []byte, changed []string, err
 	no := any(false)
 	for _, f := range []struct {
 		at   []string
-		want any // nil: not set
-		zero any // the same as not set
+		want any // nil: must not be set
+		zero any // equal to not set
 	}{
 		{[]string{"staticPodPath"}, Manifests, nil},
 		{[]string{"staticPodURL"}, nil, ""},
@@ -188,7 +190,7 @@ func orNil(s string) any {
 	return s
 }
 
-// force sets a field, or removes it, and says whether that changed anything.
+// force sets a field, or removes it, and reports whether that changed anything.
 func force(in map[string]any, at []string, want, zero any) bool {
 	for _, name := range at[:len(at)-1] {
 		next, ok := in[name].(map[string]any)
@@ -211,10 +213,11 @@ func force(in map[string]any, at []string, want, zero any) bool {
 	return true
 }
 
-// kubeletFlag finds the arguments that kubeadm gives to the kubelet, each with its value.
+// kubeletFlag matches the arguments that kubeadm gives to the kubelet, each with its value.
 var kubeletFlag = regexp.MustCompile(`^--(node-ip|hostname-override|pod-infra-container-image|register-with-taints|container-runtime-endpoint)=([A-Za-z0-9_.:/@,=-]*)$`)
 
-// CheckKubeletFlags says whether the file has kubeadm's one variable and in it only what kubeadm writes (B8): systemd would put any other one into the kubelet's environment.
+// CheckKubeletFlags reports whether the file has only kubeadm's variable, with only arguments that kubeadm writes (B8): systemd would put every other
+// variable into the kubelet's environment.
 func (i *Image) CheckKubeletFlags(file []byte) bool {
 	line, ok := strings.CutPrefix(strings.TrimSuffix(string(file), "\n"), `KUBELET_KUBEADM_ARGS="`)
 	line, quoted := strings.CutSuffix(line, `"`)
@@ -230,7 +233,7 @@ func (i *Image) CheckKubeletFlags(file []byte) bool {
 	return true
 }
 
-// KubeletFlags returns the file anew.
+// KubeletFlags returns a new content of the file.
 func KubeletFlags(n Node) []byte {
 	return fmt.Appendf(nil, "KUBELET_KUBEADM_ARGS=\"--node-ip=%s\"\n", nodeIP(n.Addresses))
 }

@@ -7,7 +7,7 @@ import (
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
-// etcdPod is a static pod as kubeadm makes it: what the table below changes.
+// etcdPod returns a static pod as kubeadm makes it; the table below changes it.
 func etcdPod() string {
 	return `apiVersion: v1
 kind: Pod
@@ -25,7 +25,7 @@ spec:
 `
 }
 
-// B8: each way in which a static pod would be another one, or have more of the machine.
+// B8: each case makes the static pod another one, or gives it more of the machine.
 func TestAStaticPodIsAsKubeadmMakesIt(t *testing.T) {
 	img := image(t, `{"apiServer":{"extraVolumes":[{"name":"audit","hostPath":"/var/log/audit/","mountPath":"/var/log/audit"}]}}`)
 	const field, spec = "    livenessProbe:", "  hostNetwork: true"
@@ -41,7 +41,7 @@ func TestAStaticPodIsAsKubeadmMakesIt(t *testing.T) {
 		"another kind":              {"etcd", "kind: Pod", "kind: PodTemplate", "another object"},
 		"another version":           {"etcd", "apiVersion: v1", "apiVersion: v2", "another object"},
 		"another namespace":         {"etcd", "namespace: kube-system", "namespace: default", "another object"},
-		"a field that nobody knows": {"etcd", spec, "  evil: true\n" + spec, "can't be read"},
+		"an unknown field":          {"etcd", spec, "  evil: true\n" + spec, "can't be read"},
 		"a list of the first kind":  {"etcd", "  containers:", "  initContainers: [{name: x, image: x}]\n  containers:", "other containers"},
 		"a list of the second kind": {"etcd", "  containers:", "  ephemeralContainers: [{name: x, image: x}]\n  containers:", "other containers"},
 		"a second container":        {"etcd", "  volumes:", "  - {name: x, image: x}\n  volumes:", "other containers"},
@@ -75,7 +75,7 @@ func TestAStaticPodIsAsKubeadmMakesIt(t *testing.T) {
 	}
 }
 
-// B8: each field by which the kubelet would run a program, or take pods or orders from elsewhere, and what is the cluster's own.
+// B8: each case sets a field by which the kubelet would run a program, or take pods or orders from another source. Fields of the cluster's own stay.
 func TestAKubeletsFieldsAreAsTheyMustBe(t *testing.T) {
 	const right = "kind: KubeletConfiguration\nstaticPodPath: /etc/kubernetes/manifests\nclusterDomain: cluster.local\nauthentication:\n  anonymous: {enabled: false}\n  webhook: {enabled: true}\n  x509: {clientCAFile: /etc/kubernetes/pki/ca.crt}\nauthorization: {mode: Webhook}\n"
 	img := image(t, "")
@@ -91,8 +91,8 @@ func TestAKubeletsFieldsAreAsTheyMustBe(t *testing.T) {
 		"plugins of another folder":           {"kind", "volumePluginDir: /var/evil\nkind", "volumePluginDir"},
 		"another runtime":                     {"kind", "containerRuntimeEndpoint: unix:///var/evil\nkind", "containerRuntimeEndpoint"},
 		"images of another runtime":           {"kind", "imageServiceEndpoint: unix:///var/evil\nkind", "imageServiceEndpoint"},
-		"orders of anybody":                   {"anonymous: {enabled: false}", "anonymous: {enabled: true}", "authentication.anonymous.enabled"},
-		"nobody asks whose a token is":        {"webhook: {enabled: true}", "webhook: {enabled: false}", "authentication.webhook.enabled"},
+		"orders of unauthenticated clients":   {"anonymous: {enabled: false}", "anonymous: {enabled: true}", "authentication.anonymous.enabled"},
+		"a token is not verified":             {"webhook: {enabled: true}", "webhook: {enabled: false}", "authentication.webhook.enabled"},
 		"no word of who may give any":         {"authentication:\n  anonymous: {enabled: false}\n  webhook: {enabled: true}\n  x509: {clientCAFile: /etc/kubernetes/pki/ca.crt}\n", "authentication: 1\n", "authentication.anonymous.enabled, authentication.webhook.enabled, authentication.x509.clientCAFile"},
 		"orders of whom another signs":        {"pki/ca.crt", "pki/evil.crt", "authentication.x509.clientCAFile"},
 		"everything allowed":                  {"mode: Webhook", "mode: AlwaysAllow", "authorization.mode"},

@@ -60,7 +60,7 @@ func first() Cluster {
 	}
 }
 
-// images are those that an owner lists.
+// images returns the images that an owner lists.
 func images() versions.Images {
 	out := versions.Images{}
 	for i, name := range versions.ImageNames() {
@@ -69,7 +69,7 @@ func images() versions.Images {
 	return out
 }
 
-// An image that asks for the opposite of each hardened setting.
+// hostile is an image's configuration that sets the opposite of each hardened setting.
 const hostile = `{
  "kubernetesVersion":"v1.0.0","clusterName":"other","controlPlaneEndpoint":"evil:1","networking":{"podSubnet":"1.0.0.0/8"},
  "dns":{"imageTag":"v1.14.7"},"etcd":{"local":{"imageTag":"3.6.16-0","extraArgs":[{"name":"unsafe-no-fsync","value":"true"},{"name":"snapshot-count","value":"5000"}]}},
@@ -95,7 +95,7 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 			t.Fatal(err)
 		}
 		golden(t, name, b)
-		// Strict: an unknown or doubled field is an error.
+		// Strict: an unknown or duplicate field is an error.
 		if err := kubeadmconfig.ValidateConfig(b, false, false); err != nil {
 			t.Fatalf("%s: kubeadm refuses it: %v", name, err)
 		}
@@ -137,7 +137,7 @@ func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 	}
 }
 
-// Whoever needs Services with externalIPs says so in the image.
+// An owner who needs Services with externalIPs configures that in the image.
 func TestAnImageMayDoWithoutAPlugin(t *testing.T) {
 	b, err := Init(image(t, `{"apiServer":{"extraArgs":[{"name":"disable-admission-plugins","value":"DenyServiceExternalIPs"}]}}`), first())
 	if err != nil {
@@ -152,7 +152,7 @@ func TestAnImageMayDoWithoutAPlugin(t *testing.T) {
 	}
 }
 
-// Whoever needs another configuration of admission puts it into the image.
+// An owner who needs another configuration of admission puts it into the image.
 func TestAnImageMayBringItsConfigurationOfAdmission(t *testing.T) {
 	b, err := Init(image(t, `{"apiServer":{"extraArgs":[{"name":"admission-control-config-file","value":"/etc/image/admission.yaml"}]}}`), first())
 	if err != nil {
@@ -196,7 +196,7 @@ func TestJoinGoldenAndReadByKubeadmItself(t *testing.T) {
 			t.Fatal(err)
 		}
 		golden(t, name, b)
-		// kubeadm looks whether the kubeconfig is there.
+		// kubeadm checks that the kubeconfig exists.
 		conf := filepath.Join(t.TempDir(), "discovery.conf")
 		if err := os.WriteFile(conf, nil, 0o600); err != nil {
 			t.Fatal(err)
@@ -207,8 +207,7 @@ func TestJoinGoldenAndReadByKubeadmItself(t *testing.T) {
 	}
 }
 
-// A ticket's token is what kubeadm discovers the cluster by, with the CA pinned. That the kubelet has its certificate
-// already stays as it is.
+// kubeadm discovers the cluster with the ticket's token and the pinned CA. The kubelet still uses its existing certificate.
 func TestJoinWithATokenIsReadByKubeadmItself(t *testing.T) {
 	n := Node{Name: "node2", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}}
 	b, err := Join(image(t, ""), n, false, &TokenDiscovery{
@@ -268,7 +267,7 @@ func TestTailKeepsTheEndWithoutSecrets(t *testing.T) {
 	}
 }
 
-// Also what the image adds: no machine may have such a name.
+// The image's names count too: no machine may have such a name.
 func TestTheImagesNamesOfTheAPIServerCountToo(t *testing.T) {
 	if got := APIServerSANs(image(t, hostile), []string{"asked.example"}); !slices.Equal(got, []string{"from.image", "api.example", "asked.example"}) {
 		t.Errorf("names %v", got)

@@ -6,14 +6,14 @@ import (
 	"sync"
 )
 
-// Limits of what [Tail] keeps.
+// These bound what [Tail] keeps.
 const (
 	tailLines = 12
 	tailWidth = 300
 )
 
-// secretLike finds what must not leave the machine in an error (K3): bootstrap tokens,
-// long hexadecimal or base64 strings (certificate keys, keys), and URLs with a user.
+// secretLike matches text that must not leave the machine in an error (K3): bootstrap tokens, long hexadecimal or base64 strings (certificate keys,
+// keys), and URLs with a user.
 var secretLike = []*regexp.Regexp{
 	regexp.MustCompile(`\b[a-z0-9]{6}\.[a-z0-9]{16}\b`),
 	regexp.MustCompile(`\b[0-9a-fA-F]{40,}\b`),
@@ -21,10 +21,10 @@ var secretLike = []*regexp.Regexp{
 	regexp.MustCompile(`//[^/\s@]+:[^/\s@]+@`),
 }
 
-// color finds what only a terminal understands.
+// color matches terminal colors.
 var color = regexp.MustCompile("\x1b\\[[0-9;]*m")
 
-// Redact removes from a line of kubeadm's output what looks like a secret, and colors.
+// Redact removes text that looks like a secret, and colors, from a line of kubeadm's output.
 func Redact(line string) string {
 	line = color.ReplaceAllString(line, "")
 	for _, r := range secretLike {
@@ -40,7 +40,7 @@ type Tail struct {
 	inPEM bool
 }
 
-// Add takes one line.
+// Add adds one line.
 func (t *Tail) Add(line string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -64,15 +64,14 @@ func (t *Tail) Add(line string) {
 	}
 }
 
-// String gives the lines that were kept.
+// String returns the lines that were kept.
 func (t *Tail) String() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return strings.Join(t.lines, "\n")
 }
 
-// Phase reads the phase's name from a line like "[control-plane] Creating static Pod
-// manifest"; false for any other line.
+// Phase returns the phase's name from a line like "[control-plane] Creating static Pod manifest"; false for every other line.
 func Phase(line string) (string, bool) {
 	rest, ok := strings.CutPrefix(line, "[")
 	name, _, found := strings.Cut(rest, "]")

@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// The kubelet's certificates, each with its key: links to dated files, as the kubelet makes them.
+// These are the kubelet's certificates, each with its key: links to dated files, as the kubelet makes them.
 const (
 	clientPrefix  = "kubelet-client-"
 	servingPrefix = "kubelet-server-"
@@ -28,10 +28,10 @@ const (
 	ServingFile   = machine.KubeletPKI + "/" + servingPrefix + "current.pem"
 )
 
-// Certificate reads one of the two, and whether its key is there.
+// Certificate returns one of the two, and whether its key exists.
 func Certificate(root, name string) (*x509.Certificate, error) {
 	file := filepath.Join(root, name)
-	if to, err := os.Readlink(file); err == nil { // absolute, so it would lead out of Root
+	if to, err := os.Readlink(file); err == nil { // an absolute link would lead out of root
 		file = filepath.Join(filepath.Dir(file), filepath.Base(to))
 	}
 	text, err := os.ReadFile(file)
@@ -46,12 +46,12 @@ func Certificate(root, name string) (*x509.Certificate, error) {
 	return pair.Leaf, nil
 }
 
-// Place puts the kubelet's two certificates, with their keys, where it looks for them, and removes those of before: whoever finds one of
-// them on the disk could use it for as long as it lives (J7).
+// Place writes the kubelet's two certificates, with their keys, to the kubelet's paths, and removes the earlier ones: an attacker who finds one of them
+// on the disk could use it until it expires (J7).
 func Place(root string, client, serving []byte) error {
 	now := time.Now().Format("2006-01-02-15-04-05.000000")
 	for prefix, content := range map[string][]byte{clientPrefix: client, servingPrefix: serving} {
-		// As the kubelet's own certificate store does it: a dated file, and a link to it.
+		// This follows the kubelet's own certificate store: a dated file, and a link to it.
 		dated := prefix + now + ".pem"
 		if err := machine.WriteFile(filepath.Join(root, path.Join(machine.KubeletPKI, dated)), content, 0o600, 0o700); err != nil {
 			return err
@@ -75,7 +75,7 @@ func Place(root string, client, serving []byte) error {
 	return nil
 }
 
-// Kubeconfig returns a kubeconfig of the kubelet at endpoint (HOST:PORT). It has no secret: it names the file that has one.
+// Kubeconfig returns a kubeconfig of the kubelet at endpoint (HOST:PORT). It has no secret: it names the file that has the key.
 func Kubeconfig(endpoint string, ca []byte) ([]byte, error) {
 	const cluster, user = "default-cluster", "default-auth"
 	c := clientcmdapi.NewConfig()
@@ -86,8 +86,8 @@ func Kubeconfig(endpoint string, ca []byte) ([]byte, error) {
 	return clientcmd.Write(*c)
 }
 
-// PointKubeconfig has the kubelet's kubeconfig name the certificate in its place, and hold none of its own, as one that kubeadm
-// wrote and no kubelet has changed since.
+// PointKubeconfig makes the kubelet's kubeconfig refer to the certificate at its path. A kubeconfig that kubeadm wrote has a certificate of its own
+// until a kubelet changes it.
 func PointKubeconfig(root string) error {
 	text, err := os.ReadFile(filepath.Join(root, kubeadm.KubeletConf))
 	if err != nil {
@@ -111,8 +111,7 @@ func PointKubeconfig(root string) error {
 	return machine.WriteFile(filepath.Join(root, kubeadm.KubeletConf), text, 0o600, 0o755)
 }
 
-// ClusterOf returns the cluster that a kubeconfig's current context leads to, with its authority. The files that the user's certificate
-// and key are in need not be there.
+// ClusterOf returns the cluster of a kubeconfig's current context, with its authority. The files with the user's certificate and key need not exist.
 func ClusterOf(root, name string) (*clientcmdapi.Cluster, error) {
 	text, err := os.ReadFile(filepath.Join(root, name))
 	if err != nil {
@@ -135,7 +134,7 @@ func ClusterOf(root, name string) (*clientcmdapi.Cluster, error) {
 	return out, nil
 }
 
-// SameConnection says whether two kubeconfigs lead to the same server, by the same authority, as the same user, and do nothing else.
+// SameConnection reports whether two kubeconfigs have the same server, the same authority and the same user, and nothing else.
 func SameConnection(a, b []byte) bool {
 	of := func(text []byte) (*clientcmdapi.Cluster, *clientcmdapi.AuthInfo) {
 		c, err := clientcmd.Load(text)

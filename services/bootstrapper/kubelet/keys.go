@@ -19,19 +19,18 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Subject of a node's certificates, as Kubernetes' Node authorizer expects them.
+// These make up the subject of a node's certificates, as Kubernetes' Node authorizer expects it.
 const (
 	nodeUserPrefix = "system:node:"
 	nodeGroup      = "system:nodes"
 )
 
-// Keys are a node's two keys, ECDSA P-256. They are made here and never leave the
-// machine: a stolen certificate without its key is worth nothing (J5).
+// Keys are a node's two keys, ECDSA P-256. They are made on the machine and never leave it: a stolen certificate is useless without its key (J5).
 type Keys struct {
 	Client, Serving *ecdsa.PrivateKey
 }
 
-// NewKeys makes two keys.
+// NewKeys returns two new keys.
 func NewKeys() (k Keys, err error) {
 	if k.Client, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
 		return k, err
@@ -56,9 +55,8 @@ func (k Keys) Requests(name string, addrs []netip.Addr) (client, serving []byte,
 	return client, serving, err
 }
 
-// CheckCertificate says whether a ticket's certificate is what was asked for: for this
-// key, this node and this use, from the cluster's authority, and valid now. The kubelet
-// would find out later, and with a worse message.
+// CheckCertificate returns an error unless a ticket's certificate is for this key, this node and this use, from the cluster's authority, and valid now.
+// The kubelet would find an error later, with a worse message.
 func CheckCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool, name string, addrs []netip.Addr, use x509.ExtKeyUsage, now time.Time) error {
 	certs, err := ParsePEM(chain)
 	if err != nil {
@@ -91,8 +89,8 @@ func CheckCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool,
 	return nil
 }
 
-// checkClock says of a certificate that was made a moment ago whether it is valid by this machine's clock.
-// If not, kubeadm and the kubelet would only say that the API server's certificate is bad.
+// checkClock returns an error if a new certificate is not valid by this machine's clock. Without this check, kubeadm and the kubelet would only report a
+// bad certificate of the API server.
 func checkClock(fresh *x509.Certificate, now time.Time) error {
 	if !now.Before(fresh.NotBefore) && !now.After(fresh.NotAfter) {
 		return nil
@@ -109,7 +107,7 @@ func hosts(addrs []netip.Addr) []string {
 	return out
 }
 
-// ParsePEM reads one or more certificates and nothing else.
+// ParsePEM parses one or more certificates and refuses everything else.
 func ParsePEM(b []byte) ([]*x509.Certificate, error) {
 	var out []*x509.Certificate
 	for rest := bytes.TrimSpace(b); len(rest) > 0; {
@@ -129,7 +127,7 @@ func ParsePEM(b []byte) ([]*x509.Certificate, error) {
 	return out, nil
 }
 
-// Bundle returns a certificate chain and its key in one PEM file, as the kubelet keeps them.
+// Bundle returns a certificate chain and its key in one PEM file, as the kubelet stores them.
 func Bundle(chain []byte, key *ecdsa.PrivateKey) ([]byte, error) {
 	der, err := x509.MarshalECPrivateKey(key)
 	if err != nil {
@@ -139,7 +137,7 @@ func Bundle(chain []byte, key *ecdsa.PrivateKey) ([]byte, error) {
 	return append(out, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})...), nil
 }
 
-// BadCertificate leaves a wrong clock its own reason: the ticket is good, and this machine's clock may not be.
+// BadCertificate returns the refusal of a bad certificate in a ticket, but keeps the reason of a wrong clock: then the ticket is good.
 func BadCertificate(field string, err error) error {
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW {
 		return err

@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
-// certificateFiles are the certificates that end a node's membership when they end, by the
-// value of the label certificate, beside those that package renewal names. Workers have the kubelet's alone.
+// certificateFiles are the certificates without which a node can't stay in the cluster, by the value of the label certificate, beside those of package
+// renewal. Workers have only the kubelet's.
 var certificateFiles = map[string]string{
 	"kubelet-client":  ClientFile,
 	"kubelet-serving": ServingFile,
@@ -25,10 +25,9 @@ var certificateFiles = map[string]string{
 	"etcd-ca":         machine.PKIFolder + "/etcd/ca.crt",
 }
 
-// Collector reads the machine's certificates whenever metrics are read, since the kubelet and
-// kubeadm replace them without telling. A file that is not there has no series.
+// Collector reads the machine's certificates for each scrape, since the kubelet and kubeadm replace them without notice. A missing file has no series.
 type Collector struct {
-	// Root stands for the root of the file system: "/" on a machine.
+	// Root is the root of the file system: "/" on a machine.
 	Root string
 }
 
@@ -65,7 +64,7 @@ func (c Collector) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// validity returns the bounds of the first certificate in a PEM file, 0 if there is none.
+// validity returns the times of the first certificate in a PEM file; 0: there is none.
 func validity(file []byte) (notBefore, notAfter float64) {
 	if cert := leafOf(file); cert != nil {
 		return seconds(cert.NotBefore), seconds(cert.NotAfter)
@@ -73,7 +72,7 @@ func validity(file []byte) (notBefore, notAfter float64) {
 	return 0, 0
 }
 
-// leafOf returns the first certificate in a PEM file, nil if there is none.
+// leafOf returns the first certificate in a PEM file; nil: there is none.
 func leafOf(file []byte) *x509.Certificate {
 	for block, rest := pem.Decode(file); block != nil; block, rest = pem.Decode(rest) {
 		if block.Type != "CERTIFICATE" {
@@ -89,7 +88,7 @@ func leafOf(file []byte) *x509.Certificate {
 	return nil
 }
 
-// Report returns what the machine reports of its kubelet's certificates: when those on its disk end.
+// Report returns the machine's report on its kubelet's certificates: when those on its disk expire.
 func Report(root string) *joinv1.ReattestRequest {
 	end := func(path string) *timestamppb.Timestamp {
 		b, err := os.ReadFile(filepath.Join(root, path))

@@ -8,30 +8,30 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// Shares of a certificate's life after which it is replaced before the kubelet starts. A running kubelet asks for the next one
-// after 70 to 90 % of it, so a control plane leaves it what comes before: joinservice also lists what it hands out (J4), and what
-// a control plane signs itself nobody does.
+// These are the shares of a certificate's life after which it is replaced before the kubelet starts. A running kubelet requests the next one after 70 to
+// 90 % of it, and a control plane leaves that to it: joinservice also lists the certificates that it issues (J4), and those that a control plane signs
+// itself are not listed.
 const (
 	WorkerShare       = 2.0 / 3
 	ControlPlaneShare = 0.9
 )
 
-// lifeMargin is by how much a certificate may look longer than it lives: it begins before it is made.
+// lifeMargin is by how much a certificate's validity may exceed its life: it begins before it is made.
 const lifeMargin = 15 * time.Minute
 
-// Need is how much a kubelet needs other certificates than it has.
+// Need is how urgently a kubelet needs other certificates.
 type Need int
 
 const (
-	// needNone: it goes on with those that it has.
+	// NeedNone: its certificates are good.
 	NeedNone Need = iota
-	// needSoon: they serve it for now. Either they are near their end, or they live longer than any node's may.
+	// NeedSoon: it can still use them. They are near their end, or valid for longer than a node's may be.
 	NeedSoon
-	// needNow: it can't authenticate with what it has.
+	// NeedNow: it can't authenticate with them.
 	NeedNow
 )
 
-// Needs looks at the certificates on the disk, and says why they have to be replaced.
+// Needs checks the certificates on the disk, and returns why they have to be replaced.
 func Needs(root, node string, share float64, now time.Time) (Need, string) {
 	leaf, err := Certificate(root, ClientFile)
 	switch {
@@ -46,7 +46,7 @@ func Needs(root, node string, share float64, now time.Time) (Need, string) {
 	case late(leaf, now, share):
 		return NeedSoon, fmt.Sprintf("the kubelet's client certificate ends at %s", stamp(leaf.NotAfter))
 	}
-	// Without a serving certificate the kubelet asks for one itself, if it is to have one.
+	// Without a serving certificate, a kubelet that is configured to have one requests it itself.
 	if leaf, err = Certificate(root, ServingFile); err == nil && late(leaf, now, share) {
 		return NeedSoon, fmt.Sprintf("the kubelet's serving certificate ends at %s", stamp(leaf.NotAfter))
 	}

@@ -13,24 +13,24 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// WatchInterval is the pause between two looks at the kubelet's certificate in production.
+// WatchInterval is the pause between two checks of the kubelet's certificate in production.
 const WatchInterval = time.Minute
 
 // WatchConfig lists what [Watch] needs. All fields are required.
 type WatchConfig struct {
-	// Root stands for the root of the file system: "/" on a machine.
+	// Root is the root of the file system: "/" on a machine.
 	Root string
 	// Machine starts the bootstrapper.
 	Machine machine.Machine
-	// Interval is the longest pause between two looks.
+	// Interval is the longest pause between two checks.
 	Interval time.Duration
 	Now      func() time.Time
 	Log      *slog.Logger
 }
 
-// Watch starts the bootstrapper of a node that runs once the kubelet's client certificate has ended, until ctx ends: such a kubelet can ask nobody
-// for another one, and ends. What the node then gets, and whether, is decided as at each of its boots : after its node lock, with fresh
-// evidence, by the same joinservices (J7). Nothing is decided here, so it starts a bootstrapper that runs already, or one that gets nothing, as often as it likes.
+// Watch starts the bootstrapper of a running node once the kubelet's client certificate has expired, until ctx ends: such a kubelet can't request
+// another one, and ends. The bootstrapper then does the same as at a boot: after its node lock, it sends fresh evidence to the same joinservices (J7).
+// Watch decides nothing, so it may start a bootstrapper that already runs, or one that gets no certificate.
 func Watch(ctx context.Context, cfg WatchConfig) error {
 	if err := required.Fields("kubelet.Watch", cfg); err != nil {
 		return err
@@ -45,15 +45,15 @@ func Watch(ctx context.Context, cfg WatchConfig) error {
 				cfg.Log.ErrorContext(ctx, "the bootstrapper did not start", "err", err)
 			}
 		}
-		// Certificates of many nodes may have ended in the same outage.
+		// Certificates of many nodes may have expired in the same outage.
 		if retry.Wait(ctx, cfg.Interval-rand.N(cfg.Interval/5+1)) != nil { //nolint:gosec // spreads load, protects nothing
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		}
 	}
 }
 
-// ended says why the kubelet's client certificate is of no use any more; empty: it may be. One that begins in the future may be: the API server's
-// clock decides, by which it was issued, and a kubelet that runs is not stopped because its own machine's is behind.
+// ended returns why the kubelet's client certificate can't be used any more; empty: it may be usable. One that begins in the future may be: it was
+// issued by the API server's clock, which decides, and a kubelet is not stopped because its machine's clock is behind.
 func ended(root string, now time.Time) string {
 	leaf, err := Certificate(root, ClientFile)
 	switch {

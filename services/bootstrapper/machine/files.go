@@ -10,9 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// WriteFile writes content to path so that a crash leaves the old file or the new one:
-// temporary file, fsync, rename, fsync of the folder (B4). Missing folders are made with
-// dirMode. A link at path is replaced, never followed.
+// WriteFile writes content to path so that a crash leaves the old file or the new one: temporary file, fsync, rename, fsync of the folder (B4). Missing
+// folders are made with dirMode. A link at path is replaced, never followed.
 func WriteFile(path string, content []byte, mode, dirMode fs.FileMode) error {
 	dir := filepath.Dir(path)
 	if err := os.MkdirAll(dir, dirMode); err != nil {
@@ -49,8 +48,7 @@ func Link(path, target string) error {
 	return syncDir(dir)
 }
 
-// EmptyDir removes what is in dir and keeps dir itself, which may be a mount point. A
-// missing folder is empty.
+// EmptyDir removes the content of dir and keeps dir itself, which may be a mount point. A missing folder is empty.
 func EmptyDir(dir string) error {
 	names, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -62,8 +60,8 @@ func EmptyDir(dir string) error {
 	return err
 }
 
-// Sync writes all that the file systems of some folders have in memory to their disks (syncfs(2)), for programs that
-// don't do that for what they write. A missing folder has nothing to write.
+// Sync writes cached data of the file systems of some folders to their disks (syncfs(2)), for programs that do not sync their files. A missing folder is
+// ignored.
 func Sync(dirs ...string) error {
 	for _, dir := range dirs {
 		d, err := os.Open(dir)

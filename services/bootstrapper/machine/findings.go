@@ -13,8 +13,8 @@ import (
 // findingsFile has a line for each finding of the comparison of the state disk in this boot. The attester counts them in its metrics.
 const findingsFile = "/run/muster/state-findings"
 
-// AddFinding records a finding of the comparison of the state disk: what was found and what was done about it. A boot may compare the disk more than once: what was
-// recorded before is not recorded again.
+// AddFinding records a finding of the comparison of the state disk: what was found and what was done about it. A boot may compare the disk more than
+// once: a recorded finding is not recorded again.
 func AddFinding(root, what, done string) error {
 	file := filepath.Join(root, findingsFile)
 	before, err := os.ReadFile(file)
@@ -36,7 +36,7 @@ func AddFinding(root, what, done string) error {
 func Findings(root string) float64 {
 	text, err := os.ReadFile(filepath.Join(root, findingsFile))
 	if err != nil {
-		return 0 // nothing was found
+		return 0 // there are no findings
 	}
 	return float64(bytes.Count(text, []byte("\n")))
 }

@@ -1,8 +1,6 @@
-// Package machine is the few things that a bootstrapper does to the machine it runs on:
-// start and stop units, run kubeadm, and place files.
+// Package machine changes the machine that the bootstrapper runs on: it starts and stops units, runs kubeadm, and places files.
 //
-// Programs run with a fixed environment and path, and are told nothing secret (K3):
-// whatever is secret travels in files with mode 0600, or not at all.
+// Programs run with a fixed environment and path, which have no secret (K3): secrets are only in files with mode 0600.
 package machine
 
 import (
@@ -21,21 +19,20 @@ import (
 	"time"
 )
 
-// Machine is what the bootstrapper needs of its machine beside files.
+// Machine is what the bootstrapper uses of its machine beside files.
 type Machine interface {
 	// Unit runs systemctl with one of [Verbs] on a unit.
 	Unit(ctx context.Context, verb, unit string) error
-	// Kubeadm runs kubeadm to its end and hands each line of its output to line, from one
-	// goroutine at a time. If ctx ends, kubeadm is killed.
+	// Kubeadm runs kubeadm to its end and passes each line of its output to line, from one goroutine at a time. If ctx ends, kubeadm is killed.
 	Kubeadm(ctx context.Context, line func(string), args ...string) error
-	// Pull has the container runtime at socket, a unix:// URL, pull an image by its digest, unless it has it.
+	// Pull makes the container runtime at socket, a unix:// URL, pull an image by its digest, unless it has it.
 	Pull(ctx context.Context, socket, image string) error
 }
 
-// Verbs are what may be asked of a unit.
+// Verbs are the allowed operations on a unit.
 var Verbs = []string{"enable", "start", "stop", "restart"}
 
-// Units that the bootstrapper knows.
+// These are the bootstrapper's units.
 const (
 	UnitBootstrapper = "muster-bootstrapper.service"
 	UnitKubelet      = "kubelet.service"
@@ -44,10 +41,11 @@ const (
 	UnitContainerd   = "containerd.service"
 )
 
-// unitTimeout bounds one systemctl.
+// unitTimeout bounds one run of systemctl.
 const unitTimeout = 2 * time.Minute
 
-// environment of every child: nothing of ours is inherited. Programs of the root come before those that lie on the state disk (B8).
+// environment is the environment of every child: nothing of this process's is inherited. Programs of the root file system come before those on the state
+// disk (B8).
 var environment = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin", "HOME=/root", "LANG=C.UTF-8"}
 
 // Real is the machine that this process runs on.
@@ -72,10 +70,10 @@ func (Real) Kubeadm(ctx context.Context, line func(string), args ...string) erro
 	return run(ctx, line, "kubeadm", args...)
 }
 
-// Environment gives the environment of a child.
+// Environment returns the environment of a child.
 func Environment() []string { return slices.Clone(environment) }
 
-// LookPath finds a program in the children's path, not in ours.
+// LookPath finds a program in the children's path, not in this process's.
 func LookPath(name string) (string, error) {
 	dirs := strings.TrimPrefix(environment[0], "PATH=")
 	for _, d := range filepath.SplitList(dirs) {
@@ -94,8 +92,8 @@ func run(ctx context.Context, line func(string), name string, args ...string) er
 	}
 	cmd := exec.CommandContext(ctx, path, args...)
 	cmd.Env, cmd.Dir = environment, "/"
-	// B3: a kubeadm that outlived its bootstrapper would work against the one that the next
-	// bootstrapper runs. The kernel sends the signal when the thread ends that started the child.
+	// B3: a kubeadm that outlives its bootstrapper would conflict with the one that the next bootstrapper runs. The kernel sends the signal when the
+	// thread that started the child ends.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -116,7 +114,7 @@ func run(ctx context.Context, line func(string), name string, args ...string) er
 	return err
 }
 
-// lines reads to the end, whatever the length of a line, so that the writer never blocks.
+// lines reads to the end, for lines of every length, so that the writer never blocks.
 func lines(r io.Reader, line func(string)) {
 	b := bufio.NewReaderSize(r, 64<<10)
 	for {

@@ -105,7 +105,7 @@ func TestWriteFileReplacesALinkAndLeavesNothing(t *testing.T) {
 	}
 }
 
-// B3: the machine's own clean-up can't see a kubeadm that goes on without its bootstrapper.
+// B3: the machine's own clean-up can't see a kubeadm that outlives its bootstrapper.
 func TestAChildDiesWithItsBootstrapper(t *testing.T) {
 	if os.Getenv("MUSTER_TEST_PARENT") != "" { // the bootstrapper, which is killed in the middle
 		_ = run(t.Context(), func(l string) {
@@ -128,7 +128,7 @@ func TestAChildDiesWithItsBootstrapper(t *testing.T) {
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		// Gone, or a zombie that nobody has reaped yet: it has no memory map any more.
+		// It has ended, or is a zombie that was not reaped yet and has no memory map.
 		maps, err := os.ReadFile("/proc/" + string(b) + "/maps")
 		if err != nil || len(maps) == 0 {
 			return

@@ -1,6 +1,6 @@
 package machine
 
-// Where things are on a machine.
+// These are the paths on a machine.
 const (
 	KubernetesFolder = "/etc/kubernetes"
 	AdminConf        = KubernetesFolder + "/admin.conf"

@@ -15,7 +15,7 @@ func (Real) Pull(ctx context.Context, socket, image string) error {
 	if err != nil {
 		return fmt.Errorf("container runtime at %s: %w", socket, err)
 	}
-	defer conn.Close() //nolint:errcheck // nothing is sent any more
+	defer conn.Close() //nolint:errcheck // nothing more is sent
 	client, spec := runtimeapi.NewImageServiceClient(conn), &runtimeapi.ImageSpec{Image: image}
 	// containerd may have been started a moment ago.
 	have, err := client.ImageStatus(ctx, &runtimeapi.ImageStatusRequest{Image: spec}, grpc.WaitForReady(true))

@@ -10,7 +10,7 @@ import (
 
 var dnsName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*$`)
 
-// IsHost says whether s is a DNS name in lower case (RFC 1123, at most 253 characters) or an IP address without a zone.
+// IsHost reports whether s is a DNS name in lower case (RFC 1123, at most 253 characters) or an IP address without a zone.
 func IsHost(s string) bool {
 	if a, err := netip.ParseAddr(s); err == nil {
 		return a.Zone() == ""

@@ -1,14 +1,10 @@
-// Package metadata reads what a machine finds about itself at boot: two small YAML
-// files of very different standing.
+// Package metadata reads a machine's two small YAML files at boot. One is trusted, the other is not.
 //
-// The image's configuration is measured: it is the same on all machines of an image, and
-// whoever changes it changes PCR values. The machine's metadata come from whoever runs the
-// infrastructure. They are not measured and nobody vouches for them, so nothing that
-// they say is believed further than that a liar only harms the machine's own chance to
-// join: the name, role and addresses are requests that joinservice judges.
+// The image's configuration is measured: it is the same on all machines of an image, and a change of it changes PCR values. The machine's metadata come
+// from the operator of the infrastructure. They are not measured and not certified, so false metadata must only be able to harm the machine's own chance
+// to join: the name, role and addresses are requests that joinservice checks.
 //
-// Both are read strictly: unknown or doubled fields, other versions and missing values
-// are errors that name the field.
+// Both are read strictly: unknown or duplicate fields, other versions and missing values are errors that name the field.
 package metadata
 
 import (
@@ -30,27 +26,27 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Where the files are.
+// These are the paths of the files.
 const (
 	ImagePath   = "/etc/muster/image.yaml"
 	MachinePath = "/etc/muster/metadata.yaml"
 )
 
-// APIVersion is that of both files.
+// APIVersion is the version of both files.
 const APIVersion = "muster.dev/v1alpha1"
 
 // maxFile bounds both files, in bytes.
 const maxFile = 256 << 10
 
-// Disk modes.
+// These are the disk modes.
 const (
-	// DiskPlain is a folder on a disk that is not encrypted.
+	// DiskPlain is a folder on an unencrypted disk.
 	DiskPlain = "plain"
 	// DiskLUKS is a LUKS2 volume.
 	DiskLUKS = "luks"
 )
 
-// Integrity of a LUKS2 volume.
+// These are the integrity modes of a LUKS2 volume.
 const (
 	IntegrityHMAC = "hmac-sha256"
 	IntegrityNone = "none"
@@ -58,54 +54,52 @@ const (
 
 // Image is the image-wide, measured configuration.
 type Image struct {
-	// StateDisk says how state is kept. Its mode has no default.
+	// StateDisk configures the state disk. Its mode has no default.
 	StateDisk StateDisk
-	// TPM says where the TPM is.
+	// TPM configures the TPM.
 	TPM TPM
-	// OwnerKey is the owner's public key, nil if the image does not know its owner.
+	// OwnerKey is the owner's public key; nil: the image has none.
 	OwnerKey ed25519.PublicKey
-	// NoOwnerKey is insecure: without OwnerKey, a machine believes a joinservice on any machine that booted the same as
-	// itself, under one of EKRoots. Without both it neither joins nor becomes a first machine; see [Image.KnowsOwner].
+	// NoOwnerKey is insecure: without OwnerKey, a machine accepts a joinservice on every machine that booted the same as itself, under one of EKRoots.
+	// Without both it neither joins nor becomes a first machine; see [Image.KnowsOwner].
 	NoOwnerKey bool
 	// LowestPolicySerial is the least serial that a policy of this owner may have (B7); 0: any.
 	LowestPolicySerial uint64
 	// EKRoots are the EK roots for NoOwnerKey.
 	EKRoots []*x509.Certificate
-	// Kubeadm is what the image adds to kubeadm's configuration.
+	// Kubeadm is the image's part of kubeadm's configuration.
 	Kubeadm Kubeadm
-	// Listen says where the bootstrapper listens.
+	// Listen configures the bootstrapper's addresses.
 	Listen Listen
 }
 
-// StateDisk says how and where a machine keeps its state.
+// StateDisk is the mode and the place of a machine's state.
 type StateDisk struct {
 	// Mode is [DiskPlain] or [DiskLUKS].
 	Mode string `json:"mode"`
 	// Path is the folder (plain) or the device (luks).
 	Path string `json:"path"`
-	// Integrity, of mode luks, is "hmac-sha256" (default) or "none": then who writes to the disk is
-	// not noticed.
+	// Integrity, of mode luks, is "hmac-sha256" (default) or "none": then writes to the disk by an attacker are not detected.
 	Integrity string `json:"integrity,omitempty"`
 }
 
-// TPM says where the machine's TPM 2.0 is and how it is quoted.
+// TPM is the path of the machine's TPM 2.0, and its settings.
 type TPM struct {
 	// Device is the path of a character device or of an emulator's unix socket. Default
 	// /dev/tpmrm0.
 	Device string `json:"device,omitempty"`
-	// EventLog is the path of the firmware's event log. Default: where Linux shows it.
+	// EventLog is the path of the firmware's event log. Default: Linux's path.
 	EventLog string `json:"eventLog,omitempty"`
 	// Bank is the PCR bank that is quoted: sha256 (default), sha384 or sha512.
 	Bank string `json:"bank,omitempty"`
 }
 
-// Kubeadm is what the image adds to kubeadm's configuration; package kubeadm merges it
-// below what Muster sets.
+// Kubeadm is the image's part of kubeadm's configuration; package kubeadm merges it, and Muster's settings win.
 type Kubeadm struct {
 	// CRISocket is the container runtime's endpoint. Default
 	// unix:///run/containerd/containerd.sock.
 	CRISocket string `json:"criSocket,omitempty"`
-	// IgnorePreflightErrors names checks of kubeadm's that this image can't pass.
+	// IgnorePreflightErrors lists kubeadm's checks that this image can't pass.
 	IgnorePreflightErrors []string `json:"ignorePreflightErrors,omitempty"`
 	// ClusterConfiguration, KubeletConfiguration and KubeProxyConfiguration are
 	// fragments of the kinds of the same name.
@@ -114,21 +108,19 @@ type Kubeadm struct {
 	KubeProxyConfiguration json.RawMessage `json:"kubeProxyConfiguration,omitempty"`
 }
 
-// Listen has HOST:PORT addresses; an empty host is all of them.
+// Listen has HOST:PORT addresses; an empty host means all addresses.
 type Listen struct {
-	// Init is where the init server listens. Default ":9000".
+	// Init is the address of the init server. Default ":9000".
 	Init string `json:"init,omitempty"`
-	// Recover is where the recovery server of a control plane listens while the state disk waits for
-	// its key. Default ":9999".
+	// Recover is the address of a control plane's recovery server, while the state disk waits for its key. Default ":9999".
 	Recover string `json:"recover,omitempty"`
-	// Metrics is where metrics and probes are served, in plain HTTP. Default
-	// "127.0.0.1:9466".
+	// Metrics is the address of metrics and probes, in plain HTTP. Default "127.0.0.1:9466".
 	Metrics string `json:"metrics,omitempty"`
 	// AttesterMetrics is the same for the attester. Default "127.0.0.1:9465".
 	AttesterMetrics string `json:"attesterMetrics,omitempty"`
 }
 
-// imageFile is the file's own shape.
+// imageFile is the format of the file.
 type imageFile struct {
 	APIVersion string    `json:"apiVersion"`
 	Kind       string    `json:"kind"`
@@ -180,7 +172,7 @@ func ParseImage(b []byte) (*Image, error) {
 		return nil, errors.New("insecure.noOwnerKey: there is an ownerKey, so take this out")
 	}
 	if img.OwnerKey == nil && img.LowestPolicySerial > 0 {
-		return nil, errors.New("lowestPolicySerial: without an ownerKey no policy is judged by: write the owner's key, or take this out")
+		return nil, errors.New("lowestPolicySerial has no effect without ownerKey: write the owner's key, or remove lowestPolicySerial")
 	}
 	roots, err := parseRoots(f.EKRoots)
 	if err != nil {
@@ -235,11 +227,11 @@ func (d StateDisk) validateIntegrity() error {
 	return nil
 }
 
-// ErrNoOwner says that an image names no owner, and does not say that it may go without.
-var ErrNoOwner = errors.New("ownerKey is missing, so no joinservice could be told from any other machine that poses as one: " +
+// ErrNoOwner means that an image has no owner's key and does not set insecure.noOwnerKey.
+var ErrNoOwner = errors.New("ownerKey is missing, so a joinservice could not be distinguished from another machine that poses as one: " +
 	"put the owner's public key into image.yaml (muster key), or insecure: {noOwnerKey: true}")
 
-// KnowsOwner returns nil if the image names its owner, or says that it need not; otherwise [ErrNoOwner].
+// KnowsOwner returns nil if the image has an owner's key or sets insecure.noOwnerKey; otherwise [ErrNoOwner].
 func (img *Image) KnowsOwner() error {
 	if img.OwnerKey == nil && !img.NoOwnerKey {
 		return ErrNoOwner
@@ -247,15 +239,15 @@ func (img *Image) KnowsOwner() error {
 	return nil
 }
 
-// Labels of muster_insecure_config.
+// These are labels of muster_insecure_config.
 const (
-	// InsecureIntegrity is that of [IntegrityNone].
+	// InsecureIntegrity is the label of [IntegrityNone].
 	InsecureIntegrity = "state_integrity_none"
-	// InsecureOwner is that of NoOwnerKey.
+	// InsecureOwner is the label of NoOwnerKey.
 	InsecureOwner = "owner_key_unknown"
 )
 
-// Insecure returns the labels of muster_insecure_config for what of the image's configuration weakens the machine.
+// Insecure returns the labels of muster_insecure_config for the settings of the image that weaken the machine.
 func (img *Image) Insecure() (labels []string) {
 	if img.StateDisk.Integrity == IntegrityNone {
 		labels = append(labels, InsecureIntegrity)
@@ -293,7 +285,7 @@ func setDefault(s *string, v string) {
 	}
 }
 
-// strict decodes YAML and refuses unknown and doubled fields and any other kind.
+// strict decodes YAML and refuses unknown and duplicate fields and every other kind.
 func strict(b []byte, into any, kind string, got func() (string, string)) error {
 	if err := yaml.UnmarshalStrict(b, into, yaml.DisallowUnknownFields); err != nil {
 		return err

@@ -7,7 +7,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// ReportInsecure logs each way in which the image's configuration weakens the machine, and shows it as muster_insecure_config{reason}.
+// ReportInsecure logs each setting of the image that weakens the machine, and sets it in muster_insecure_config{reason}.
 func ReportInsecure(r prometheus.Registerer, img *Image, log *slog.Logger) error {
 	g := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "muster_insecure_config", Help: "1 for each way in which the configuration is weaker than it could be.",

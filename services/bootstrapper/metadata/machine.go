@@ -9,7 +9,7 @@ import (
 	"strconv"
 )
 
-// Roles that a machine may ask for.
+// These are the roles that a machine may request.
 const (
 	RoleWorker       = "worker"
 	RoleControlPlane = "control-plane"
@@ -20,18 +20,17 @@ const (
 	maxEndpoints = 64
 )
 
-// Machine is what the infrastructure says about one machine. It is not measured.
+// Machine is the infrastructure's data about one machine. It is not measured.
 type Machine struct {
-	// Name is the node name to ask for: a DNS label (RFC 1123), at most 63 characters.
+	// Name is the requested node name: a DNS label (RFC 1123), at most 63 characters.
 	Name string
 	// Role is [RoleWorker] or [RoleControlPlane].
 	Role string
 	// Addresses are the node's IP addresses, the first one its main one; 1 to 16.
 	Addresses []netip.Addr
-	// InitSecretHash is the SHA-256 of the secret that allows init, nil if none does.
+	// InitSecretHash is the SHA-256 of the secret that allows init; nil: no init is allowed.
 	InitSecretHash *[32]byte
-	// JoinEndpoints are joinservices as HOST:PORT; at most 64, none if there is no
-	// cluster yet.
+	// JoinEndpoints are joinservices as HOST:PORT; at most 64, none if there is no cluster yet.
 	JoinEndpoints []string
 }
 

@@ -12,31 +12,30 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Journal is the machine's memory: [journal.File].
+// Journal stores the machine's state: [journal.File].
 type Journal interface {
 	Load() (journal.Record, error)
 	Save(r journal.Record) error
 }
 
-// Lock is the machine's one transition from unlocked to locked (B1), which init and
-// join race for (B2). Its durable half is the journal, its irrevocable half PCR 15.
+// Lock is the machine's one transition from unlocked to locked (B1), for which init and join race (B2). Its durable half is the journal, its irrevocable
+// half PCR 15.
 //
-// The order makes every crash resolvable (B3): the journal says whose the lock will be
-// before PCR 15 is extended, and that it is after. A crash in between leaves PCR 15 zero or
-// at the very value that the journal's cluster gives, and both are recognised.
+// The order makes every crash resolvable (B3): the journal records the holder of the lock before PCR 15 is extended, and the extension after it. After a
+// crash in between, PCR 15 is zero or has the value for the journal's cluster; Lock handles both.
 type Lock struct {
 	file    Journal
 	pcrs    PCRs
 	bank    tpm.Bank
 	machine string        // this machine's ID
-	taken   chan struct{} // closed once the journal names a taker
+	taken   chan struct{} // closed once the journal has a holder
 	seen    func(journal.Record)
 
-	mu  sync.Mutex // one taker at a time; held while journal and TPM are written
+	mu  sync.Mutex // one caller at a time; held while journal and TPM are written
 	rec journal.Record
 }
 
-// Open reads the journal. seen is told of every record, the first one included.
+// Open reads the journal. It calls seen with every record, also with the first one.
 func Open(file Journal, pcrs PCRs, bank tpm.Bank, machine string, seen func(journal.Record)) (*Lock, error) {
 	rec, err := file.Load()
 	if err != nil {
@@ -50,16 +49,15 @@ func Open(file Journal, pcrs PCRs, bank tpm.Bank, machine string, seen func(jour
 	return l, nil
 }
 
-// Record returns what the machine remembers.
+// Record returns the present record.
 func (l *Lock) Record() journal.Record {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.rec
 }
 
-// Acquire takes the lock for claim, whose Step is ignored, or finds that it is claim's
-// already: the same kind, cluster and, for an init, idempotency key. Otherwise it refuses
-// with NODE_LOCKED; with LOCK_FOREIGN if PCR 15 says that the machine belongs elsewhere.
+// Acquire takes the lock for claim, whose Step is ignored, or finds that claim already holds it: the same kind, cluster and, for an init, idempotency
+// key. Otherwise it refuses with NODE_LOCKED, or with LOCK_FOREIGN if PCR 15 is that of another cluster.
 func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -67,7 +65,7 @@ func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 		if err := MayResume(l.rec, claim); err != nil {
 			return err
 		}
-		// The request that is noted stays the one that kubeadm last ran for.
+		// The recorded request stays the one that kubeadm last ran for.
 		claim.Step, claim.ResultSent, claim.RequestDigest = l.rec.Step, l.rec.ResultSent, l.rec.RequestDigest
 	} else {
 		claim.Step = journal.StepLocking
@@ -76,7 +74,7 @@ func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 		claim.OwnerKey = l.rec.OwnerKey
 	}
 	claim.Policy = l.rec.Policy
-	if err := l.save(claim); err != nil { // B1: from here on it is claim's, whatever happens
+	if err := l.save(claim); err != nil { // B1: from here on the lock is claim's in every case
 		return err
 	}
 	if err := Settle(ctx, l.pcrs, l.bank, [32]byte(claim.ClusterID)); err != nil {
@@ -89,7 +87,7 @@ func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 	return nil
 }
 
-// MayResume returns an error if claim is not of the one that holds the lock by rec.
+// MayResume returns an error unless claim holds the lock in rec.
 func MayResume(rec, claim journal.Record) error {
 	switch {
 	case rec.Kind != claim.Kind:
@@ -102,7 +100,7 @@ func MayResume(rec, claim journal.Record) error {
 	return nil
 }
 
-// Taker names what has taken the lock, for an error.
+// Taker describes the holder of the lock, for an error.
 func Taker(k journal.Kind) string {
 	switch k {
 	case journal.KindInit:
@@ -114,7 +112,7 @@ func Taker(k journal.Kind) string {
 	return "a join"
 }
 
-// Relock puts PCR 15 right after a reboot of a machine that is locked already.
+// Relock extends PCR 15 after a reboot of a locked machine.
 func (l *Lock) Relock(ctx context.Context) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -124,10 +122,9 @@ func (l *Lock) Relock(ctx context.Context) error {
 	return Settle(ctx, l.pcrs, l.bank, [32]byte(l.rec.ClusterID))
 }
 
-// Moved says whether the node on this disk was another machine, and lets it become one again if so: a mainboard was exchanged, and
-// with it the TPM. What the disk has of the cluster was given to the old machine, whose certificates its owner retires; so
-// this one joins anew, also where the old one was made a node by its owner. The lock stays with its cluster (B1), and what
-// kubeadm has left is cleaned up as after a run that was cut off (B3).
+// Moved reports whether the node on this disk was another machine, and if so lets this machine become a node again: a mainboard was exchanged, and the
+// TPM with it. The credentials on the disk were issued to the old machine, whose certificates its owner retires; so this one joins again, also where the
+// owner made the old one a node. The lock stays with its cluster (B1), and the files of kubeadm are cleaned up as after an interrupted run (B3).
 func (l *Lock) Moved() (bool, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -140,19 +137,17 @@ func (l *Lock) Moved() (bool, error) {
 	})
 }
 
-// Advance notes that a step was reached. A step that lies behind is not noted again, so
-// that an unfinished kubeadm run is remembered until it was cleaned up.
+// Advance records that a step was reached. An earlier step is not recorded, so that an unfinished kubeadm run stays recorded until it is cleaned up.
 func (l *Lock) Advance(s journal.Step) error {
 	return l.Update(func(r *journal.Record) { r.Step = max(r.Step, s) })
 }
 
-// Cleaned notes that nothing is left of an unfinished kubeadm run.
+// Cleaned records that nothing is left of an unfinished kubeadm run.
 func (l *Lock) Cleaned() error {
 	return l.Update(func(r *journal.Record) { r.Step = min(r.Step, journal.StepComponents) })
 }
 
-// NewestPolicy refuses a policy that is older than one that was accepted, or another one with the
-// same serial. With keep it remembers p as accepted.
+// NewestPolicy refuses a policy that is older than the accepted one, or another one with the same serial. With keep it stores p as accepted.
 func (l *Lock) NewestPolicy(p journal.Policy, keep bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -160,7 +155,7 @@ func (l *Lock) NewestPolicy(p journal.Policy, keep bool) error {
 		return err
 	}
 	if l.rec.Policy != nil && bytes.Equal(l.rec.Policy.OwnerKey, p.OwnerKey) && l.rec.Policy.Serial == p.Serial {
-		return nil // the very one
+		return nil // the same policy
 	}
 	rec := l.rec
 	rec.Policy = &p
@@ -176,7 +171,7 @@ func (l *Lock) Update(change func(*journal.Record)) error {
 	return l.save(r)
 }
 
-// save is called with the mutex held. What it returns an error for is not remembered.
+// save is called with the mutex held. It does not keep a record that it returns an error for.
 func (l *Lock) save(r journal.Record) error {
 	if r.Locked() {
 		r.MachineID = l.machine
@@ -193,5 +188,5 @@ func (l *Lock) save(r journal.Record) error {
 	return nil
 }
 
-// Taken returns a channel that is closed once the journal names a taker.
+// Taken returns a channel that is closed once the journal has a holder.
 func (l *Lock) Taken() <-chan struct{} { return l.taken }

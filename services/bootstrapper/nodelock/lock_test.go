@@ -21,12 +21,12 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// register is PCR 15 of a machine: zero after a reboot, otherwise only ever extended.
+// register is PCR 15 of a machine: zero after a reboot, otherwise only extended.
 type register struct {
 	mu       sync.Mutex
 	value    [32]byte
 	extended int
-	fail     func(after bool) error // around an extension
+	fail     func(after bool) error // called before and after an extension
 }
 
 func (r *register) ReadPCR(_ context.Context, _ tpm.Bank, _ int) ([]byte, error) {
@@ -72,8 +72,7 @@ func joinClaim(cluster byte) journal.Record {
 	return journal.Record{Kind: journal.KindJoin, ClusterID: bytes.Repeat([]byte{cluster}, 32)}
 }
 
-// B1, B2: of many that want the lock, for different clusters and kinds, exactly one gets
-// it, PCR 15 is extended once, and with the winner's cluster.
+// B1, B2: of many calls for the lock, for different clusters and kinds, exactly one gets it, and PCR 15 is extended once, with the winner's cluster.
 func TestExactlyOneTakesTheLock(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		pcr, file := &register{}, journal.Open(filepath.Join(t.TempDir(), rapid.StringMatching(`[a-z]{12}`).Draw(rt, "file")))
@@ -108,17 +107,17 @@ func TestExactlyOneTakesTheLock(t *testing.T) {
 			}
 		}
 		if winners == 0 {
-			rt.Fatal("nobody won")
+			rt.Fatal("no caller won")
 		}
 		select {
 		case <-l.taken:
 		default:
-			rt.Fatal("taken is not told")
+			rt.Fatal("Taken is not closed")
 		}
 	})
 }
 
-// dying is a journal that dies at its n-th write, before or after it reached the disk.
+// dying is a journal that fails at its n-th write, before or after it reached the disk.
 type dying struct {
 	*journal.File
 	left  int
@@ -137,8 +136,8 @@ func (d *dying) Save(r journal.Record) error {
 	return errDead
 }
 
-// B3: whenever the machine dies while it takes the lock, with or without a reboot, the
-// same taker can go on and the register ends at its cluster's value, extended once.
+// B3: the machine stops at any point while it takes the lock, with or without a reboot. The same caller can continue, and the register has its cluster's
+// value, extended once.
 func TestACrashAroundTheExtensionIsResolved(t *testing.T) {
 	want := attest.LockValue(crypto.SHA256, [32]byte(bytes.Repeat([]byte{7}, 32)))
 	for _, reboot := range []bool{false, true} {
@@ -240,7 +239,7 @@ func TestStepsGoBackOnlyByCleaningUp(t *testing.T) {
 	}
 }
 
-// A disk that a node of another TPM has left belongs to the same cluster still, and to nobody's init any more.
+// A disk of a node with another TPM still belongs to the same cluster, and to no init any more.
 func TestADiskThatMovesToAnotherTPMStaysWithItsCluster(t *testing.T) {
 	for name, claim := range map[string]journal.Record{"joined": joinClaim(1), "initialised": initClaim(1, 2)} {
 		for _, step := range []journal.Step{journal.StepLocked, journal.StepKubeadm, journal.StepDone} {

@@ -1,5 +1,5 @@
-// Package nodelock is the irrevocable half of a machine's node lock: PCR 15, which says until the next boot
-// which cluster the machine belongs to. The durable half is the journal.
+// Package nodelock is the irrevocable half of a machine's node lock: PCR 15, which identifies the machine's cluster until the next boot. The durable
+// half is the journal.
 package nodelock
 
 import (
@@ -12,14 +12,14 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// PCRs is what the node lock needs of the TPM.
+// PCRs is the part of the TPM that the node lock uses.
 type PCRs interface {
 	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
 	Measure(ctx context.Context, pcr int, data []byte) error
 }
 
-// Settle makes PCR 15 say which cluster the machine belongs to (B1). It does nothing if it says so already, and
-// refuses with LOCK_FOREIGN if it says anything else than that or nothing.
+// Settle extends PCR 15 with the machine's cluster (B1). It does nothing if PCR 15 already has that value, and refuses with LOCK_FOREIGN if it has any
+// other but zero.
 func Settle(ctx context.Context, pcrs PCRs, bank tpm.Bank, clusterID [32]byte) error {
 	hash, ok := bank.Hash()
 	if !ok {
@@ -31,7 +31,7 @@ func Settle(ctx context.Context, pcrs PCRs, bank tpm.Bank, clusterID [32]byte) e
 	}
 	want := attest.LockValue(hash, clusterID)
 	if bytes.Equal(now, want) {
-		return nil // taken before a crash: extending again would give another value
+		return nil // extended before a crash: extending again would give another value
 	}
 	if !bytes.Equal(now, make([]byte, len(want))) {
 		return foreign(now)
@@ -48,7 +48,7 @@ func Settle(ctx context.Context, pcrs PCRs, bank tpm.Bank, clusterID [32]byte) e
 	return nil
 }
 
-// Taken says whether the machine was locked since it booted, to whichever cluster.
+// Taken reports whether the machine was locked since it booted, to any cluster.
 func Taken(ctx context.Context, pcrs PCRs, bank tpm.Bank) (bool, error) {
 	now, err := pcrs.ReadPCR(ctx, bank, attest.LockPCR)
 	if err != nil {

@@ -1,8 +1,8 @@
-// Package pki signs with the cluster's own certificate authority, whose key lies on the disk of every control plane.
+// Package pki signs with the cluster's own certificate authority, whose key is on the disk of every control plane.
 //
-// Think of it as what a control plane can do for itself while no API server runs: with an expired certificate its
-// kubelet starts no API server, and without one nobody else signs. Keys are made by the caller and stay with it; here
-// are requests, and certificates that live as long as those of the cluster's signer.
+// A control plane needs it while no API server runs: with an expired certificate its kubelet starts no API server, and without an API server there is no
+// other signer. The caller makes and keeps the keys; this package takes requests, and its certificates are valid as long as those of the cluster's
+// signer.
 package pki
 
 import (
@@ -19,7 +19,7 @@ import (
 	"time"
 )
 
-// backdate is how long before now certificates begin to be valid, for clocks that differ: that of kube-controller-manager.
+// backdate is how long before now certificates begin, for clocks that differ: as in kube-controller-manager.
 const backdate = 5 * time.Minute
 
 // Authority is a certificate authority with its key.
@@ -29,7 +29,7 @@ type Authority struct {
 	key  crypto.Signer
 }
 
-// Load reads ca.crt and ca.key of a folder, as /etc/kubernetes/pki. Its error wraps [os.ErrNotExist] if one is not there.
+// Load reads ca.crt and ca.key of a folder, as /etc/kubernetes/pki. Its error wraps [os.ErrNotExist] if one is missing.
 func Load(dir string) (*Authority, error) {
 	cert, err := os.ReadFile(filepath.Join(dir, "ca.crt"))
 	if err != nil {
@@ -51,14 +51,14 @@ func Load(dir string) (*Authority, error) {
 	return &Authority{cert: pair.Leaf, pem: bytes.TrimSpace(cert), key: signer}, nil
 }
 
-// PEM returns the authority's certificate, as it stands in ca.crt.
+// PEM returns the authority's certificate, as in ca.crt.
 func (a *Authority) PEM() []byte { return a.pem }
 
 // Certificate returns the authority's certificate.
 func (a *Authority) Certificate() *x509.Certificate { return a.cert }
 
-// Sign returns a certificate in PEM for what a PKCS#10 request in DER asks for, with one extended key usage. It ends life after
-// now, or with the authority. The request is the caller's own: nothing of it but its signature is checked.
+// Sign returns a certificate in PEM for a PKCS#10 request in DER, with one extended key usage. It expires life after now, or with the authority. The
+// request is the caller's own: only its signature is checked.
 func (a *Authority) Sign(request []byte, use x509.ExtKeyUsage, life time.Duration, now time.Time) ([]byte, error) {
 	r, err := x509.ParseCertificateRequest(request)
 	if err != nil {

@@ -16,8 +16,8 @@ func (n *Node) epoch() epoch.Keeper {
 	return epoch.Keeper{Dir: n.On(epoch.Folder), TPM: n.TPM}
 }
 
-// BeginEpoch starts a new record for a machine that becomes a control plane, and ignores the counter value left by an earlier disk. From here on an older copy
-// of this disk is found, whichever step of the join it is of.
+// BeginEpoch starts a new record for a machine that becomes a control plane, and ignores the counter value of an earlier disk. After that, an older copy
+// of this disk is detected, also one from a step of the join.
 func (n *Node) BeginEpoch(ctx context.Context) error {
 	meta, err := n.Metadata()
 	if err != nil {
@@ -38,15 +38,15 @@ func (n *Node) begin(ctx context.Context) error {
 	return nil
 }
 
-// CheckEpoch lets a control plane go on whose state disk is the newest. One whose disk was put back to an earlier copy waits for its owner: nothing
-// of the cluster is served before that (B7). It does so once: a disk is put back while the machine is off, and a join that is cut off, and waits for a
-// ticket, comes here with each try, which would wear out the counter's memory.
+// CheckEpoch returns nil on a control plane whose state disk is the newest. If the disk is an earlier copy, it waits for the owner: nothing of the
+// cluster is served before that (B7). It checks once: a disk can only be replaced while the machine is off, and a join that waits for a ticket calls it
+// with each attempt, which would wear out the counter's memory.
 func (n *Node) CheckEpoch(ctx context.Context) error {
 	meta, err := n.Metadata()
 	if err != nil {
 		return err
 	}
-	// Who was root once can have moved the authority away.
+	// An attacker with root rights may have moved the authority away.
 	if n.newest.Load() || meta.Role != metadata.RoleControlPlane && !renewal.IsControlPlane(n.Root) {
 		return nil
 	}
@@ -70,8 +70,8 @@ func (n *Node) CheckEpoch(ctx context.Context) error {
 	n.older.Store(true)
 	defer n.older.Store(false)
 	n.Log.ErrorContext(ctx, "this control plane does not start: its state disk is not the newest", "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", s.Err, "remedy", rpc.RemedyFrom(s.Err))
-	n.Console.Say("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy, or its TPM has lost its counter: docs/recovery.md says what its owner does")
-	// An image whose systemd starts the kubelet by itself has done so.
+	n.Console.Print("this control plane does not start: " + attest.ReasonName(attest.ReasonOf(s.Err)) + ". Its state disk is an older copy, or its TPM has lost its counter: docs/recovery.md has the steps for its owner")
+	// On an image whose systemd starts the kubelet by itself, the kubelet already runs.
 	if err := n.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
 		return err
 	}
@@ -79,13 +79,13 @@ func (n *Node) CheckEpoch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// The owner's key is that of the image alone: the journal is on the disk.
+	// Only the image's owner key counts: the journal is on the disk.
 	owner := n.Image.OwnerKey
 	w := &epoch.Waiting{Keeper: n.epoch(), Standing: s, Cluster: [32]byte(rec.ClusterID), Machine: n.MachineID, Owner: owner, Attester: n.Attester, Calls: n.Calls, Log: n.Log}
 	if err := w.Wait(ctx, l); err != nil {
 		return err
 	}
 	n.newest.Store(true)
-	n.Console.Say("the owner has accepted this control plane's state disk")
+	n.Console.Print("the owner has accepted this control plane's state disk")
 	return nil
 }

@@ -16,12 +16,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// pullTries is how often an image is asked for.
+// pullAttempts is how often a pull is attempted.
 const pullAttempts = 6
 
-// prepareImages has containerd start pods with the listed pause image, and pulls what a node runs, by digest (B9): kubeadm is told to pull nothing, and
-// waits only minutes for pods whose images are not there.
-func (n *Node) prepareImages(ctx context.Context, images versions.Images, controlPlane bool, tell Progress) error {
+// prepareImages makes containerd start pods with the listed pause image, and pulls the node's images by digest (B9): kubeadm is configured not to pull,
+// and waits only minutes for pods whose images are missing.
+func (n *Node) prepareImages(ctx context.Context, images versions.Images, controlPlane bool, report Progress) error {
 	if err := component.PinSandbox(ctx, n.Root, n.Machine, images[versions.Pause]); err != nil {
 		return err
 	}
@@ -32,7 +32,7 @@ func (n *Node) prepareImages(ctx context.Context, images versions.Images, contro
 	ctx, cancel := context.WithTimeout(ctx, n.Timing.Kubeadm)
 	defer cancel()
 	for i, name := range names {
-		tell(initv1.Phase_PHASE_DISK, fmt.Sprintf("pulling %s (%d of %d)", name, i+1, len(names)))
+		report(initv1.Phase_PHASE_DISK, fmt.Sprintf("pulling %s (%d of %d)", name, i+1, len(names)))
 		if err := n.pull(ctx, images[name].String()); err != nil {
 			return err
 		}
@@ -48,7 +48,7 @@ func (n *Node) pull(ctx context.Context, image string) error {
 			return nil
 		}
 		if ctx.Err() != nil || try >= pullAttempts {
-			return attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "image %s can't be pulled after %d tries: %w", image, try, err)
+			return attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "image %s can't be pulled after %d attempts: %w", image, try, err)
 		}
 		n.Log.WarnContext(ctx, "image not pulled, trying again", "image", image, "try", try, "err", err)
 		if err := retry.Wait(ctx, pause.Next(0)); err != nil {
@@ -57,7 +57,7 @@ func (n *Node) pull(ctx context.Context, image string) error {
 	}
 }
 
-// writePatches places what kubeadm changes static pods by.
+// writePatches writes the patches that kubeadm applies to static pods.
 func (n *Node) writePatches(images versions.Images) error {
 	for name, content := range kubeadm.Patches(images) {
 		if err := machine.WriteFile(n.On(path.Join(kubeadm.PatchesFolder, name)), content, 0o600, 0o755); err != nil {

@@ -27,13 +27,12 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// renewKubelet sees to it that the kubelet finds certificates that it can work with, before it is started: one whose client
-// certificate has expired asks nobody for another one, and ends. The node lock is taken, and the state disk open, since the
-// journal that says so lies on it.
+// renewKubelet ensures that the kubelet has usable certificates before it is started: a kubelet with an expired client certificate can't request another
+// one, and ends. The node lock is taken, and the state disk is open.
 //
-// A control plane signs them itself, with the authority on its disk: while its kubelet does not run, nobody else in the
-// cluster might. Any other node asks a joinservice, with fresh evidence, until it gets them; one whose certificates are still valid
-// asks for [Timing.Renewal] at most, and leaves the rest to its kubelet.
+// A control plane signs the certificates itself, with the authority on its disk: while its kubelet does not run, the cluster may have no other signer.
+// All other nodes request them from a joinservice, with fresh evidence, until they get them. A node whose certificates are still valid asks for at most
+// [Timing.Renewal], and leaves the rest to its kubelet.
 func (n *Node) renewKubelet(ctx context.Context) error {
 	node := n.Lock.Record().NodeName
 	if _, err := os.Stat(filepath.Join(n.On(machine.PKIFolder), "ca.key")); err == nil {
@@ -53,7 +52,8 @@ func (n *Node) renewKubelet(ctx context.Context) error {
 		return nil
 	}
 	n.Log.WarnContext(ctx, "this node's certificates have to be renewed before its kubelet starts", "node", node, "why", why, "by", "joinservice")
-	// An image whose systemd starts the kubelet by itself has done so. While it renews the node's Lease, joinservice takes this boot for that of a copy (J11).
+	// On an image whose systemd starts the kubelet by itself, the kubelet already runs. While it renews the node's Lease, joinservice takes this boot
+	// for that of a copy (J11).
 	if err := n.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
 		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
 	}
@@ -62,7 +62,7 @@ func (n *Node) renewKubelet(ctx context.Context) error {
 	return n.renewByJoinservice(ctx, node)
 }
 
-// renewByAuthority signs the kubelet's certificates here.
+// renewByAuthority signs the kubelet's certificates on this machine.
 func (n *Node) renewByAuthority(ctx context.Context, node, why string) error {
 	authority, err := pki.Load(n.On(machine.PKIFolder))
 	if err != nil {
@@ -83,7 +83,7 @@ func (n *Node) renewByAuthority(ctx context.Context, node, why string) error {
 	return nil
 }
 
-// SignKubelet makes new keys, and certificates for them that are as those of a ticket: each with its key, in PEM.
+// SignKubelet returns new keys with certificates like those of a ticket: each certificate with its key, in PEM.
 func (n *Node) SignKubelet(authority *pki.Authority, node string, addrs []netip.Addr) (client, serving []byte, err error) {
 	k, err := kubelet.NewKeys()
 	if err != nil {
@@ -94,7 +94,7 @@ func (n *Node) SignKubelet(authority *pki.Authority, node string, addrs []netip.
 		return nil, nil, err
 	}
 	now := n.Now()
-	if client, err = authority.Sign(askClient, x509.ExtKeyUsageClientAuth, nodeaccess.CertificateLife, now); err != nil { // J7: as long as any node's
+	if client, err = authority.Sign(askClient, x509.ExtKeyUsageClientAuth, nodeaccess.CertificateLife, now); err != nil { // J7: valid as long as that of every node
 		return nil, nil, err
 	}
 	if serving, err = authority.Sign(askServing, x509.ExtKeyUsageServerAuth, nodeaccess.CertificateLife, now); err != nil {
@@ -107,8 +107,8 @@ func (n *Node) SignKubelet(authority *pki.Authority, node string, addrs []netip.
 	return client, serving, err
 }
 
-// replaceKubelet gives the kubelet other certificates. It stops it first: a running one has its own in memory, and may be about to write
-// the next.
+// replaceKubelet gives the kubelet other certificates. It stops the kubelet first: a running one has its own in memory, and may be about to write the
+// next.
 func (n *Node) replaceKubelet(ctx context.Context, client, serving []byte) error {
 	if err := n.Machine.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
 		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
@@ -119,13 +119,13 @@ func (n *Node) replaceKubelet(ctx context.Context, client, serving []byte) error
 	return kubelet.PointKubeconfig(n.Root)
 }
 
-// asked is what one attempt leaves to the next, and to the console.
+// asked is the state that one attempt leaves to the next, and to the console.
 type asked struct {
-	order []string // endpoints, those that failed last
-	by    string   // the one that answered; empty: none did
+	order []string // endpoints, those that failed last at the end
+	by    string   // the endpoint that answered; empty: none did
 }
 
-// renewByJoinservice asks until it has got certificates, or until they need not be renewed now.
+// renewByJoinservice asks until it has received certificates, or until they need no renewal now.
 func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
 	pauses := discovery.NewPauses(n.Timing.RetryMin, n.Timing.RetryMax)
 	began := time.Now()
@@ -138,7 +138,7 @@ func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
 		n.Attempts.Refused(err)
 		n.Log.WarnContext(ctx, "the kubelet's certificates are not renewed yet", "node", node, "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "remedy", rpc.RemedyFrom(err))
 		if how, _ := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now()); how == kubelet.NeedNone || how == kubelet.NeedSoon && time.Since(began) > n.Timing.Renewal {
-			return nil // the kubelet has asked itself, or will
+			return nil // the kubelet has requested them itself, or will
 		}
 		wait := pauses.Next(err)
 		n.Attempts.Wait(wait)
@@ -149,7 +149,7 @@ func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
 	}
 }
 
-// renewOnce makes one try, over a connection that is made for it: the evidence is of now.
+// renewOnce makes one attempt, over a new connection, with fresh evidence.
 func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	t.by = ""
 	meta, err := n.Metadata()
@@ -159,7 +159,7 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	t.order = discovery.Merge(t.order, discovery.Endpoints(meta))
 	n.Attempts.Begin(t.order)
 	if len(t.order) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNobody)
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNoJoinservice)
 	}
 	endpoint, first, err := discovery.Race(ctx, t.order, n.Timing.Stagger, n.Timing.Dial)
 	if err != nil {
@@ -179,7 +179,7 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	return nil
 }
 
-// renewAt asks one joinservice.
+// renewAt requests the certificates from one joinservice.
 func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, meta *metadata.Machine) error {
 	k, err := kubelet.NewKeys()
 	if err != nil {
@@ -222,11 +222,11 @@ func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, m
 		return err
 	}
 	n.Log.InfoContext(ctx, "the kubelet has new certificates", "node", node, "endpoint", s.Endpoint, "renewal", fmt.Sprintf("%x", resp.GetRenewalId()))
-	n.Console.Say("the node " + node + " has new certificates")
+	n.Console.Print("the node " + node + " has new certificates")
 	return nil
 }
 
-// clusterRoots returns the authority that the kubelet's kubeconfig names.
+// clusterRoots returns the authority in the kubelet's kubeconfig.
 func (n *Node) clusterRoots() (*x509.CertPool, error) {
 	c, err := kubelet.ClusterOf(n.Root, kubeadm.KubeletConf)
 	if err != nil {

@@ -10,14 +10,14 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 )
 
-// metrics show how far the machine is, by its journal.
+// metrics show the machine's progress, by its journal.
 type metrics struct {
 	locked prometheus.Gauge
 	phase  *prometheus.GaugeVec
 
 	mu    sync.Mutex
 	step  journal.Step
-	since time.Time // zero: it was always at it
+	since time.Time // zero: the journal was always at this step
 }
 
 func (n *Node) registerMetrics() error {
@@ -38,7 +38,7 @@ func (n *Node) registerMetrics() error {
 	return nil
 }
 
-// observe shows a record of the journal, beginning with the one that an earlier process left.
+// observe shows a record of the journal, first the one that an earlier process left.
 func (m *metrics) observe(r journal.Record) {
 	if r.Locked() {
 		m.locked.Set(1)
@@ -60,7 +60,7 @@ func (m *metrics) observe(r journal.Record) {
 	}
 }
 
-// Since returns when the journal's step was reached; zero: the machine was always at it.
+// Since returns when the journal's step was reached; zero: the journal was always at it.
 func (n *Node) Since() time.Time {
 	n.metrics.mu.Lock()
 	defer n.metrics.mu.Unlock()

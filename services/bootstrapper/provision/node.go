@@ -1,8 +1,8 @@
-// Package provision is what turns a machine into a node once it has the node lock: it opens the state disk, installs the components, runs kubeadm
-// and starts the node's units.
+// Package provision turns a machine into a node once it has the node lock: it opens the state disk, installs the components, runs kubeadm and starts the
+// node's units.
 //
-// Think of a [Node] as the machine with what it knows of itself. The packages initserver and joinclient decide in which order its steps are taken. Each
-// step may be repeated after a crash (B3).
+// A [Node] is the machine with its configuration and state. The packages initserver and joinclient decide on the order of its steps. Each step may be
+// repeated after a crash (B3).
 package provision
 
 import (
@@ -35,21 +35,20 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Timing has the bootstrapper's timeouts and pauses. [DefaultTiming] are those of production.
+// Timing has the bootstrapper's timeouts and pauses; see [DefaultTiming].
 type Timing struct {
 	// Stagger is the head start of one joinservice before the next.
 	Stagger time.Duration
 	// RetryMin and RetryMax bound the pause between two attempts to join.
 	RetryMin, RetryMax time.Duration
-	// Dial bounds the wait for a connection, Ticket that for a ticket.
+	// Dial bounds the wait for a connection, Ticket the wait for a ticket.
 	Dial, Ticket time.Duration
-	// Linger is how long an init's result can still be fetched after it was sent once, and
-	// Unclaimed how long if it was not.
+	// Linger is how long an init's result can still be fetched after it was sent once, and Unclaimed how long if it was never sent.
 	Linger, Unclaimed time.Duration
 	// Kubeadm bounds one run of kubeadm, Reset one clean-up, ClusterState the writing of the
 	// cluster's own objects.
 	Kubeadm, Reset, ClusterState time.Duration
-	// Renewal is how long a node that has valid certificates asks for new ones before its kubelet starts.
+	// Renewal is how long a node with valid certificates asks for new ones before its kubelet starts.
 	Renewal time.Duration
 }
 
@@ -61,7 +60,7 @@ var DefaultTiming = Timing{
 	Renewal: time.Minute,
 }
 
-// TPM is what the bootstrapper needs of the TPM beside evidence.
+// TPM is the part of the TPM that the bootstrapper uses beside evidence.
 type TPM interface {
 	nodelock.PCRs
 	EndorsementKey(ctx context.Context) (tpm.EK, error)
@@ -72,37 +71,37 @@ type TPM interface {
 type Config struct {
 	// Image is the image's measured configuration.
 	Image *metadata.Image
-	// Metadata reads the machine's metadata; it is called whenever they are needed.
+	// Metadata reads the machine's metadata; it is called each time they are needed.
 	Metadata func() (*metadata.Machine, error)
-	// Journal is the machine's memory.
+	// Journal stores the machine's state across restarts.
 	Journal nodelock.Journal
 	// Machine runs units and kubeadm.
 	Machine machine.Machine
-	// Root stands for the root of the file system: "/" on a machine.
+	// Root is the root of the file system: "/" on a machine.
 	Root string
-	// TPM is the machine's.
+	// TPM is the machine's TPM.
 	TPM TPM
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
 	// NewVerifier returns a verifier that trusts the roots.
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
-	// Components bounds what components may take.
+	// Components bounds the resources for components.
 	Components component.Limits
 	// Timing are the timeouts and pauses.
 	Timing Timing
-	// Metrics takes what docs/metrics.md lists.
+	// Metrics registers the metrics, which docs/metrics.md lists.
 	Metrics prometheus.Registerer
 	// Calls counts connections and calls of the process's servers.
 	Calls *rpc.Metrics
-	// Log gets everything, also what a caller does not learn.
+	// Log receives all records, also details that a caller does not get.
 	Log *slog.Logger
-	// Console shows a person at the machine what happens; nil: it is not shown.
+	// Console shows the progress on the machine's screen; nil: it has none.
 	Console *console.Console
-	// Now is the machine's clock, by which certificates are valid or not; nil means [time.Now].
+	// Now returns the time for checks of certificates; nil means [time.Now].
 	Now func() time.Time
 }
 
-// Node is a machine that becomes a node, or has become one.
+// Node is a machine that becomes a node, or is one.
 type Node struct {
 	Config
 
@@ -114,7 +113,7 @@ type Node struct {
 	MachineID attest.MachineID
 	// OwnerKey verifies the owner's signatures; nil: the owner is not known.
 	OwnerKey ed25519.PublicKey
-	// Attempts are the machine's calls to joinservices, for its status.
+	// Attempts records the machine's calls to joinservices, for its status.
 	Attempts discovery.Attempts
 	// Joins counts attempts to join by reason.
 	Joins *prometheus.CounterVec
@@ -122,11 +121,11 @@ type Node struct {
 	metrics  metrics
 	renewing atomic.Bool // the kubelet's certificates
 	older    atomic.Bool // the state disk is not the newest
-	newest   atomic.Bool // the state disk was found to be the newest, or a new record was begun, since this process started
+	newest   atomic.Bool // since this process started, the state disk was found to be the newest, or a new record was begun
 }
 
-// New reads the journal and looks at disk and TPM. It returns an error that says which fields
-// of cfg are missing or wrong, or why this machine can't go on.
+// New reads the journal and checks the disk and the TPM. It returns an error that names the fields of cfg that are missing or wrong, or the reason why
+// this machine can't continue.
 func New(ctx context.Context, cfg Config) (*Node, error) {
 	if err := required.Fields("provision.New", cfg, "Console", "Now"); err != nil {
 		return nil, err
@@ -165,19 +164,19 @@ func New(ctx context.Context, cfg Config) (*Node, error) {
 	if n.Lock, err = nodelock.Open(cfg.Journal, cfg.TPM, n.Bank, n.MachineID.String(), n.metrics.observe); err != nil {
 		return nil, err
 	}
-	if n.OwnerKey == nil && cfg.Image.NoOwnerKey { // it knew its owner with an earlier image
+	if n.OwnerKey == nil && cfg.Image.NoOwnerKey { // an earlier image had the owner's key
 		n.OwnerKey = ed25519.PublicKey(n.Lock.Record().OwnerKey)
 	}
 	n.Log = n.Log.With("machine", n.MachineID.String())
 	return n, metadata.ReportInsecure(cfg.Metrics, cfg.Image, n.Log)
 }
 
-// On returns the real place of an absolute path on the machine.
+// On returns the path, below Root, of an absolute path on the machine.
 func (n *Node) On(path string) string { return filepath.Join(n.Root, path) }
 
 // OpenSession returns a session with the joinservice at the other end of first, which is appraised with the next call.
 func (n *Node) OpenSession(ctx context.Context, endpoint string, first net.Conn) (*discovery.Session, error) {
-	// The machine's cluster, once it has one; before, any: it can't know.
+	// The session requires the machine's cluster, if it has one; before that it accepts any cluster.
 	lock := attest.AnyLock()
 	if rec := n.Lock.Record(); rec.Locked() {
 		lock = attest.LockedTo([32]byte(rec.ClusterID))

@@ -9,11 +9,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
-// mayStartFile lets systemd start the kubelet, whose unit has it as a condition: nothing of the state disk runs before it was compared.
+// mayStartFile is a condition of the kubelet's unit, so that nothing of the state disk runs before it was compared.
 const mayStartFile = "/run/muster/kubelet-may-start"
 
-// RenewControlPlane renews what has expired of a control plane's certificates. It comes after the node lock and the state disk: where that is
-// encrypted, attestation or a recovery has opened it.
+// RenewControlPlane renews a control plane's expired certificates. It is called after the node lock and the state disk: if that is encrypted,
+// attestation or a recovery has opened it.
 func (n *Node) RenewControlPlane(ctx context.Context) error {
 	stop := func() error { return n.Machine.Unit(ctx, "stop", machine.UnitKubelet) }
 	if err := renewal.AtBoot(n.Root, n.Kubeadm.Certificates(), n.Now(), n.Log, stop); err != nil {
@@ -22,21 +22,21 @@ func (n *Node) RenewControlPlane(ctx context.Context) error {
 	return nil
 }
 
-// StartNode makes sure that what a node needs is running: attester and kubelet, and on a control plane what renews its certificates. The kubelet has
-// usable certificates then.
+// StartNode starts the units of a node: attester and kubelet, and on a control plane the renewal of certificates. The kubelet has usable certificates
+// then.
 func (n *Node) StartNode(ctx context.Context) error {
 	if err := n.RenewControlPlane(ctx); err != nil {
-		// Without it the kubelet may still run what needs no certificate of these, and its unit tries again.
+		// Without them the kubelet may still run pods that do not need these certificates, and the renewal's unit tries again.
 		n.Log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
 	}
-	// The attester first: pods that the kubelet starts ask it.
+	// The attester starts first: pods that the kubelet starts use it.
 	if err := n.startUnit(ctx, machine.UnitAttester); err != nil {
 		return err
 	}
 	if err := n.renewKubelet(ctx); err != nil {
 		return err
 	}
-	// Not enabled: before the machine is a node, there is nothing to renew.
+	// The unit is not enabled: before the machine is a node, there is nothing to renew.
 	if err := n.Machine.Unit(ctx, "start", machine.UnitRenewal); err != nil {
 		return fmt.Errorf("%s: %w", machine.UnitRenewal, err)
 	}
@@ -55,9 +55,9 @@ func (n *Node) startUnit(ctx context.Context, unit string) error {
 	return nil
 }
 
-// ServeAgain starts the kubelet of a control plane that is not noted as a node yet, and with it what kubeadm has made of etcd and API server: after a power cut nobody else does (B8), and
-// what is left to do needs them (B3). What is on the disk has been compared by then (B7, B8). If the machine was off for so long that its certificates have ended, it signs new ones itself, for
-// there may be nobody else to do so; certificates that serve it for now are left to startNode.
+// ServeAgain starts the kubelet of a control plane whose journal is not at its last step, and with it the etcd and API server that kubeadm has made.
+// After a power cut nothing else starts them (B8), and the remaining steps need them (B3). The disk has been compared before (B7, B8). If the
+// certificates expired while the machine was off, it signs new ones itself, since no other signer may run; valid certificates are left to StartNode.
 func (n *Node) ServeAgain(ctx context.Context) error {
 	if err := n.RenewControlPlane(ctx); err != nil {
 		n.Log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
@@ -77,7 +77,7 @@ func (n *Node) ServeAgain(ctx context.Context) error {
 	return nil
 }
 
-// LetKubeletStart has the kubelet's unit start from now on, in this boot.
+// LetKubeletStart allows the kubelet's unit to start from now on, in this boot.
 func (n *Node) LetKubeletStart() error {
 	return machine.WriteFile(n.On(mayStartFile), nil, 0o600, 0o755)
 }

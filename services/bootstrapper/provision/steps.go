@@ -23,30 +23,30 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Progress tells whoever watches what is being done.
+// Progress reports the present step to clients and the console.
 type Progress func(phase initv1.Phase, text string)
 
-// OpenDisk gives the state disk its key.
-func (n *Node) OpenDisk(ctx context.Context, key keys.Disk, tell Progress) error {
-	tell(initv1.Phase_PHASE_LOCKED, "opening the state disk")
+// OpenDisk sets the state disk's key.
+func (n *Node) OpenDisk(ctx context.Context, key keys.Disk, report Progress) error {
+	report(initv1.Phase_PHASE_LOCKED, "opening the state disk")
 	if err := n.Disk.SetKey(ctx, key); err != nil {
 		return err
 	}
 	if err := n.Lock.Advance(journal.StepDisk); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_DISK, "the state disk is open")
+	report(initv1.Phase_PHASE_DISK, "the state disk is open")
 	return nil
 }
 
 // Install installs components and images.
-func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane bool, tell Progress) error {
+func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane bool, report Progress) error {
 	in := component.New(n.Root, n.Components, n.Log)
 	defer in.Close()
-	if err := in.Install(ctx, s.Components, func(text string) { tell(initv1.Phase_PHASE_DISK, text) }); err != nil {
+	if err := in.Install(ctx, s.Components, func(text string) { report(initv1.Phase_PHASE_DISK, text) }); err != nil {
 		return err
 	}
-	if err := n.prepareImages(ctx, s.Images, controlPlane, tell); err != nil {
+	if err := n.prepareImages(ctx, s.Images, controlPlane, report); err != nil {
 		return err
 	}
 	if err := component.ListFile(n.On(component.KeptList)).Save(s.List); err != nil {
@@ -55,21 +55,21 @@ func (n *Node) Install(ctx context.Context, s *component.Software, controlPlane 
 	if err := n.Lock.Advance(journal.StepComponents); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_COMPONENTS, "components are installed")
+	report(initv1.Phase_PHASE_COMPONENTS, "components are installed")
 	return nil
 }
 
-// NoEtcd is for machines that were never in anybody's etcd.
+// NoEtcd is the leave function of a machine that was never in a cluster's etcd.
 func NoEtcd(context.Context) error { return nil }
 
-// Clean removes what an unfinished kubeadm run left, if there was one (B3). It needs
-// kubeadm itself, so components come first. leave takes the machine out of the cluster's etcd.
-func (n *Node) Clean(ctx context.Context, tell Progress, leave func(context.Context) error) error {
+// Clean removes what an unfinished kubeadm run left, if there was one (B3). It needs kubeadm itself, so components come first. leave removes the machine
+// from the cluster's etcd.
+func (n *Node) Clean(ctx context.Context, report Progress, leave func(context.Context) error) error {
 	if n.Lock.Record().Step < journal.StepConfigured {
-		// A machine whose disk was replaced has left what its journal does not know of.
+		// A machine whose disk was replaced may have left a member that its journal does not know.
 		return leave(ctx)
 	}
-	tell(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
+	report(initv1.Phase_PHASE_COMPONENTS, "cleaning up after an earlier try")
 	return n.reset(ctx, leave)
 }
 
@@ -83,8 +83,7 @@ func (n *Node) reset(ctx context.Context, leave func(context.Context) error) err
 	if err := n.Machine.Kubeadm(ctx, n.Output(ctx, "kubeadm reset", &tail), kubeadm.Reset(n.Kubeadm)...); err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm reset: %w\n%s", err, tail.String())
 	}
-	// What kubeadm leaves, or does not find. The cluster never came to life on this
-	// machine, or knows nothing of it any more, so nothing of value is in there.
+	// kubeadm leaves these folders, or does not find them. The cluster never ran on this machine, or no longer knows it, so they have no data of value.
 	for _, dir := range []string{machine.EtcdFolder, machine.KubeletPKI} {
 		if err := machine.EmptyDir(n.On(dir)); err != nil {
 			return err
@@ -101,9 +100,9 @@ func (n *Node) reset(ctx context.Context, leave func(context.Context) error) err
 	return n.Lock.Cleaned()
 }
 
-// RunKubeadm writes the configuration and runs kubeadm with it, whose static pods name the images. The journal says so
-// before, since a run that was cut off can't be continued, and after.
-func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, images versions.Images, tell Progress, leave func(context.Context) error) error {
+// RunKubeadm writes the configuration and runs kubeadm with it; its static pods name the images. The journal is written before, since an interrupted run
+// can't be continued, and after.
+func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, images versions.Images, report Progress, leave func(context.Context) error) error {
 	if err := n.writePatches(images); err != nil {
 		return err
 	}
@@ -119,7 +118,7 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 	if err := n.Lock.Advance(journal.StepKubeadm); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_CONFIGURED, "running kubeadm "+verb)
+	report(initv1.Phase_PHASE_CONFIGURED, "running kubeadm "+verb)
 	run, cancel := context.WithTimeout(ctx, n.Timing.Kubeadm)
 	defer cancel()
 	var tail kubeadm.Tail
@@ -129,10 +128,10 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 		line(l)
 		if name, ok := kubeadm.Phase(l); ok && name != at {
 			at = name
-			tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
+			report(initv1.Phase_PHASE_CONFIGURED, "kubeadm "+verb+": "+name)
 		}
 	}, verb, "--config", n.On(machine.KubeadmConfig))
-	// K3: there may be a token in it. If we are killed before, it is gone with the next clean-up, or the next boot.
+	// K3: the configuration may have a token. If the bootstrapper is killed before this, the next clean-up or the next boot removes it.
 	for _, file := range []string{machine.KubeadmConfig, kubeadm.DiscoveryConf} {
 		if rerr := os.Remove(n.On(file)); rerr != nil && !errors.Is(rerr, fs.ErrNotExist) {
 			return rerr
@@ -144,26 +143,26 @@ func (n *Node) RunKubeadm(ctx context.Context, verb string, config []byte, image
 	if err != nil {
 		err = attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm %s: %w\n%s", verb, err, tail.String())
 		if ctx.Err() != nil {
-			return err // stopping; the journal says what to clean up
+			return err // stopping; by the journal, the next start cleans up
 		}
-		tell(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
+		report(initv1.Phase_PHASE_CONFIGURED, "kubeadm failed; cleaning up")
 		if rerr := n.reset(ctx, leave); rerr != nil {
 			n.Log.ErrorContext(ctx, "can't clean up after kubeadm; trying again before the next run", "err", rerr)
 		}
 		return err
 	}
-	// B3: kubeadm leaves its files to the kernel's caches, and the journal never looks at them again.
+	// B3: kubeadm leaves its files in the kernel's caches, and the journal does not check them again.
 	if err := machine.Sync(n.On(machine.KubernetesFolder), n.On(machine.KubeletFolder)); err != nil {
 		return err
 	}
 	if err := n.Lock.Advance(journal.StepKubeadmRan); err != nil {
 		return err
 	}
-	tell(initv1.Phase_PHASE_KUBEADM, "kubeadm "+verb+" has finished")
+	report(initv1.Phase_PHASE_KUBEADM, "kubeadm "+verb+" has finished")
 	return nil
 }
 
-// Output logs each line of a program, redacted, and keeps the last ones.
+// Output returns a function that logs each line of a program, redacted, and keeps the last ones in tail.
 func (n *Node) Output(ctx context.Context, program string, tail *kubeadm.Tail) func(string) {
 	return func(l string) {
 		tail.Add(l)
@@ -173,7 +172,7 @@ func (n *Node) Output(ctx context.Context, program string, tail *kubeadm.Tail) f
 	}
 }
 
-// WriteAuthz places the API server's configuration of authorization and admission.
+// WriteAuthz writes the API server's configuration of authorization and admission.
 func (n *Node) WriteAuthz() error {
 	if err := machine.WriteFile(n.On(kubeadm.AuthzFile), []byte(kubeadm.AuthzConfig), 0o600, 0o755); err != nil {
 		return err
@@ -181,8 +180,7 @@ func (n *Node) WriteAuthz() error {
 	return machine.WriteFile(n.On(kubeadm.AdmissionFile), []byte(podsecurity.Config), 0o600, 0o755)
 }
 
-// DiskError gives the error of a disk that takes nothing its own reason, which also reaches an init's
-// caller: such an error is no fault of ours, and who frees the disk may go on.
+// DiskError gives a reason to the error of a disk that takes no writes, for the init's caller too: the owner can free space and continue.
 func DiskError(err error) error {
 	if attest.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
 		return err
@@ -195,14 +193,14 @@ func DiskError(err error) error {
 	return err
 }
 
-// KubeadmNode is what kubeadm is told of the machine.
+// KubeadmNode returns the machine's data for kubeadm.
 func KubeadmNode(m *metadata.Machine) kubeadm.Node {
 	return kubeadm.Node{Name: m.Name, Addresses: append([]netip.Addr(nil), m.Addresses...)}
 }
 
-// Finish starts what a node needs and notes that all is done.
+// Finish starts the units of a node and sets the journal's last step.
 func (n *Node) Finish(ctx context.Context) error {
-	if err := n.CheckEpoch(ctx); err != nil { // B7: it may be a copy of before, of the middle of a join
+	if err := n.CheckEpoch(ctx); err != nil { // B7: it may be an earlier copy, from the middle of a join
 		return err
 	}
 	if err := n.StartNode(ctx); err != nil {

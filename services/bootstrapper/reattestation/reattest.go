@@ -1,5 +1,5 @@
-// Package reattest attests a node's machine to the joinservices of its cluster again and again, since its kubelet's certificates are renewed on a recent
-// attestation result only (J7).
+// Package reattestation attests a node's machine to the joinservices of its cluster at intervals, since its kubelet's certificates are only renewed with
+// a recent attestation result (J7).
 package reattestation
 
 import (
@@ -33,19 +33,16 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// maxInterval is the longest pause that a joinservice may ask for.
+// maxInterval is the longest pause that a joinservice may request.
 const maxInterval = time.Hour
 
-// Timing are the waits of an [Attester]. [DefaultTiming] are those of
-// production.
+// Timing are the waits of an [Attester]; see [DefaultTiming].
 type Timing struct {
-	// Interval is the pause after a success if the joinservice names none that is above zero
-	// and at most 1 h.
+	// Interval is the pause after a success, unless the joinservice requests one that is above zero and at most 1 h.
 	Interval time.Duration
 	// RetryMin and RetryMax bound the pause after a failure.
 	RetryMin, RetryMax time.Duration
-	// Stagger is the head start of one joinservice before the next, Dial bounds the wait for a
-	// connection, Call one whole try.
+	// Stagger is the head start of one joinservice before the next. Dial bounds the wait for a connection, Call one whole attempt.
 	Stagger, Dial, Call time.Duration
 }
 
@@ -59,40 +56,40 @@ var DefaultTiming = Timing{
 type Config struct {
 	// Image is the image's measured configuration.
 	Image *metadata.Image
-	// Metadata reads the machine's metadata, Journal its memory; both are called for each try.
+	// Metadata reads the machine's metadata, Journal its journal; both are called for each attempt.
 	Metadata func() (*metadata.Machine, error)
 	Journal  func() (journal.Record, error)
-	// Root stands for the root of the file system: "/" on a machine. When the kubelet's certificates below it end is reported.
+	// Root is the root of the file system: "/" on a machine. The expiry of the kubelet's certificates below it is reported.
 	Root string
-	// Policy keeps the newest policy that a joinservice was accepted by: [journal.AttesterPolicy].
+	// Policy stores the newest policy by which a joinservice was accepted: [journal.AttesterPolicy].
 	Policy nodelock.Journal
-	// TPM is the machine's.
+	// TPM is the machine's TPM.
 	TPM discovery.PCRReader
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
-	// NewVerifier gives a verifier that trusts the roots.
+	// NewVerifier returns a verifier that trusts the roots.
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
 	// Timing are the waits.
 	Timing Timing
-	// Metrics takes muster_reattestations_total, muster_reattestation_last_success_timestamp_seconds,
-	// muster_insecure_config and muster_state_disk_findings.
+	// Metrics registers muster_reattestations_total, muster_reattestation_last_success_timestamp_seconds, muster_insecure_config and
+	// muster_state_disk_findings.
 	Metrics prometheus.Registerer
 	Log     *slog.Logger
 }
 
-// Attester attests a node's machine to the joinservices of its cluster again and again, since
-// its kubelet's certificates are renewed on a recent verdict only (J7).
+// Attester attests a node's machine to the joinservices of its cluster at intervals, since its kubelet's certificates are only renewed with a recent
+// verdict (J7).
 type Attester struct {
 	cfg   Config
 	bank  tpm.Bank
 	total *prometheus.CounterVec
 	last  prometheus.Gauge
-	order []string // endpoints, those that failed last
+	order []string // endpoints, those that failed last at the end
 
 	verifiers oneVerifier
 }
 
-// New returns a Reattester, or says which part of cfg is missing or wrong.
+// New returns an Attester, or an error that names the missing or wrong field of cfg.
 func New(cfg Config) (*Attester, error) {
 	if err := required.Fields("reattest.New", cfg); err != nil {
 		return nil, err
@@ -104,7 +101,7 @@ func New(cfg Config) (*Attester, error) {
 	r := &Attester{
 		cfg: cfg, bank: bank, verifiers: oneVerifier{make: cfg.NewVerifier},
 		total: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_reattestations_total", Help: "Tries to attest this machine to its cluster again, by reason; ACCEPTED: the verdict is recorded.",
+			Name: "muster_reattestations_total", Help: "Attempts to attest this machine to its cluster again, by reason; ACCEPTED: the verdict is recorded.",
 		}, []string{"reason"}),
 		last: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "muster_reattestation_last_success_timestamp_seconds", Help: "When this machine was last accepted, in seconds since 1970; 0: not since the attester started.",
@@ -121,11 +118,10 @@ func New(cfg Config) (*Attester, error) {
 	return r, metadata.ReportInsecure(cfg.Metrics, cfg.Image, cfg.Log)
 }
 
-// errNoNode says that there is nothing to attest yet: the bootstrapper is not done.
+// errNoNode means that there is nothing to attest yet: the bootstrapper is not done.
 var errNoNode = errors.New("this machine is no node yet")
 
-// Run attests until ctx ends. No failure ends it: the services of this machine need its process for
-// their own evidence.
+// Run attests until ctx ends. It continues after failures: the services of this machine need its process for their own evidence.
 func (r *Attester) Run(ctx context.Context) error {
 	t := r.cfg.Timing
 	pauses := discovery.NewPauses(t.RetryMin, t.RetryMax)
@@ -134,7 +130,7 @@ func (r *Attester) Run(ctx context.Context) error {
 		var wait time.Duration
 		switch {
 		case ctx.Err() != nil:
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		case err == nil:
 			pauses = discovery.NewPauses(t.RetryMin, t.RetryMax)
 			wait = interval - rand.N(interval/5+1) //nolint:gosec // spreads load, protects nothing
@@ -149,20 +145,20 @@ func (r *Attester) Run(ctx context.Context) error {
 			r.cfg.Log.WarnContext(ctx, "this machine could not attest to its cluster", "reason", reason, "err", err, "remedy", rpc.RemedyFrom(err), "again_in", wait.String())
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		}
 	}
 }
 
-// refusesNode are the reasons with which a cluster says that a machine is not fit to be a node.
+// refusesNode are the reasons with which a cluster refuses a machine as a node.
 var refusesNode = map[attestv1.Reason]bool{
 	attestv1.Reason_REASON_POLICY_REFUSED: true, attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_NOT_ENROLLED: true,
 	attestv1.Reason_REASON_CLOCK_WENT_BACK: true, attestv1.Reason_REASON_MACHINE_CLONED: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_EK_UNTRUSTED: true,
 }
 
-// labelOf gives the metric's reason. Alerts take a bare name of [refusesNode] for the cluster's word about this machine, so nobody
-// else can cause one: with UNPROVEN_ before it, it is the word of somebody who had not proven to be a joinservice, and with
-// JOINSERVICE_ it is what this machine says of whoever answered.
+// labelOf returns the metric's reason. Alerts take a plain name of [refusesNode] as the cluster's refusal of this machine, so no other peer may cause
+// one: a refusal by a peer that has not proven to be a joinservice has the prefix UNPROVEN_, and a refusal by this machine of the peer has the prefix
+// JOINSERVICE_.
 func labelOf(err error) string {
 	reason := discovery.ReasonOf(err)
 	name := attest.ReasonName(reason)
@@ -176,8 +172,8 @@ func labelOf(err error) string {
 	return name
 }
 
-// oneVerifier keeps the verifier of the latest roots, and with it the attestation keys that it knows. A joinservice whose key is known need not answer a
-// challenge, which it does for machines alone that it has accepted: so it has proven itself before it refuses.
+// oneVerifier keeps the verifier of the latest roots, and with it the attestation keys that it knows. A joinservice with a known key need not answer a
+// challenge, and it answers challenges only to machines that it has accepted: so one with a known key has proven itself before it refuses.
 type oneVerifier struct {
 	make func(roots []*x509.Certificate) (attest.Verifier, error)
 
@@ -187,7 +183,7 @@ type oneVerifier struct {
 }
 
 func (o *oneVerifier) of(roots []*x509.Certificate) (attest.Verifier, error) {
-	if len(roots) == 0 { // it verifies nothing
+	if len(roots) == 0 { // a verifier without roots verifies nothing
 		return o.make(nil)
 	}
 	o.mu.Lock()
@@ -202,7 +198,7 @@ func (o *oneVerifier) of(roots []*x509.Certificate) (attest.Verifier, error) {
 	return v, err
 }
 
-// once makes one try, and says after what pause the joinservice wants the next.
+// once makes one attempt, and returns the pause that the joinservice requests.
 func (r *Attester) once(ctx context.Context) (time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.Timing.Call)
 	defer cancel()
@@ -234,15 +230,14 @@ func (r *Attester) once(ctx context.Context) (time.Duration, error) {
 	return interval, nil
 }
 
-// by attests to one joinservice, over a connection that is made for it: what it records is a
-// verdict of now.
+// by attests to one joinservice, over a new connection, so that the recorded verdict is fresh.
 func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec journal.Record) (time.Duration, error) {
 	owner := r.cfg.Image.OwnerKey
 	if owner == nil && r.cfg.Image.NoOwnerKey && len(rec.OwnerKey) > 0 {
 		owner = ed25519.PublicKey(rec.OwnerKey)
 	}
 	client, err := discovery.Open(ctx, discovery.SessionConfig{
-		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line each time
+		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line for each attempt
 		Verification: discovery.Verification{
 			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, Lowest: r.cfg.Image.LowestPolicySerial, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
 			Newest: discovery.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,

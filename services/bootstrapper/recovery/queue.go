@@ -14,88 +14,85 @@ import (
 const (
 	// maxWrong is how many wrong keys a source may send at once.
 	maxWrong = 5
-	// perWrong is how long it takes until it may send one more.
+	// perWrong is the time after which it may send one more.
 	perWrong = 12 * time.Second
-	// betweenTries is the least time between a wrong key and the next try, whoever sends it: the processor
-	// belongs to the machine's own work.
+	// betweenAttempts is the least time between a wrong key and the next attempt of any source: the machine's own work needs the processor.
 	betweenAttempts = time.Second
-	// maxWaiting is how many calls wait for their turn at one time.
+	// maxWaiting is how many calls wait in the queue at one time.
 	maxWaiting = 16
-	// comeBack is what a source that finds no place is asked to wait; placeKept is for how long its place
-	// is kept.
+	// comeBack is the pause that a source without a place is asked for; placeKept is how long its place is kept.
 	comeBack  = 2 * time.Second
 	placeKept = time.Minute
-	// maxSources bounds the memory.
+	// maxSources bounds the sources in memory.
 	maxSources = 4096
 )
 
-// turns decides who may try a key next. It knows nothing of RPC.
+// queue decides which call may try a key next. It knows nothing of RPC.
 //
-// One key is tried at a time. A source has one call that waits or is tried, and maxWrong wrong keys
-// by the minute. Who asked first goes first, by source, and what counts is when it first asked since its
-// last try, even if it was sent away since: so a source that comes back passes all that came
-// after it, and many sources together can delay the owner by one try each, not keep it out.
-type turns struct {
+// One key is tried at a time. A source has one call that waits or is tried, and maxWrong wrong keys a minute. The source that asked first goes first.
+// Its place counts from its first call since its last attempt, also if it was refused for lack of a place since: so a source that comes back goes before
+// all sources that came later, and many sources together can delay the owner by one attempt each, but not keep it out.
+type queue struct {
 	now   func() time.Time
 	pause time.Duration
 
 	mu      sync.Mutex
 	busy    bool
-	waiting []*turn
+	waiting []*slot
 	sources map[netip.Prefix]*source
 }
 
-// source is what is remembered of a network address.
+// source is the state of a network address.
 type source struct {
 	left    float64   // wrong keys that it may send now
-	counted time.Time // when left was that
-	present bool      // a call of it waits or is tried
-	since   time.Time // when it first asked since its last try; zero: it does not wait
-	asked   time.Time // when it asked last
+	counted time.Time // the time of left
+	present bool      // it has a call that waits or is tried
+	since   time.Time // its first call since its last attempt; zero: it does not wait
+	asked   time.Time // its last call
 }
 
-// turn is a call that waits. Exactly one thing is sent to it: nil if it may try, else why not.
-type turn struct {
+// slot is a call that waits. It receives exactly one value: nil if it may try, or an error.
+type slot struct {
 	source *source
 	ready  chan error
 }
 
-func newQueue(now func() time.Time, pause time.Duration) *turns {
-	return &turns{now: now, pause: pause, sources: map[netip.Prefix]*source{}}
+func newQueue(now func() time.Time, pause time.Duration) *queue {
+	return &queue{now: now, pause: pause, sources: map[netip.Prefix]*source{}}
 }
 
-// take waits for the turn of a call from that address; waits is called if it is not now. Who gets it
-// calls done once, and says whether the key was wrong.
-func (t *turns) take(ctx context.Context, from netip.Prefix, waits func()) (done func(wrong bool), err error) {
-	s, mine, err := t.enter(from)
+// take waits until a call from that address may try a key; it calls waits if that is not now. The caller calls done once, with whether the key was
+// wrong.
+func (q *queue) take(ctx context.Context, from netip.Prefix, waits func()) (done func(wrong bool), err error) {
+	s, mine, err := q.enter(from)
 	if err != nil {
 		return nil, err
 	}
 	if mine == nil {
-		return func(wrong bool) { t.leave(s, wrong) }, nil
+		return func(wrong bool) { q.leave(s, wrong) }, nil
 	}
 	waits()
 	select {
 	case err = <-mine.ready:
 	case <-ctx.Done():
-		err = t.giveUp(mine, ctx.Err())
+		err = q.giveUp(mine, ctx.Err())
 	}
 	if err != nil {
 		return nil, err
 	}
-	return func(wrong bool) { t.leave(s, wrong) }, nil
+	return func(wrong bool) { q.leave(s, wrong) }, nil
 }
 
-// enter gives a nil turn to a call that may try at once.
-func (t *turns) enter(from netip.Prefix) (*source, *turn, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	now := t.now()
-	s := t.sources[from]
+// enter returns a nil slot for a call that may try at once.
+func (q *queue) enter(from netip.Prefix) (*source, *slot, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	now := q.now()
+	s := q.sources[from]
 	if s == nil {
-		t.makeRoom(now)
+		q.makeRoom(now)
 		s = &source{left: maxWrong, counted: now}
-		t.sources[from] = s
+		q.sources[from] = s
 	}
 	s.count(now)
 	if s.left < 1 {
@@ -109,81 +106,81 @@ func (t *turns) enter(from netip.Prefix) (*source, *turn, error) {
 		s.since = now
 	}
 	s.asked = now
-	if !t.busy {
-		t.busy, s.present = true, true
+	if !q.busy {
+		q.busy, s.present = true, true
 		return s, nil, nil
 	}
-	if len(t.waiting) >= maxWaiting {
-		// waiting is in the order of since, so the last one came last.
-		last := t.waiting[len(t.waiting)-1]
+	if len(q.waiting) >= maxWaiting {
+		// waiting is sorted by since, so the last one came last.
+		last := q.waiting[len(q.waiting)-1]
 		if !s.since.Before(last.source.since) {
 			return nil, nil, attest.RefuseFor(comeBack, attestv1.Reason_REASON_BUSY, "%d calls wait already", maxWaiting)
 		}
-		t.waiting = t.waiting[:len(t.waiting)-1]
+		q.waiting = q.waiting[:len(q.waiting)-1]
 		last.source.present = false
 		last.ready <- attest.RefuseFor(comeBack, attestv1.Reason_REASON_BUSY, "a caller that came before has taken the place in the queue")
 	}
-	mine := &turn{source: s, ready: make(chan error, 1)}
+	mine := &slot{source: s, ready: make(chan error, 1)}
 	s.present = true
-	at, _ := slices.BinarySearchFunc(t.waiting, mine, func(a, b *turn) int {
+	at, _ := slices.BinarySearchFunc(q.waiting, mine, func(a, b *slot) int {
 		if a.source.since.After(b.source.since) {
 			return 1
 		}
-		return -1 // of two that asked at the same time, who is there stays before
+		return -1 // of two with the same time, the one in the queue stays before the other
 	})
-	t.waiting = slices.Insert(t.waiting, at, mine)
+	q.waiting = slices.Insert(q.waiting, at, mine)
 	return s, mine, nil
 }
 
-// giveUp takes a call whose caller hung up out of the queue, or passes its turn on.
-func (t *turns) giveUp(mine *turn, why error) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if i := slices.Index(t.waiting, mine); i >= 0 {
-		t.waiting = slices.Delete(t.waiting, i, i+1)
+// giveUp removes a call whose client hung up from the queue, or passes its permission on.
+func (q *queue) giveUp(mine *slot, why error) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if i := slices.Index(q.waiting, mine); i >= 0 {
+		q.waiting = slices.Delete(q.waiting, i, i+1)
 		mine.source.present = false
 		return why
 	}
-	if err := <-mine.ready; err != nil { // was sent before it left the queue
+	if err := <-mine.ready; err != nil { // refused before it left the queue
 		return err
 	}
 	mine.source.present = false
-	t.next()
+	q.next()
 	return why
 }
 
-// leave ends a try.
-func (t *turns) leave(s *source, wrong bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
+// leave ends an attempt.
+func (q *queue) leave(s *source, wrong bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
 	s.present, s.since = false, time.Time{}
 	if wrong {
-		s.count(t.now())
+		s.count(q.now())
 		s.left--
 	}
-	if !wrong || t.pause <= 0 {
-		t.next()
+	if !wrong || q.pause <= 0 {
+		q.next()
 		return
 	}
-	time.AfterFunc(t.pause, func() {
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		t.next()
+	time.AfterFunc(q.pause, func() {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		q.next()
 	})
 }
 
 // next is called with the lock held.
-func (t *turns) next() {
-	if len(t.waiting) == 0 {
-		t.busy = false
+func (q *queue) next() {
+	if len(q.waiting) == 0 {
+		q.busy = false
 		return
 	}
-	first := t.waiting[0]
-	t.waiting = slices.Delete(t.waiting, 0, 1)
+	first := q.waiting[0]
+	q.waiting = slices.Delete(q.waiting, 0, 1)
 	first.ready <- nil
 }
 
-// count adds what time has given back.
+// count adds the wrong keys that the source may send since counted.
 func (s *source) count(now time.Time) {
 	if d := now.Sub(s.counted); d > 0 {
 		s.left = min(maxWrong, s.left+d.Seconds()/perWrong.Seconds())
@@ -191,25 +188,25 @@ func (s *source) count(now time.Time) {
 	}
 }
 
-// makeRoom forgets sources that have nothing to be remembered for. If all have, the one that came last
-// is forgotten: that costs it its place, or gives it a few tries back.
-func (t *turns) makeRoom(now time.Time) {
-	if len(t.sources) < maxSources {
+// makeRoom removes sources without state worth keeping. If there is none, it removes the source that came last, which loses its place, or gets a few
+// attempts back.
+func (q *queue) makeRoom(now time.Time) {
+	if len(q.sources) < maxSources {
 		return
 	}
 	var last netip.Prefix
 	var latest *source
-	for at, s := range t.sources {
+	for at, s := range q.sources {
 		s.count(now)
 		switch {
 		case s.present:
 		case s.left >= maxWrong && now.Sub(s.asked) > placeKept:
-			delete(t.sources, at)
+			delete(q.sources, at)
 		case latest == nil || s.asked.After(latest.asked):
 			last, latest = at, s
 		}
 	}
-	if len(t.sources) >= maxSources {
-		delete(t.sources, last)
+	if len(q.sources) >= maxSources {
+		delete(q.sources, last)
 	}
 }

@@ -18,21 +18,20 @@ func address(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(n >> 16), byte(n >> 8), byte(n)}), 32)
 }
 
-// hand is the model's view of a call that entered.
-type hand struct {
+// caller is the model of a call that entered.
+type caller struct {
 	from netip.Prefix
 	s    *source
-	mine *turn
+	mine *slot
 }
 
-// Whatever callers do in whatever order: one key is tried at a time, the queue is short, and when all
-// have gone the door is free.
+// For every sequence of calls: one key is tried at a time, the queue is short, and it is free once all have gone.
 func TestOneKeyIsTriedAtATime(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		now := time.Now()
 		q := newQueue(func() time.Time { return now }, 0)
-		var holder *hand
-		waiting := map[*turn]*hand{}
+		var holder *caller
+		waiting := map[*slot]*caller{}
 		collect := func() {
 			for m, h := range waiting {
 				select {
@@ -53,7 +52,7 @@ func TestOneKeyIsTriedAtATime(t *testing.T) {
 			}
 		}
 		enter := func(rt *rapid.T) {
-			h := &hand{from: address(rapid.IntRange(1, 40).Draw(rt, "source"))}
+			h := &caller{from: address(rapid.IntRange(1, 40).Draw(rt, "source"))}
 			var err error
 			h.s, h.mine, err = q.enter(h.from)
 			switch {
@@ -106,32 +105,31 @@ func TestOneKeyIsTriedAtATime(t *testing.T) {
 			leave(rt)
 		}
 		if q.busy || len(q.waiting) > 0 {
-			rt.Fatal("the door is not free")
+			rt.Fatal("the queue is not free")
 		}
 	})
 }
 
-// Many addresses ask all the time, each much more often than the owner: they delay it by one try each
-// at most.
+// Many addresses ask all the time, each much more often than the owner: they delay the owner by at most one attempt each.
 func TestManyAddressesDoNotKeepOneOut(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		strangers := rapid.IntRange(1, 100).Draw(rt, "strangers")
+		others := rapid.IntRange(1, 100).Draw(rt, "others")
 		every := rapid.IntRange(1, 5).Draw(rt, "the owner asks every … rounds")
 		shuffle := rand.New(rand.NewPCG(rapid.Uint64().Draw(rt, "seed"), 0))
 		now := time.Now()
 		q := newQueue(func() time.Time { return now }, 0)
 		owner := address(1 << 20)
-		var mine *turn
+		var mine *slot
 		var holder *source
-		turnsOf := map[*turn]*source{}
-		for round := range strangers + maxWaiting + 10 {
+		slotsOf := map[*slot]*source{}
+		for round := range others + maxWaiting + 10 {
 			for range 3 {
-				for _, i := range shuffle.Perm(strangers) {
+				for _, i := range shuffle.Perm(others) {
 					s, m, err := q.enter(address(i))
 					if err == nil && m == nil {
 						holder = s
 					} else if m != nil {
-						turnsOf[m] = s
+						slotsOf[m] = s
 					}
 				}
 			}
@@ -142,7 +140,7 @@ func TestManyAddressesDoNotKeepOneOut(t *testing.T) {
 				}
 				if m != nil {
 					mine = m
-					turnsOf[m] = s
+					slotsOf[m] = s
 				}
 			}
 			now = now.Add(time.Second)
@@ -151,10 +149,10 @@ func TestManyAddressesDoNotKeepOneOut(t *testing.T) {
 				holder = nil
 				q.leave(s, true)
 			}
-			for m, s := range turnsOf {
+			for m, s := range slotsOf {
 				select {
 				case err := <-m.ready:
-					delete(turnsOf, m)
+					delete(slotsOf, m)
 					switch {
 					case m == mine && err == nil:
 						return
@@ -167,7 +165,7 @@ func TestManyAddressesDoNotKeepOneOut(t *testing.T) {
 				}
 			}
 		}
-		rt.Fatalf("the owner has no turn after %d tries", strangers+maxWaiting+10)
+		rt.Fatalf("the owner has no slot after %d attempts", others+maxWaiting+10)
 	})
 }
 
@@ -196,7 +194,7 @@ func TestSourcesAreForgottenBeforeTheyFillTheMemory(t *testing.T) {
 	}
 }
 
-// Between a wrong key and the next try there is a pause, whoever comes.
+// After a wrong key there is a pause before the next attempt of any source.
 func TestAWrongKeyIsFollowedByAPause(t *testing.T) {
 	const pause = 50 * time.Millisecond
 	q := newQueue(time.Now, pause)

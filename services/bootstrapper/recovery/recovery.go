@@ -1,13 +1,12 @@
 // Package recovery lets the owner open a control plane's state disk when no joinservice can.
 //
-// The caller has judged this machine, and does not attest. It sends the key of this machine's own disk and the ID of the cluster that the
-// disk belongs to, signed with the owner's key that the image measured. The signature says that disk, key and cluster belong together, so that nobody
-// can have a disk of their own pass for this cluster's (PCR 15). What opens the disk is the proof of the key, so there is nothing to guess but 256 bits.
+// The caller appraises this machine, and does not attest. It sends the key of this machine's disk and the ID of the disk's cluster, signed with the
+// owner's key, whose public key the image measured. The signature binds disk, key and cluster, so that an attacker's own disk can't pass for this
+// cluster's (PCR 15). The key is valid if it opens the disk, so an attacker would have to guess 256 bits.
 //
-// What strangers could do is to keep the owner from the door. So nobody is locked out: each network
-// address has tries by the minute, one turn at a time, and keeps its place in the queue when it is
-// sent away; see turns. The machine's own tries to rejoin go on beside all of this, and a key is tried by the
-// one function that both share.
+// Unattested clients must not keep the owner out. So no address is locked out for good: each has a number of attempts a minute, one at a time, and keeps
+// its place in the queue when it is refused for lack of a place; see queue. The machine's own attempts to rejoin continue meanwhile, and both use the
+// same function to try a key.
 package recovery
 
 import (
@@ -34,65 +33,63 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// What the error of Config.Try wraps if no fault of the disk's is the cause.
+// The error of Config.Try wraps one of these if the disk has no fault.
 var (
-	// ErrWrongKey says that the key opens nothing.
+	// ErrWrongKey means that the key does not open the disk.
 	ErrWrongKey = errors.New("the key does not open the disk")
-	// ErrOpen says that the disk was open before the key was tried.
+	// ErrOpen means that the disk was open before the key was tried.
 	ErrOpen = errors.New("the disk is open already")
 )
 
 const (
 	// maxRequest bounds a request, in bytes: a key, an ID and a signature with their tags are 134.
 	maxRequest = 1 << 10
-	// requestTimeout bounds how long a request may take to come in.
+	// requestTimeout bounds the time for receiving a request.
 	requestTimeout = 10 * time.Second
-	// tryTimeout bounds one try of a key.
+	// tryTimeout bounds one attempt with a key.
 	tryTimeout = 2 * time.Minute
-	// grace is how long calls may take once the disk is open: the machine is about to boot, and strangers
-	// are not what it waits for.
+	// grace is how long calls may take once the disk is open: the machine is about to boot, and does not wait longer for unattested clients.
 	grace = 2 * time.Second
-	// idleTimeout bounds how long a connection is open without a call.
+	// idleTimeout bounds how long a connection stays open without a call.
 	idleTimeout = 5 * time.Second
-	// callTimeout bounds a call, and so how long a caller may leave its answer unread. A caller that waits in
-	// the queue for longer comes back, and keeps its place there.
+	// callTimeout bounds a call, and so how long a client may leave its answer unread. A client that waits longer in the queue calls again, and keeps
+	// its place.
 	callTimeout = 3 * time.Minute
 )
 
-// Limits have lower rates than those of a service in the cluster: the machine's owner is one caller.
+// Limits have lower rates than those of a service in the cluster: the only caller is the machine's owner.
 var Limits = atls.Limits{SetUp: 256, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20, ConnBytes: 16 << 10}
 
 // Config lists what a Server needs. All fields but one of OwnerKey and NoOwnerKey are required.
 type Config struct {
 	// DiskID names this machine's state disk.
 	DiskID keys.DiskID
-	// OwnerKey is the owner's public key, with which requests are signed (B1).
+	// OwnerKey is the owner's public key, which verifies requests (B1).
 	OwnerKey ed25519.PublicKey
-	// NoOwnerKey is insecure, and required if there is no OwnerKey: then nobody signs, and who has a disk's key names its cluster.
+	// NoOwnerKey is insecure, and required if there is no OwnerKey: then requests are not signed, and a client with the disk's key chooses its cluster.
 	NoOwnerKey bool
-	// Try opens the disk with a key. Its error wraps [ErrWrongKey] if the key opens nothing, and [ErrOpen]
-	// if the disk was open; any other is the disk's fault. It is never called twice at one time from
-	// here; what else calls it is its own to put in order.
+	// Try opens the disk with a key. Its error wraps [ErrWrongKey] if the key is wrong, and [ErrOpen] if the disk was open; all others are faults of the
+	// disk. This package never calls it twice at a time; it has to order calls from elsewhere itself.
 	//
-	// The machine locks itself to the cluster (PCR 15) before anything of the opened disk is used, so that a disk made by
-	// somebody else never runs in a machine that passes for unlocked.
+	// The machine locks itself to the cluster (PCR 15) before anything of the opened disk is used, so that an attacker's disk never runs in an unlocked
+	// machine.
 	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
-	// Challenges shares the TPM among callers, and with those of the process's other servers.
+	// Challenges shares the TPM among callers, also those of the process's other servers.
 	Challenges *admission.Queue
 	// Calls counts connections and calls; a process has one for all of its servers.
 	Calls *rpc.Metrics
-	// Metrics takes the server's own.
+	// Metrics registers the server's own metrics.
 	Metrics prometheus.Registerer
-	// Log takes what callers are not told.
+	// Log receives the details that callers do not get.
 	Log *slog.Logger
 }
 
 // Server implements muster.recover.v1.
 type Server struct {
 	cfg       Config
-	turns     *turns
+	queue     *queue
 	idle      time.Duration // see idleTimeout
 	call      time.Duration // see callTimeout
 	attempts  *prometheus.CounterVec
@@ -102,7 +99,7 @@ type Server struct {
 
 var _ recoverv1connect.RecoverServiceHandler = (*Server)(nil)
 
-// New returns a Server, or says which part of cfg is missing.
+// New returns a Server, or an error that names the missing field of cfg.
 func New(cfg Config) (*Server, error) {
 	if cfg.DiskID.String() == "" || cfg.Try == nil || cfg.Attester == nil || cfg.Challenges == nil || cfg.Calls == nil || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("recovery: DiskID, Try, Attester, Challenges, Calls, Metrics and Log are required")
@@ -111,7 +108,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("recovery: want either OwnerKey or NoOwnerKey")
 	}
 	s := &Server{
-		cfg: cfg, turns: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
+		cfg: cfg, queue: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
 		}, []string{"reason"}),
@@ -122,22 +119,21 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// Recovered is closed once a caller's key has opened the disk, and the caller was told, or did not listen for two seconds.
+// Recovered is closed once a caller's key has opened the disk, and the caller was notified or did not read for two seconds.
 func (s *Server) Recovered() <-chan struct{} { return s.recovered }
 
-// Service is what Run serves, for a server of another make; places for connections are that one's.
+// Service returns the handler that Run serves, for use in another server, which then limits connections itself.
 func (s *Server) Service() rpc.Service {
 	return rpc.Serve[recoverv1connect.RecoverServiceHandler](recoverv1connect.RecoverServiceName, s, recoverv1connect.NewRecoverServiceHandler)
 }
 
-// Run serves on l until ctx ends; calls that are under way then have two seconds to be answered in.
+// Run serves on l until ctx ends; running calls then have two seconds to be answered.
 func (s *Server) Run(ctx context.Context, l net.Listener) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log,
 		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: grace,
-		// The caller is the owner's program, which has no TPM: it judges us, and shows that it may by
-		// the owner's signature and the key.
+		// The caller is the owner's program, which has no TPM: it appraises this machine, and authenticates itself by the owner's signature and the key.
 		ATLS:     atls.ServerConfig{Attester: s.cfg.Attester, Appraiser: atls.NoAppraiser, Limits: Limits, Challenges: s.cfg.Challenges},
 		Services: []rpc.Service{s.Service()},
 	})
@@ -163,28 +159,28 @@ func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, str
 	return err
 }
 
-// recover tells the caller how far its key is. A caller takes what it is told when it pleases, and never if it
-// pleases, so its key goes its way beside that: who holds the turn, or a place in the queue, waits for no caller.
-func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tell func(recoverv1.State) error) error {
+// recover notifies the caller of the progress with its key. A caller may read late or never, so another goroutine tries the key: a call that is tried,
+// or has a place in the queue, waits for no client.
+func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, notify func(recoverv1.State) error) error {
 	r, err := ownerorder.ParseRecovery(req, s.cfg.DiskID, s.cfg.OwnerKey)
 	if err != nil {
 		return err
 	}
 	ctx, hangUp := context.WithCancel(ctx)
 	defer hangUp()
-	states := make(chan recoverv1.State, len(recoverv1.State_name)) // each is sent once: it is never full
+	states := make(chan recoverv1.State, len(recoverv1.State_name)) // each state is sent once: it is never full
 	var outcome error
 	go func() {
 		defer close(states)
 		outcome = s.serve(ctx, r, func(state recoverv1.State) { states <- state })
 	}()
-	var told error
+	var failed error
 	for state := range states {
-		if told != nil {
-			continue // what it is tried with is tried to its end
+		if failed != nil {
+			continue // an attempt with a key always runs to its end
 		}
-		if told = tell(state); told != nil {
-			hangUp() // whoever hung up in the queue costs no try
+		if failed = notify(state); failed != nil {
+			hangUp() // a client that hangs up in the queue costs no attempt
 		} else if state == recoverv1.State_STATE_OPENED {
 			s.opened()
 		}
@@ -192,17 +188,17 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, tel
 	if outcome != nil {
 		return outcome
 	}
-	return told
+	return failed
 }
 
-// serve waits for the caller's turn and tries its key.
-func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, tell func(recoverv1.State)) error {
-	// A call that is tried, or waits for its turn, keeps its connection: there are as many as turns lets in.
+// serve waits for the call's place in the queue and tries its key.
+func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, notify func(recoverv1.State)) error {
+	// A call that is tried or waits keeps its connection: the queue bounds how many do.
 	if session, ok := atls.SessionFrom(ctx); ok {
 		defer session.Keep()()
 	}
-	tell(recoverv1.State_STATE_RECEIVED)
-	done, err := s.turns.take(ctx, admission.SourceOfAddress(remoteOf(ctx)), func() { tell(recoverv1.State_STATE_WAITING) })
+	notify(recoverv1.State_STATE_RECEIVED)
+	done, err := s.queue.take(ctx, admission.SourceOfAddress(remoteOf(ctx)), func() { notify(recoverv1.State_STATE_WAITING) })
 	if err != nil {
 		return err
 	}
@@ -210,18 +206,18 @@ func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, tell func(rec
 		done(false)
 		return err
 	}
-	tell(recoverv1.State_STATE_TRYING)
+	notify(recoverv1.State_STATE_TRYING)
 	err = s.try(ctx, r.Key, r.Cluster)
 	done(errors.Is(err, ErrWrongKey))
 	switch {
 	case err == nil:
 		s.cfg.Log.InfoContext(ctx, "the owner's key opened the state disk", "disk", s.cfg.DiskID.String())
-		tell(recoverv1.State_STATE_OPENED)
-		// Whether the caller still listens changes nothing: the disk is open.
+		notify(recoverv1.State_STATE_OPENED)
+		// The disk is open, whether or not the caller still reads.
 		time.AfterFunc(grace, s.opened)
 		return nil
 	case errors.Is(err, ErrOpen):
-		tell(recoverv1.State_STATE_OPEN_ALREADY)
+		notify(recoverv1.State_STATE_OPEN_ALREADY)
 		return nil
 	case errors.Is(err, ErrWrongKey):
 		return attest.Refuse(attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, "the key does not open disk %s", s.cfg.DiskID)
@@ -234,15 +230,14 @@ func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, tell func(rec
 
 func (s *Server) opened() { s.once.Do(func() { close(s.recovered) }) }
 
-// try tries the key to its end, whether or not its caller waits for it: a half-done opening would be
-// nobody's.
+// try tries the key to its end, whether or not its caller waits: no other call would finish a half-done opening.
 func (s *Server) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), tryTimeout)
 	defer cancel()
 	return s.cfg.Try(ctx, key, cluster)
 }
 
-// remoteOf gives the caller's address; empty: a call from nowhere.
+// remoteOf returns the caller's address; empty: it has none.
 func remoteOf(ctx context.Context) string {
 	call, ok := connect.CallInfoForHandlerContext(ctx)
 	if !ok {

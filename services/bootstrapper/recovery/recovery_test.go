@@ -27,7 +27,7 @@ import (
 )
 
 func TestTheOwnersKeyOpensTheDisk(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	owner := w.from("127.0.0.1")
 	states, err := w.recover(t.Context(), owner, request(), nil)
 	if err != nil {
@@ -38,16 +38,16 @@ func TestTheOwnersKeyOpensTheDisk(t *testing.T) {
 		t.Errorf("%v, want %v", states, want)
 	}
 	<-w.server.Recovered()
-	// Whoever comes later learns that there is nothing left to do; the key is not called right.
+	// A later caller gets the state that the disk is open; that does not mean that its key is right.
 	states, err = w.recover(t.Context(), owner, wrong(), nil)
 	if err != nil || states[len(states)-1] != recoverv1.State_STATE_OPEN_ALREADY {
 		t.Errorf("%v %v, want that it is open already", states, err)
 	}
 }
 
-// The machine locks itself to the cluster that the owner has signed for.
+// The machine locks itself to the cluster in the owner's signed request.
 func TestAKeyIsTriedWithItsClusterID(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	c := w.from("127.0.0.1")
 	other := keys.ClusterID{0xC2}
 	for _, req := range []*recoverv1.RecoverRequest{wrong(), signed(wrongKey, diskID, other, ownerKey), request()} {
@@ -60,9 +60,9 @@ func TestAKeyIsTriedWithItsClusterID(t *testing.T) {
 	}
 }
 
-// B1: who makes a disk of his own, and so knows its key, can't have the machine say that the disk is a cluster's of his choice.
+// B1: an attacker who makes a disk, and so knows its key, can't make the machine belong to a cluster of the attacker's choice.
 func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
-	stranger := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{1}, 32))
+	otherOwner := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{1}, 32))
 	const other = "00000000-5b7e-4c1d-8a6f-0123456789ab"
 	good := request()
 	with := func(change func(r *recoverv1.RecoverRequest)) *recoverv1.RecoverRequest {
@@ -70,10 +70,10 @@ func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
 		change(r)
 		return r
 	}
-	w := newWorld(t)
+	w := newFixture(t)
 	c := w.from("127.0.0.1")
 	for name, req := range map[string]*recoverv1.RecoverRequest{
-		"signed by another owner":          signed(rightKey, diskID, cluster, stranger),
+		"signed by another owner":          signed(rightKey, diskID, cluster, otherOwner),
 		"signed for another disk":          signed(rightKey, other, cluster, ownerKey),
 		"with another cluster than signed": with(func(r *recoverv1.RecoverRequest) { r.ClusterId[0]++ }),
 		"with another key than signed":     with(func(r *recoverv1.RecoverRequest) { r.DiskKey = bytes.Clone(wrongKey) }),
@@ -82,7 +82,7 @@ func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
 		}),
 		"with a changed signature": with(func(r *recoverv1.RecoverRequest) { r.Signature[3] ^= 1 }),
 	} {
-		refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_OWNER_SIGNATURE, refusedPlaces(), func() error {
+		refusaltest.Refused(t, w.observations(), attestv1.Reason_REASON_OWNER_SIGNATURE, refusedPlaces(), func() error {
 			_, err := w.recover(t.Context(), c, req, nil)
 			return err
 		})
@@ -95,16 +95,16 @@ func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
 	}
 }
 
-// An image without an owner's key verifies nobody: insecure, and said so.
+// An image without an owner's key verifies no request: insecure, and reported as such.
 func TestWithoutAnOwnersKeyTheKeyAloneOpens(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.server.cfg.OwnerKey, w.server.cfg.NoOwnerKey = nil, true
 	if _, err := w.recover(t.Context(), w.from("127.0.0.1"), signed(rightKey, diskID, cluster, ed25519.NewKeyFromSeed(make([]byte, 32))), nil); err != nil {
 		t.Error(err)
 	}
 }
 
-// What goes to the machine: one disk's key. Whoever adds a field says here why it is no root of other keys.
+// The machine receives one disk's key. A developer who adds a field explains here why it is no root of other keys.
 func TestARequestHoldsNoRootSecret(t *testing.T) {
 	var have []string
 	fields := (&recoverv1.RecoverRequest{}).ProtoReflect().Descriptor().Fields()
@@ -130,7 +130,7 @@ func TestARequestHoldsNoRootSecret(t *testing.T) {
 }
 
 func TestTheMachineNamesItsDiskBeforeAKeyIsSent(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	r, err := recoverv1connect.NewRecoverServiceClient(w.from("127.0.0.1"), "https://"+w.addr, rpc.ClientOptions()...).Describe(t.Context(), &recoverv1.DescribeRequest{})
 	if err != nil || r.GetDiskId() != diskID {
 		t.Errorf("%v %v", r, err)
@@ -138,19 +138,19 @@ func TestTheMachineNamesItsDiskBeforeAKeyIsSent(t *testing.T) {
 }
 
 func TestWrongKeysAreLimitedAndKeepNobodyElseOut(t *testing.T) {
-	w := newWorld(t)
-	stranger := w.from("127.0.0.9")
+	w := newFixture(t)
+	other := w.from("127.0.0.9")
 	for range maxWrong {
-		refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, refusedPlaces(), func() error {
-			_, err := w.recover(t.Context(), stranger, wrong(), nil)
+		refusaltest.Refused(t, w.observations(), attestv1.Reason_REASON_RECOVERY_SECRET_INVALID, refusedPlaces(), func() error {
+			_, err := w.recover(t.Context(), other, wrong(), nil)
 			return err
 		})
 	}
 	places := refusedPlaces()
 	places.Log = []string{"msg", "call refused", "level", "DEBUG"}
 	for range 20 {
-		err := refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, places, func() error {
-			_, err := w.recover(t.Context(), stranger, wrong(), nil)
+		err := refusaltest.Refused(t, w.observations(), attestv1.Reason_REASON_TOO_MANY_ATTEMPTS, places, func() error {
+			_, err := w.recover(t.Context(), other, wrong(), nil)
 			return err
 		})
 		if d := rpc.RetryAfterFrom(err); d <= 0 || d > perWrong {
@@ -164,9 +164,9 @@ func TestWrongKeysAreLimitedAndKeepNobodyElseOut(t *testing.T) {
 }
 
 func TestASourceMayTryAgainAfterAWhile(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	now, mu := time.Now(), sync.Mutex{}
-	w.server.turns = newQueue(func() time.Time { mu.Lock(); defer mu.Unlock(); return now }, 0)
+	w.server.queue = newQueue(func() time.Time { mu.Lock(); defer mu.Unlock(); return now }, 0)
 	c := w.from("127.0.0.1")
 	for range maxWrong {
 		_, _ = w.recover(t.Context(), c, wrong(), nil)
@@ -178,7 +178,7 @@ func TestASourceMayTryAgainAfterAWhile(t *testing.T) {
 	mu.Lock()
 	now = now.Add(rpc.RetryAfterFrom(err))
 	mu.Unlock()
-	w.opens(t, c) // the very secrets that were refused
+	w.opens(t, c) // the same secrets that were refused
 }
 
 func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
@@ -194,7 +194,7 @@ func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
 		"a request of 4 KiB": func(r *recoverv1.RecoverRequest) { r.DiskKey = make([]byte, 4<<10) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			c := w.from("127.0.0.1")
 			req := request()
 			change(req)
@@ -203,7 +203,7 @@ func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
 				places = refusaltest.Call(recoverv1connect.RecoverServiceRecoverProcedure) // it reaches no handler
 				places.Audit = nil
 			}
-			refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
+			refusaltest.Refused(t, w.observations(), attestv1.Reason_REASON_REQUEST_INVALID, places, func() error {
 				_, err := w.recover(t.Context(), c, req, nil)
 				return err
 			})
@@ -221,12 +221,12 @@ func TestADiskThatCannotBeReadSaysSoAndCostsNoTry(t *testing.T) {
 		"another error":           errDisk,
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			fault := fault
 			w.lock.before = func(context.Context) error { return fault }
 			c := w.from("127.0.0.1")
 			for range maxWrong + 1 {
-				refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_STATE_DISK, refusedPlaces(), func() error {
+				refusaltest.Refused(t, w.observations(), attestv1.Reason_REASON_STATE_DISK, refusedPlaces(), func() error {
 					_, err := w.recover(t.Context(), c, request(), nil)
 					return err
 				})
@@ -238,13 +238,13 @@ func TestADiskThatCannotBeReadSaysSoAndCostsNoTry(t *testing.T) {
 }
 
 func TestARecoveryWantsASession(t *testing.T) {
-	w := newWorld(t)
-	refusaltest.EveryProcedure(t, w.witnesses(), refusaltest.Plain(t), "https://"+w.addr, attestv1.Reason_REASON_SESSION_REQUIRED, recoverv1connect.RecoverServiceName)
+	w := newFixture(t)
+	refusaltest.EveryProcedure(t, w.observations(), refusaltest.Plain(t), "https://"+w.addr, attestv1.Reason_REASON_SESSION_REQUIRED, recoverv1connect.RecoverServiceName)
 }
 
-// One source has one call at a time; another waits for its turn, and is told so.
+// A source has one call at a time; another one waits in the queue, and is notified.
 func TestCallsWaitForTheirTurn(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	trying, release := make(chan struct{}), make(chan struct{})
 	first := true
 	w.lock.before = func(context.Context) error {
@@ -257,19 +257,19 @@ func TestCallsWaitForTheirTurn(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	stranger, owner := w.from("127.0.0.9"), w.from("127.0.0.1")
+	other, owner := w.from("127.0.0.9"), w.from("127.0.0.1")
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if _, err := w.recover(ctx, stranger, wrong(), nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
-			t.Errorf("the stranger: %v", err)
+		if _, err := w.recover(ctx, other, wrong(), nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
+			t.Errorf("the other client: %v", err)
 		}
 	})
 	<-trying
-	refusaltest.Refused(t, w.witnesses(), attestv1.Reason_REASON_BUSY, refusedPlaces(), func() error {
-		_, err := w.recover(ctx, stranger, wrong(), nil)
+	refusaltest.Refused(t, w.observations(), attestv1.Reason_REASON_BUSY, refusedPlaces(), func() error {
+		_, err := w.recover(ctx, other, wrong(), nil)
 		return err
 	})
-	// Whoever hangs up while waiting costs nobody anything.
+	// A client that hangs up while it waits delays no other client.
 	hungUp, hangUp := context.WithCancel(ctx)
 	_, err := w.recover(hungUp, w.from("127.0.0.8"), wrong(), func(s recoverv1.State) {
 		if s == recoverv1.State_STATE_WAITING {
@@ -294,9 +294,9 @@ func TestCallsWaitForTheirTurn(t *testing.T) {
 	}
 }
 
-// The connection breaks while the key is tried: the disk opens all the same.
+// The connection breaks while the key is tried: the disk opens anyway.
 func TestAKeyIsTriedToItsEndWithoutItsCaller(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	ctx, hangUp := context.WithCancel(t.Context())
 	released := make(chan struct{})
 	w.lock.before = func(ctx context.Context) error {
@@ -323,9 +323,9 @@ func TestAKeyIsTriedToItsEndWithoutItsCaller(t *testing.T) {
 	}
 }
 
-// What a session carried means nothing to another: bytes that somebody recorded open nothing.
+// The bytes of one session are invalid in another: recorded bytes open nothing.
 func TestRecordedBytesOpenNothing(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	var mu sync.Mutex
 	var sent bytes.Buffer
 	taps := &net.Dialer{}
@@ -366,21 +366,21 @@ func (c *tap) Write(p []byte) (int, error) {
 	return c.Conn.Write(p)
 }
 
-// K3: nothing of the secrets is in a log line, a metric or an error, and the request's bytes are wiped.
+// K3: no log line, metric or error has a part of the secrets, and the request's bytes are wiped.
 func TestSecretsLeaveNoTrace(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	c := w.from("127.0.0.1")
-	var told []byte
+	var emitted []byte
 	for _, req := range []*recoverv1.RecoverRequest{wrong(), {DiskKey: bytes.Repeat([]byte{0xAB}, 33)}, {DiskKey: bytes.Repeat([]byte{0xEE}, 4000)}, request()} {
 		if _, err := w.recover(t.Context(), c, req, nil); err != nil {
-			told = append(told, err.Error()...)
+			emitted = append(emitted, err.Error()...)
 		}
 	}
-	told = append(told, w.logged.bytes()...)
+	emitted = append(emitted, w.logged.bytes()...)
 	for _, secret := range [][]byte{bytes.Repeat([]byte{0xAB}, 8), bytes.Repeat([]byte{0xEE}, 8), w.lock.key} {
 		for _, form := range []string{string(secret), hex.EncodeToString(secret), strings.TrimRight(base64.StdEncoding.EncodeToString(secret[:6]), "=")} {
-			if bytes.Contains(told, []byte(form)) {
-				t.Errorf("%x is in what was told", secret)
+			if bytes.Contains(emitted, []byte(form)) {
+				t.Errorf("%x was emitted", secret)
 			}
 		}
 	}
@@ -395,10 +395,9 @@ func TestSecretsLeaveNoTrace(t *testing.T) {
 	}
 }
 
-// The machine goes on to boot, or is shut down, while callers wait: they are answered or cut, and
-// nothing is left behind.
+// The machine boots or shuts down while callers wait: they are answered or disconnected, and no goroutine is left.
 func TestTheServerEndsWhileCallersWait(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	trying, release := make(chan struct{}), make(chan struct{})
 	w.lock.before = func(context.Context) error { close(trying); <-release; return nil }
 	var wg sync.WaitGroup
@@ -425,7 +424,7 @@ func TestTheServerEndsWhileCallersWait(t *testing.T) {
 }
 
 func TestNewSaysWhatIsMissing(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	good := w.server.cfg
 	for name, change := range map[string]func(*Config){
 		"DiskID": func(c *Config) { c.DiskID = keys.DiskID{} }, "Try": func(c *Config) { c.Try = nil }, "Attester": func(c *Config) { c.Attester = nil },

@@ -23,18 +23,17 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
 
-// UnattestedRefusals do all that they can think of; the owner comes to the door, and what else the machine
-// does (here: a piece of evidence of its own) goes on meanwhile.
-func TestStrangersDoNotKeepTheOwnerOut(t *testing.T) { strangers(t, newWorld(t)) }
+// Unattested clients attack in all known ways. The owner still gets through, and the machine's own work (here: its own evidence) continues meanwhile.
+func TestStrangersDoNotKeepTheOwnerOut(t *testing.T) { unattestedClients(t, newFixture(t)) }
 
-// The same with a TPM that takes its time: swtpm, and the attester that ships.
+// This is the same with a slow TPM: swtpm, and the attester that ships.
 func TestStrangersDoNotKeepTheOwnerOutOfARealTPM(t *testing.T) {
 	e := tpmtest.SWTPM(t)
 	a, err := tpm2.NewAttester(tpm2.Config{TPM: e.Open(), Purpose: attest.PurposeMachine, Bank: tpm.SHA256})
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Nothing has booted: all registers are zero.
+	// Nothing was measured: all registers are zero.
 	rules := &attestv1.Tpm2Policy{Bank: tpm.SHA256.String(), EkRoots: []*attestv1.EkRoot{{Pem: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: e.Root.Raw})), Operator: true, Key: "ecc-p384"}}}
 	image := &attestv1.Image{Name: "nothing"}
 	for _, pcr := range []uint32{4, 8, 9, 11, 12, 13, 14} {
@@ -45,7 +44,7 @@ func TestStrangersDoNotKeepTheOwnerOutOfARealTPM(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	strangers(t, newWorldOf(t, a, func() (attest.Verifier, *attest.Policy) {
+	unattestedClients(t, newFixtureOf(t, a, func() (attest.Verifier, *attest.Policy) {
 		policy, perr := attest.ParsePolicy(text)
 		verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return []*x509.Certificate{e.Root} }, Now: time.Now})
 		if err := errors.Join(perr, err); err != nil {
@@ -55,7 +54,7 @@ func TestStrangersDoNotKeepTheOwnerOutOfARealTPM(t *testing.T) {
 	}))
 }
 
-func strangers(t *testing.T, w *world) {
+func unattestedClients(t *testing.T, w *fixture) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	var wg sync.WaitGroup
@@ -84,13 +83,13 @@ func strangers(t *testing.T, w *world) {
 				t.Fatalf("%s: %v", name, err)
 			}
 			defer func() { _ = conn.Close() }()
-			_ = hostile(conn) // the server may have closed it by now
+			_ = hostile(conn) // the server may have closed it
 		}
 	}
 	slow := w.from("127.0.2.2")
 	slow.Transport = stalling{slow.Transport}
 	wg.Go(func() { _, _ = w.recover(ctx, slow, wrong(), nil) })
-	// The machine's own tries to rejoin need the TPM, and the disk.
+	// The machine's own attempts to rejoin need the TPM and the disk.
 	for i := range 20 {
 		ctx, cancel := context.WithTimeout(ctx, patience/6)
 		if _, err := w.own.Attest(ctx, attestv1.Format_FORMAT_TPM2, attest.Binding{byte(i)}); err != nil {
@@ -99,7 +98,7 @@ func strangers(t *testing.T, w *world) {
 		cancel()
 	}
 	w.opens(t, w.from("127.0.0.1"))
-	// And the machine boots, whoever still holds on to it.
+	// The machine boots, also while clients hold connections.
 	began := time.Now()
 	if err := w.stop(); err != nil {
 		t.Error(err)

@@ -30,25 +30,25 @@ import (
 const (
 	// maxRequest bounds a request, in bytes of PEM.
 	maxRequest = 8 << 10
-	// requestsAtOnce bounds what is in memory of requests. The chart's admission bounds each, to 8 KiB and 2 KiB for each kind of metadata.
+	// requestsAtOnce bounds the requests that are in memory. The chart's admission bounds each to 8 KiB, and to 2 KiB for each kind of metadata.
 	requestsAtOnce = 50
 )
 
-// administrators signs requests of [clusterinfo.AdministratorSigner]. The signers of Kubernetes itself would not do: they give nothing
-// that lives longer than a node's certificates.
+// administrators signs requests of [clusterinfo.AdministratorSigner]. Kubernetes' own signers can't do this: they issue no certificate that is valid for
+// longer than a node's.
 type administrators struct {
 	requests requests
 	Config
 }
 
-// requests are the CertificateSigningRequests of the cluster.
+// requests lists and updates the cluster's CertificateSigningRequests.
 type requests interface {
 	List(ctx context.Context, o metav1.ListOptions) (*certificatesv1.CertificateSigningRequestList, error)
 	UpdateApproval(ctx context.Context, name string, r *certificatesv1.CertificateSigningRequest, o metav1.UpdateOptions) (*certificatesv1.CertificateSigningRequest, error)
 	UpdateStatus(ctx context.Context, r *certificatesv1.CertificateSigningRequest, o metav1.UpdateOptions) (*certificatesv1.CertificateSigningRequest, error)
 }
 
-// sign decides on all requests that nobody has decided on.
+// sign decides on all undecided requests.
 func (a administrators) sign(ctx context.Context) error {
 	var errs error
 	left := false
@@ -67,7 +67,7 @@ func (a administrators) sign(ctx context.Context) error {
 	}
 }
 
-// look decides on a request that nobody has decided on. The first order that is left to others is logged, and left set.
+// look decides on an undecided request. The first order that is left to other control planes is logged, and sets left.
 func (a administrators) look(ctx context.Context, r *certificatesv1.CertificateSigningRequest, left *bool) error {
 	denied := slices.ContainsFunc(r.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
 		return c.Type == certificatesv1.CertificateDenied || c.Type == certificatesv1.CertificateFailed
@@ -77,7 +77,7 @@ func (a administrators) look(ctx context.Context, r *certificatesv1.CertificateS
 	}
 	err := a.decide(ctx, r)
 	if other := (*othersDecide)(nil); errors.As(err, &other) {
-		if a.Now().Sub(r.CreationTimestamp.Time) < ownerorder.MaxAge+ownerorder.MaxAhead && !*left { // the order of an older request is too old for anybody
+		if a.Now().Sub(r.CreationTimestamp.Time) < ownerorder.MaxAge+ownerorder.MaxAhead && !*left { // an older request's order has expired for every control plane
 			*left = true
 			a.Log.WarnContext(ctx, "an order for an administrator's certificate is left to other control planes", "request", r.Name, "err", err)
 		}
@@ -100,7 +100,7 @@ func (a administrators) decide(ctx context.Context, r *certificatesv1.Certificat
 	}
 	if err != nil {
 		log.WarnContext(ctx, "a request for an administrator's certificate is denied", "err", err)
-		if approved { // by somebody else: the API server takes no denial of it
+		if approved { // by another process: the API server takes no denial of an approved request
 			r.Status.Conditions = append(r.Status.Conditions, condition(certificatesv1.CertificateFailed, "NotARenewal", err.Error()))
 			_, err = a.requests.UpdateStatus(ctx, r, metav1.UpdateOptions{})
 			return err
@@ -131,8 +131,8 @@ func condition(kind certificatesv1.RequestConditionType, reason, message string)
 	return certificatesv1.CertificateSigningRequestCondition{Type: kind, Status: corev1.ConditionTrue, Reason: reason, Message: message, LastUpdateTime: metav1.Now()}
 }
 
-// renewalOf returns what r asks for, if that is the identity of who filed it and nothing else. The API server writes who that is, and
-// whoever is an administrator already gets no right by it that they have not. With the owner's order, that administrator counts as who filed it.
+// renewalOf returns the certificate request in r, if it is for exactly the identity that filed r. The API server writes that identity, so an
+// administrator gains no right by a renewal. With the owner's order, the administrator named in the order counts as the one that filed it.
 func (a administrators) renewalOf(r *certificatesv1.CertificateSigningRequest) (*x509.CertificateRequest, error) {
 	block, rest := pem.Decode(r.Spec.Request)
 	if block == nil || block.Type != "CERTIFICATE REQUEST" || len(rest) > 0 || len(r.Spec.Request) > maxRequest {
@@ -154,7 +154,7 @@ func (a administrators) renewalOf(r *certificatesv1.CertificateSigningRequest) (
 	}
 	switch {
 	case !slices.Contains(groups, ownerorder.Group):
-		return nil, fmt.Errorf("who filed it is not in the group %s", ownerorder.Group)
+		return nil, fmt.Errorf("its user is not in the group %s", ownerorder.Group)
 	case c.Subject.CommonName != user || !slices.Equal(c.Subject.Organization, []string{ownerorder.Group}) || len(c.Subject.Names) != 2:
 		return nil, fmt.Errorf("it is for %s, and was filed by %s", c.Subject, user)
 	case len(c.DNSNames)+len(c.IPAddresses)+len(c.EmailAddresses)+len(c.URIs) > 0:
@@ -165,14 +165,14 @@ func (a administrators) renewalOf(r *certificatesv1.CertificateSigningRequest) (
 	return c, nil
 }
 
-// othersDecide is about an order that this machine can't judge, and that another control plane may: its own clock may be wrong, and its image may name no
-// owner. A denial would be final for all of them.
+// othersDecide is the error of an order that this machine can't verify and another control plane may: this machine's clock may be wrong, and its image
+// may have no owner's key. A denial would be final for all control planes.
 type othersDecide struct{ error }
 
 func (e *othersDecide) Unwrap() error { return e.error }
 
-// ordered returns nil if the owner has ordered this very request, for this cluster and now (J9). Who filed it is not believed to have
-// looked: the key and the cluster are those that this machine's image and journal name.
+// ordered returns nil if the owner has ordered this request, for this cluster and now (J9). It does not rely on the client that filed the request: the
+// key and the cluster are those of this machine's image and journal.
 func (a administrators) ordered(name, note string, request []byte) error {
 	order, err := ownerorder.ParseNote(note, a.Cluster, request)
 	if err != nil {
@@ -183,13 +183,13 @@ func (a administrators) ordered(name, note string, request []byte) error {
 	} else if err != nil {
 		return err
 	}
-	if name != order.Name() { // one order, one certificate
+	if name != order.Name() { // one order is good for one certificate
 		return errors.New("it does not have the name of its order")
 	}
 	return nil
 }
 
-// requested is a public key where kubeadm's code wants a key pair; it signs nothing.
+// requested is a public key for kubeadm code that needs a key pair; it signs nothing.
 type requested struct{ public crypto.PublicKey }
 
 func (r requested) Public() crypto.PublicKey { return r.public }

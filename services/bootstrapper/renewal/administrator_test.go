@@ -49,7 +49,7 @@ func request(t *testing.T, r *x509.CertificateRequest) (*ecdsa.PrivateKey, *cert
 	}
 }
 
-// oneRequest is a cluster's only request.
+// oneRequest is a cluster with one request.
 type oneRequest struct {
 	r certificatesv1.CertificateSigningRequest
 }
@@ -115,7 +115,7 @@ func TestAnAdministratorsCertificateIsRenewedForItsHolder(t *testing.T) {
 			}
 			k := &oneRequest{*r}
 			a := administrators{k, Config{Root: root, Kubeadm: image, Now: func() time.Time { return now }, Log: slog.New(slog.DiscardHandler)}}
-			for range 2 { // decided once, and left alone then
+			for range 2 { // decided once, and then unchanged
 				if err := a.sign(t.Context()); err != nil {
 					t.Fatal(err)
 				}
@@ -146,15 +146,14 @@ func TestAnAdministratorsCertificateIsRenewedForItsHolder(t *testing.T) {
 	}
 }
 
-// Who filed a request for the owner counts for nothing, and neither does what he says: each part of the order is compared with what this machine
-// knows by itself (J9).
+// Neither the client that filed a request for the owner nor its text is trusted: each part of the order is compared with this machine's own data (J9).
 func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 	own := pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{ownerorder.Group}}
 	public, owner, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, stranger, err := ed25519.GenerateKey(nil)
+	_, other, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -166,14 +165,14 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		image  func(*Config)
 		change func(*certificatesv1.CertificateSigningRequest)
 		want   bool
-		left   bool // nobody is denied anything: another control plane may sign
+		left   bool // not denied: another control plane may sign it
 	}{
-		"the owner's order":   {want: true},
-		"at its oldest":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge) }, want: true},
-		"a stranger's order":  {signer: stranger},
-		"for another cluster": {order: func(o *ownerorder.Order) { o.Cluster[0]++ }},
-		"too old":             {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge - time.Second) }, left: true},
-		"of the future":       {order: func(o *ownerorder.Order) { o.At = o.At.Add(ownerorder.MaxAhead + time.Second) }, left: true},
+		"the owner's order":     {want: true},
+		"at its oldest":         {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge) }, want: true},
+		"another owner's order": {signer: other},
+		"for another cluster":   {order: func(o *ownerorder.Order) { o.Cluster[0]++ }},
+		"too old":               {order: func(o *ownerorder.Order) { o.At = o.At.Add(-ownerorder.MaxAge - time.Second) }, left: true},
+		"of the future":         {order: func(o *ownerorder.Order) { o.At = o.At.Add(ownerorder.MaxAhead + time.Second) }, left: true},
 		"for another key": {order: func(o *ownerorder.Order) {
 			_, r := request(t, &x509.CertificateRequest{Subject: own})
 			o.Request = der(r)
@@ -181,7 +180,7 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		"for a stronger group": {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{"system:masters"}}}},
 		"for one more group":   {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{ownerorder.Group, "system:masters"}}}},
 		"for a node":           {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "system:node:node2", Organization: []string{"system:nodes"}}}},
-		"for another name":     {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "somebody", Organization: []string{ownerorder.Group}}}},
+		"for another name":     {ask: x509.CertificateRequest{Subject: pkix.Name{CommonName: "another", Organization: []string{ownerorder.Group}}}},
 		"with a server's name": {ask: x509.CertificateRequest{Subject: own, DNSNames: []string{"kubernetes"}}},
 		"for servers too": {change: func(r *certificatesv1.CertificateSigningRequest) {
 			r.Spec.Usages = append(r.Spec.Usages, certificatesv1.UsageServerAuth)
@@ -198,11 +197,11 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		"with nothing in it":             {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations[ownerorder.Annotation] = "" }},
 		"without it":                     {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations = nil }},
 		"where the image names no owner": {image: func(c *Config) { c.Owner = nil }, left: true},
-		"where the image names another":  {image: func(c *Config) { c.Owner = stranger.Public().(ed25519.PublicKey) }},
+		"where the image names another":  {image: func(c *Config) { c.Owner = other.Public().(ed25519.PublicKey) }},
 		"filed by an administrator, for him": {want: true, change: func(r *certificatesv1.CertificateSigningRequest) {
 			r.Spec.Username, r.Spec.Groups = "kubernetes-admin", []string{admins}
 		}},
-		"an order of others, filed by an administrator": {signer: stranger, change: func(r *certificatesv1.CertificateSigningRequest) {
+		"an order of others, filed by an administrator": {signer: other, change: func(r *certificatesv1.CertificateSigningRequest) {
 			r.Spec.Username, r.Spec.Groups = "kubernetes-admin", []string{admins}
 		}},
 	} {
@@ -257,7 +256,7 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 	}
 }
 
-// What stays undecided for hours must not hide why the order of now is not signed, and pages end somewhere.
+// Old undecided requests must not hide why the current order is not signed, and listing ends after a bounded number of pages.
 func TestTheOrderOfNowIsLogged(t *testing.T) {
 	root := newControlPlane(t)
 	now := at(t, root, 0.5).UTC().Truncate(time.Second)
@@ -282,7 +281,7 @@ func TestTheOrderOfNowIsLogged(t *testing.T) {
 	}
 }
 
-// manyRequests gives one request a page, and takes no decision.
+// manyRequests returns one request a page, and ignores decisions.
 type manyRequests struct {
 	requests
 
@@ -301,7 +300,7 @@ func (m *manyRequests) List(_ context.Context, o metav1.ListOptions) (*certifica
 	return list, nil
 }
 
-// The API server refuses a denial beside an approval, so what an administrator has approved by hand is marked as failed, and done with.
+// The API server takes no denial beside an approval, so a request that an administrator approved by hand is marked as failed.
 func TestWhatIsApprovedAndNoRenewalFails(t *testing.T) {
 	root := newControlPlane(t)
 	now := at(t, root, 0.5)

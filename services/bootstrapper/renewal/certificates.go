@@ -1,11 +1,10 @@
-// Package renewal keeps the certificates of a control plane alive: those that kubeadm has issued for a year to
-// API server, etcd and their clients, and those in the kubeconfigs of the administrator, the controller manager and the scheduler.
+// Package renewal renews the certificates of a control plane: those that kubeadm issues for a year to the API server, etcd and their clients, and those
+// in the kubeconfigs of the administrator, the controller manager and the scheduler.
 //
-// A machine renews its own, with the authorities on its disk and with kubeadm's own code, at two thirds of their life. New
-// certificates are prepared beside the old ones and become the machine's by one rename, so a crash at any step leaves the old
-// ones, or new ones that the next start puts in their places. Then the static pods restart one after another, and on one control
-// plane after another: the lease by which machines become control planes is held meanwhile (J8). Certificates that have
-// expired are renewed without the lease, since a cluster whose control planes were all off has none to give.
+// A machine renews its own certificates with the authorities on its disk and with kubeadm's code, after two thirds of their life. New certificates are
+// prepared beside the old ones, and one rename makes them the machine's. A crash at any step leaves the old ones, or new ones that the next start puts
+// in place. Then the static pods restart one after another, on one control plane after another: the machine holds the lease for joining control planes
+// meanwhile (J8). Expired certificates are renewed without the lease, since a cluster whose control planes were all off has no API server for it.
 package renewal
 
 import (
@@ -26,18 +25,18 @@ const (
 	folder    = "/etc/kubernetes"
 	pki       = folder + "/pki"
 	manifests = folder + "/manifests"
-	// Folder holds renewed certificates and keys until they are in their places and in use.
+	// Folder holds renewed certificates and keys until they are in place and in use.
 	Folder = folder + "/muster-renewal"
 )
 
 // file is one certificate of a control plane. Its name is kubeadm's.
 type file struct {
 	name string
-	// certificate and key are relative to [folder]; a kubeconfig, which has both, has no key.
+	// certificate and key are relative to [folder]; a kubeconfig contains both, so its key is empty.
 	certificate, key string
 	// ca is the authority's certificate.
 	ca string
-	// component is the static pod that has to be restarted to use it; empty for none.
+	// component is the static pod that has to restart to use it; empty: none.
 	component string
 }
 
@@ -47,7 +46,7 @@ const (
 	frontProxyCA = "pki/front-proxy-ca.crt"
 )
 
-// files are all certificates of a control plane that its machine renews.
+// files lists the certificates of a control plane that its machine renews.
 var files = []file{
 	{"etcd-server", "pki/etcd/server.crt", "pki/etcd/server.key", etcdCA, "etcd"},
 	{"etcd-peer", "pki/etcd/peer.crt", "pki/etcd/peer.key", etcdCA, "etcd"},
@@ -62,7 +61,7 @@ var files = []file{
 	{"super-admin.conf", "super-admin.conf", "", clusterCA, ""},
 }
 
-// components are the static pods in the order in which they restart: what others depend on comes first.
+// components lists the static pods in the order in which they restart: each before those that depend on it.
 var components = []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler"}
 
 // Certificate is one certificate of this control plane.
@@ -70,23 +69,22 @@ type Certificate struct {
 	Name      string    `json:"name"`
 	NotBefore time.Time `json:"notBefore"`
 	NotAfter  time.Time `json:"notAfter"`
-	// Unreadable says why the file holds no certificate; the times are zero then.
+	// Unreadable is why the certificate can't be read; the times are zero then.
 	Unreadable string `json:"unreadable,omitempty"`
 }
 
-// Due reports whether two thirds of the certificate's life are over, or it can't be used now.
+// Due reports whether two thirds of the certificate's life have passed, or it is invalid now.
 func (c Certificate) Due(now time.Time) bool {
 	return c.invalid(now) || !now.Before(c.DueAt())
 }
 
-// DueAt returns when two thirds of the certificate's life are over.
+// DueAt returns the time when two thirds of the certificate's life have passed.
 func (c Certificate) DueAt() time.Time { return c.NotBefore.Add(c.NotAfter.Sub(c.NotBefore) / 3 * 2) }
 
-// slack is how far a clock may have been ahead when it issued a certificate.
+// slack is by how much a certificate may begin later than this machine's clock.
 const slack = time.Hour
 
-// invalid reports whether the certificate has expired. One that begins later than in an hour was issued while the clock was far ahead, and
-// is as unusable.
+// invalid reports whether the certificate has expired, or begins more than an hour from now: it was issued while the clock was far ahead.
 func (c Certificate) invalid(now time.Time) bool {
 	return c.Unreadable == "" && (now.After(c.NotAfter) || now.Before(c.NotBefore.Add(-slack)))
 }
@@ -97,8 +95,8 @@ func IsControlPlane(root string) bool {
 	return err == nil
 }
 
-// Read returns the certificates of the control plane below root; what is not there is left out, as a super-admin.conf on all but the first,
-// and all of them on a worker.
+// Read returns the certificates of the control plane below root. It leaves out missing files: super-admin.conf on all control planes but the first, and
+// all files on a worker.
 func Read(root string) []Certificate {
 	var out []Certificate
 	for _, f := range files {
@@ -114,8 +112,8 @@ func Read(root string) []Certificate {
 	return out
 }
 
-// load reads the first certificate of a PEM file, or that of the user of a kubeconfig's current context. Its errors quote nothing of the
-// file, which may have a key (K3).
+// load reads the first certificate of a PEM file, or that of the user of a kubeconfig's current context. Its errors contain no text of the file, which
+// may have a key (K3).
 func load(path string) (*x509.Certificate, error) {
 	text, err := os.ReadFile(filepath.Clean(path))
 	if err != nil {

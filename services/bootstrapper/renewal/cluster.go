@@ -32,7 +32,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 )
 
-// Cluster is what a renewal needs of the API.
+// Cluster is the part of the API that a renewal uses.
 type Cluster interface {
 	// Exclusively runs do while this control plane holds the lease, and returns its error. The context of do ends when the lease is lost.
 	Exclusively(ctx context.Context, do func(context.Context) error) error
@@ -40,18 +40,18 @@ type Cluster interface {
 	Unhealthy(ctx context.Context) ([]string, error)
 	// Runs reports whether this control plane's pod of the component is Ready and has the annotation.
 	Runs(ctx context.Context, component, annotation string) (bool, error)
-	// ShutOut reports whether this control plane's enrollment is banned or being deleted. Its kubelet may not write then what Runs waits for.
+	// ShutOut reports whether this control plane's enrollment is banned or being deleted. Its kubelet can't update the status that Runs reads then.
 	ShutOut(ctx context.Context) (bool, error)
-	// Banned returns the nodes of banned enrollments but this one's, by an ID of the ban; not those that `muster replace` works on. An enrollment that is banned
-	// again after its ban was lifted has another ID.
+	// Banned returns the nodes of the other banned enrollments by an ID of the ban, except those that `muster replace` works on. A second ban of the
+	// same enrollment has another ID.
 	Banned(ctx context.Context) (map[string]string, error)
-	// Evicted reports whether there is neither a Node of the name nor a pod on it.
+	// Evicted reports whether neither a Node of the name nor a pod on it exists.
 	Evicted(ctx context.Context, node string) (bool, error)
-	// Publish writes this control plane's certificates to where the owner's program looks.
+	// Publish writes this control plane's certificates to where the owner's program reads them.
 	Publish(ctx context.Context, list []Certificate) error
-	// Epoch returns the cluster's epoch, its policy's serial and its bans, and counts the epoch up if they changed.
+	// Epoch returns the cluster's epoch, its policy's serial and its bans, and increments the epoch if they changed.
 	Epoch(ctx context.Context) (epoch.Record, clusterinfo.History, error)
-	// PublishEpoch writes the epoch that this machine's TPM knows to where the owner's program looks.
+	// PublishEpoch writes the epoch in this machine's TPM to where the owner's program reads it.
 	PublishEpoch(ctx context.Context, e clusterinfo.HistoryEpoch) error
 	// SignAdministrators decides on requests for an administrator's certificate.
 	SignAdministrators(ctx context.Context, cfg Config) error
@@ -61,9 +61,9 @@ type Cluster interface {
 const (
 	requestTimeout = 20 * time.Second
 	dialTimeout    = 5 * time.Second
-	// bannedAtOnce bounds what is in memory of enrollments.
+	// bannedAtOnce bounds the enrollments that are in memory.
 	bannedAtOnce = 100
-	// A lease that nobody renews is free after leaseLife. It has to outlast a restart of the API server, through which it is renewed.
+	// A lease is free leaseLife after its last renewal. It has to outlast a restart of the API server, through which it is renewed.
 	leaseLife, leaseDeadline, leaseRetry = 3 * time.Minute, 2 * time.Minute, 5 * time.Second
 )
 
@@ -75,14 +75,14 @@ type cluster struct {
 	close func()
 }
 
-// Connect returns the cluster with the rights of this control plane's admin.conf: by its own API server, which nobody on the network stands before, or
-// while that does not answer by the address that admin.conf names.
+// Connect returns the cluster with the rights of this control plane's admin.conf. It uses the machine's own API server, which a network attacker can't
+// impersonate, or, while that does not answer, the address in admin.conf.
 func Connect(root, node string, owner ed25519.PublicKey, log *slog.Logger) (Cluster, error) {
 	config, err := kubeconfig(root, "admin.conf")
 	if err != nil {
 		return nil, err
 	}
-	own, err := kubeconfig(root, "controller-manager.conf") // kubeadm has it lead to the machine itself
+	own, err := kubeconfig(root, "controller-manager.conf") // kubeadm sets the machine's own address in it
 	if err != nil {
 		return nil, err
 	}
@@ -109,12 +109,12 @@ func kubeconfig(root, name string) (*rest.Config, error) {
 	defer clear(text)
 	config, err := clientcmd.RESTConfigFromKubeConfig(text)
 	if err != nil {
-		return nil, errors.New(name + " cannot be read") // the cause could quote the key
+		return nil, errors.New(name + " cannot be read") // the cause could contain the key
 	}
 	return config, nil
 }
 
-// ownFirst dials this machine's API server, whose certificate has the names and addresses of all.
+// ownFirst dials this machine's API server first; its certificate has all names and addresses of the endpoint.
 func ownFirst(own string) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	d := &net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
@@ -127,8 +127,8 @@ func ownFirst(own string) func(ctx context.Context, network, addr string) (net.C
 
 func (c *cluster) Close() { c.close() }
 
-// Exclusively implements [Cluster] with the lease of machines that become control planes: no member of etcd is restarted while another
-// is added (J8). client-go's election measures by its own clock whether a lease has run out, as joinservice does.
+// Exclusively implements [Cluster] with the lease for joining control planes: no member of etcd restarts while another one is added (J8). client-go's
+// election measures by its own clock whether a lease has expired, as joinservice does.
 func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) error) error {
 	ctx, cancel := context.WithCancel(klog.NewContext(ctx, logr.FromSlogHandler(c.log.Handler())))
 	defer cancel()
@@ -171,7 +171,8 @@ func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) erro
 	return <-done
 }
 
-// Unhealthy implements [Cluster]. A node writes the API's pods of its static ones, with any labels: those of nodes that are enrolled as workers don't count.
+// Unhealthy implements [Cluster]. A node writes the mirror pods of its static pods, with any labels: those of nodes that are enrolled as workers are
+// ignored.
 func (c *cluster) Unhealthy(ctx context.Context) ([]string, error) {
 	pods, err := c.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: "tier=control-plane"})
 	if err != nil {
@@ -204,13 +205,13 @@ func (c *cluster) Runs(ctx context.Context, component, annotation string) (bool,
 	return err == nil && pod.Spec.NodeName == c.node && pod.Annotations[Annotation] == annotation && pod.DeletionTimestamp == nil && ready(pod), err
 }
 
-// ShutOut implements [Cluster]. A node of a cluster that was adopted may have no enrollment, and is not shut out.
+// ShutOut implements [Cluster]. A node of an adopted cluster may have no enrollment, and is not shut out.
 func (c *cluster) ShutOut(ctx context.Context) (bool, error) {
 	n, err := c.enrollment(ctx, c.node)
 	return n != nil && n.ShutOut(), err
 }
 
-// enrollment returns that of a node; nil: it has none.
+// enrollment returns the enrollment of a node; nil: it has none.
 func (c *cluster) enrollment(ctx context.Context, node string) (*v1alpha1.AttestedNode, error) {
 	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestednodes", node).DoRaw(ctx)
 	if apierrors.IsNotFound(err) {

@@ -35,7 +35,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// What a renewal asks of a cluster, at a real API server.
+// These are all requests of a renewal, at a real API server.
 func TestClusterOfARealAPIServer(t *testing.T) {
 	ctx := t.Context()
 	api, err := envtest.Start(ctx)
@@ -58,7 +58,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 	server := regexp.MustCompile(`server: https://\S+`)
 	for name, b := range map[string][]byte{
 		"controller-manager.conf": text,
-		"admin.conf":              server.ReplaceAll(text, []byte("server: https://127.0.0.1:1")), // as where somebody took the endpoint's address
+		"admin.conf":              server.ReplaceAll(text, []byte("server: https://127.0.0.1:1")), // an attacker has taken over the endpoint's address
 	} {
 		if err := os.WriteFile(filepath.Join(root, folder, name), b, 0o600); err != nil {
 			t.Fatal(err)
@@ -85,7 +85,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 						return errors.New("two have it")
 					}
 					defer inside.Add(-1)
-					_, err := c.Unhealthy(ctx) // something that takes a moment
+					_, err := c.Unhealthy(ctx) // a call that takes some time
 					return err
 				})
 				if err != nil {
@@ -157,7 +157,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		workers.Name, workers.Spec.NodeName = "etcd-worker", "worker"
 		must(t, api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}}))
 		must(t, api.Client.Create(ctx, workers))
-		want("new", false, "etcd-worker") // in a cluster that was adopted
+		want("new", false, "etcd-worker") // in an adopted cluster
 		must(t, api.InstallCRDs(ctx), api.Client.Create(ctx, &v1alpha1.AttestedNode{
 			ObjectMeta: metav1.ObjectMeta{Name: "worker"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{7}.String(), Role: v1alpha1.RoleWorker},
 		}))
@@ -282,7 +282,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			}
 			_, r := request(t, &x509.CertificateRequest{Subject: pkix.Name{CommonName: "kubernetes-admin", Organization: []string{admins}}})
 			r.Name = map[string]string{admins: "of-an-administrator", "system:nodes": "of-a-node"}[group]
-			r.Spec.Username, r.Spec.Groups = "system:admin", []string{"system:masters", admins} // the API server writes these itself
+			r.Spec.Username, r.Spec.Groups = "system:admin", []string{"system:masters", admins} // the API server writes these
 			var made *certificatesv1.CertificateSigningRequest
 			if err := wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, time.Minute, true, func(ctx context.Context) (bool, error) {
 				made, err = k.CertificatesV1().CertificateSigningRequests().Create(ctx, r, metav1.CreateOptions{})
@@ -294,7 +294,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 				t.Fatal(err)
 			}
 			r = made
-			if user != "kubernetes-admin" { // an administrator who does not look has approved it
+			if user != "kubernetes-admin" { // an administrator has approved it without a check
 				r.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{condition(certificatesv1.CertificateApproved, "ByHand", "")}
 				if err := api.Client.SubResource("approval").Update(ctx, r); err != nil {
 					t.Fatal(err)

@@ -26,17 +26,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Keeper is what follows the cluster's epoch on this machine: [epoch.Keeper].
+// Keeper stores the cluster's epoch on this machine: [epoch.Keeper].
 type Keeper interface {
 	Load() (*epoch.Record, error)
 	Advance(ctx context.Context, r epoch.Record) error
 }
 
-// betweenEpochs is the shortest time between two increments of the TPM's counter, which is in memory that wears out.
+// betweenEpochs is the shortest time between two increments of the TPM's counter, whose memory wears out.
 const betweenEpochs = 10 * time.Minute
 
-// RunEpoch follows the cluster's epoch into this machine's record and its TPM's counter until ctx ends, so that an older copy of the disk is found when it
-// boots (B7). No failure ends it.
+// RunEpoch copies the cluster's epoch into this machine's record and its TPM's counter until ctx ends, so that an older copy of the disk is detected at
+// boot (B7). It continues after failures.
 func (r *Renewer) RunEpoch(ctx context.Context) error {
 	pause := retry.Backoff{Min: r.Timing.Sign, Max: r.Timing.RetryMax}
 	for {
@@ -44,7 +44,7 @@ func (r *Renewer) RunEpoch(ctx context.Context) error {
 		err := r.followEpoch(ctx)
 		switch {
 		case ctx.Err() != nil:
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		case err != nil:
 			wait = pause.Next(0)
 			r.Log.WarnContext(ctx, "this machine does not follow the cluster's epoch", "err", err, "again_in", wait.String())
@@ -52,7 +52,7 @@ func (r *Renewer) RunEpoch(ctx context.Context) error {
 			pause.Reset()
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		}
 	}
 }
@@ -77,8 +77,8 @@ func (r *Renewer) followEpoch(ctx context.Context) error {
 	known := clusterinfo.HistoryEpoch{Number: had.Epoch, ID: had.EpochID}
 	switch lacks := history.Lacks(known); {
 	case now.Epoch < had.Epoch || lacks != "":
-		// The API server and etcd were put back while this machine ran, or its owner accepted what another one's disk has. What the machine knows stays,
-		// also when the cluster has counted on from there.
+		// The API server and etcd were restored while this machine ran, or the owner accepted another machine's disk. The machine keeps what it knows,
+		// also if the cluster has counted on since.
 		r.Log.ErrorContext(ctx, "the cluster is behind this machine: etcd was put back to an earlier copy", "cluster", now.Epoch, "machine", known.String(), "why", lacks)
 	case now.Epoch > had.Epoch && (had.Epoch == 0 || r.advanced.IsZero() || r.Now().Sub(r.advanced) >= betweenEpochs):
 		now.Written = r.Now()
@@ -92,16 +92,16 @@ func (r *Renewer) followEpoch(ctx context.Context) error {
 	return c.PublishEpoch(ctx, clusterinfo.HistoryEpoch{Number: had.Epoch, ID: had.EpochID})
 }
 
-// facts is what a restored copy of the cluster would undo.
+// facts is the state that a restored copy of the cluster would undo.
 type facts struct {
 	policy [sha256.Size]byte
 	serial uint64
 	bans   []ban
-	// lines are one for each enrollment and disk, in order.
+	// lines has one line for each enrollment and disk, in order.
 	lines []string
 }
 
-// ban is a node that is banned, and its machine.
+// ban is a banned node and its machine.
 type ban struct{ node, machine string }
 
 func (f facts) digest() string {
@@ -113,8 +113,8 @@ func (f facts) digest() string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// Epoch implements [Cluster]. The number is in a ConfigMap, with a digest of what it was counted for; whichever control plane sees another digest first counts
-// it up, by compare-and-swap.
+// Epoch implements [Cluster]. The number is in a ConfigMap, with a digest of the facts for which it was counted. The first control plane that sees
+// another digest increments it, by compare-and-swap.
 func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History, error) {
 	f, err := c.facts(ctx)
 	if err != nil {
@@ -136,7 +136,7 @@ func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History,
 			return epoch.Record{}, nil, fmt.Errorf("ConfigMap %s: epoch: %w: write a number above those of the annotation %s of control planes' Nodes", clusterinfo.EpochMap, err, clusterinfo.EpochAnnotation)
 		}
 	}
-	// A number without an ID is of an earlier version, or an administrator has written it: it gets one, and so counts as another epoch than any of before.
+	// A number without an ID is from an earlier version or was written by an administrator: it gets an ID, and so counts as a new epoch.
 	if digest := f.digest(); absent || m.Data["of"] != digest || history.ID(number) == "" {
 		number++
 		history = history.Next(number)
@@ -147,7 +147,7 @@ func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History,
 			next.ResourceVersion = m.ResourceVersion
 			_, err = maps.Update(ctx, next, metav1.UpdateOptions{})
 		}
-		if err != nil { // of another control plane that counted first: the next look sees that
+		if err != nil { // another control plane was first: the next look reads its result
 			return epoch.Record{}, nil, err
 		}
 	}
@@ -158,7 +158,7 @@ func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History,
 	return out, history, nil
 }
 
-// facts asks for the policy, and all enrollments and disks.
+// facts reads the policy, and all enrollments and disks.
 func (c *cluster) facts(ctx context.Context) (facts, error) {
 	var f facts
 	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestationpolicies", v1alpha1.PolicyName).DoRaw(ctx)
@@ -196,7 +196,7 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 	return f, err
 }
 
-// serial returns that of a policy which the owner signed; 0: there is none, or the owner is not known.
+// serial returns the serial of a policy that the owner signed; 0: there is none, or the owner is not known.
 func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
 	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
 	if err != nil {
@@ -209,7 +209,7 @@ func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
 	return policy.Serial()
 }
 
-// pages lists a resource of Muster's; each returns the token of the next page. A cluster without the resource has none of it.
+// pages lists a resource of Muster's in pages; each returns the token of the next page. A resource that the cluster does not have is an empty list.
 func pages[L any](ctx context.Context, c *cluster, resource string, each func(L) string) error {
 	o := metav1.ListOptions{Limit: 500}
 	for {
@@ -235,7 +235,7 @@ func (c *cluster) PublishEpoch(ctx context.Context, e clusterinfo.HistoryEpoch) 
 	return c.annotate(ctx, clusterinfo.EpochAnnotation, e.String())
 }
 
-// annotate writes an annotation of this control plane's Node, if it is another one.
+// annotate writes an annotation of this control plane's Node, if its value differs.
 func (c *cluster) annotate(ctx context.Context, name, value string) error {
 	node, err := c.CoreV1().Nodes().Get(ctx, c.node, metav1.GetOptions{})
 	if err != nil || node.Annotations[name] == value {

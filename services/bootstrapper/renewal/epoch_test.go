@@ -63,17 +63,17 @@ func TestTheTPMFollowsTheClustersEpoch(t *testing.T) {
 		after time.Duration
 		epoch uint64
 		knows uint64
-		up    uint64 // by how much the counter rises
-		fresh bool   // the process was started anew
+		up    uint64 // increments of the counter
+		fresh bool   // the process was restarted
 	}{
 		{time.Second, 3, 3, 1, false}, // the first, at once
 		{time.Minute, 3, 3, 0, false},
 		{2 * time.Minute, 4, 3, 0, false}, // too soon
 		{betweenEpochs, 5, 3, 0, false},
 		{betweenEpochs + time.Second, 5, 5, 1, false},
-		{time.Hour, 4, 5, 0, false}, // etcd was put back
+		{time.Hour, 4, 5, 0, false}, // etcd was restored
 		{time.Hour, 6, 6, 1, false},
-		{time.Hour, 7, 7, 1, true}, // whatever the record says of when it was written: by whose clock, nobody knows
+		{time.Hour, 7, 7, 1, true}, // the time in the record is ignored: the clock behind it is unknown
 		{time.Hour + time.Minute, 8, 7, 0, false},
 		{2 * time.Hour, 8, 8, 1, false},
 	} {
@@ -92,7 +92,7 @@ func TestTheTPMFollowsTheClustersEpoch(t *testing.T) {
 	}
 }
 
-// A cluster that was put back, and has counted on from there, has the numbers that this machine knows, and another history (B7).
+// A restored cluster that has counted on since has the same numbers as this machine, and another history (B7).
 func TestAClusterThatWasPutBackIsNotFollowed(t *testing.T) {
 	c := &memoryCluster{root: newControlPlane(t), lease: new(sync.Mutex)}
 	k := &stillKeeper{}
@@ -125,7 +125,7 @@ func TestAClusterThatWasPutBackIsNotFollowed(t *testing.T) {
 	}
 }
 
-// Whoever serves the time can keep the wall clock at that of the record: the counter follows by the monotonic one all the same (B7).
+// A network attacker can keep the wall clock at the time in the record: the counter still follows, by the monotonic clock (B7).
 func TestTheTPMFollowsTheClustersEpochWhileTheClockStandsStill(t *testing.T) {
 	c := &memoryCluster{root: newControlPlane(t), lease: new(sync.Mutex)}
 	k := &stillKeeper{}
@@ -164,7 +164,7 @@ func (k *stillKeeper) Advance(_ context.Context, r epoch.Record) error {
 	return nil
 }
 
-// What raises the epoch, at a real API server with two control planes that look at it.
+// These changes raise the epoch, at a real API server with two control planes.
 func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	ctx := t.Context()
 	must := func(t *testing.T, errs ...error) {
@@ -204,7 +204,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	policy := &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}
 	node := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node3"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("ab", 32), Role: v1alpha1.RoleWorker}}
 	disk := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"}, Spec: v1alpha1.AttestedDiskSpec{MachineID: strings.Repeat("ab", 32), Salt: strings.Repeat("5a", 32), RootVersion: 1}}
-	_, stranger, err := ed25519.GenerateKey(nil)
+	_, other, err := ed25519.GenerateKey(nil)
 	must(t, err)
 	var now uint64
 	for _, step := range []struct {
@@ -218,7 +218,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 		{"nothing", func() error { return nil }, 0, 0, nil},
 		{"a policy", func() error { policy.Spec = sign(4, private); return api.Client.Create(ctx, policy) }, 1, 4, nil},
 		{"a newer one", func() error { policy.Spec = sign(5, private); return api.Client.Update(ctx, policy) }, 1, 5, nil},
-		{"one that the owner did not sign", func() error { policy.Spec = sign(9, stranger); return api.Client.Update(ctx, policy) }, 1, 0, nil},
+		{"one that the owner did not sign", func() error { policy.Spec = sign(9, other); return api.Client.Update(ctx, policy) }, 1, 0, nil},
 		{"an enrollment", func() error { return api.Client.Create(ctx, node) }, 1, 0, nil},
 		{"its label", func() error { node.Labels = map[string]string{"a": "b"}; return api.Client.Update(ctx, node) }, 0, 0, nil},
 		{"a ban", func() error { node.Spec.Banned = true; return api.Client.Update(ctx, node) }, 1, 0, []string{"node3"}},
@@ -239,7 +239,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 			t.Fatalf("%s: %v", step.what, err)
 		}
 		now += step.up
-		for _, c := range planes { // the second finds what the first has counted
+		for _, c := range planes { // the second reads what the first has counted
 			got, history, err := c.Epoch(ctx)
 			if err != nil || got.Epoch != now || got.PolicySerial != step.serial || !slices.Equal(got.Bans, step.bans) || len(got.BannedMachines) != len(step.bans) {
 				t.Errorf("%s: %+v, %v, want epoch %d", step.what, got, err, now)
@@ -249,7 +249,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 			}
 		}
 	}
-	// Of control planes that see a change at the same time one counts it.
+	// Of several control planes that see a change at the same time, one counts it.
 	must(t, api.Client.Create(ctx, &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk.Name}, Spec: disk.Spec}))
 	var wg sync.WaitGroup
 	for _, c := range planes {

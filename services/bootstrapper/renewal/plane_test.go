@@ -28,7 +28,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// klog starts its flusher with the process.
+	// klog starts its flusher at init.
 	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"))
 }
 
@@ -36,7 +36,7 @@ const life = 90 * 24 * time.Hour
 
 var image = kubeadmapi.ClusterConfiguration{EncryptionAlgorithm: kubeadmapi.EncryptionAlgorithmECDSAP256, CertificateValidityPeriod: &metav1.Duration{Duration: life}}
 
-// original is a control plane's folder as kubeadm itself makes it, made once.
+// original returns a control plane's folder as kubeadm makes it, made once.
 var original = sync.OnceValues(func() (string, error) {
 	dir, err := os.MkdirTemp("", "control-plane")
 	if err != nil {
@@ -81,7 +81,7 @@ func newControlPlane(t *testing.T) string {
 	return root
 }
 
-// soundAt fails unless every certificate has its key, is of its authority, and is valid at a time.
+// soundAt fails unless every certificate has its key, is of its authority, and is valid at the time.
 func soundAt(t *testing.T, root string, now time.Time) {
 	t.Helper()
 	for _, f := range files {
@@ -109,21 +109,21 @@ func leaves(t *testing.T, root string) map[string]*x509.Certificate {
 	return out
 }
 
-// memoryCluster is a cluster in memory: one lease, and pods that are Ready when their manifest says what they run with.
+// memoryCluster is a cluster in memory: one lease, and pods that are Ready when their manifest has their annotation.
 type memoryCluster struct {
 	root  string
 	lease *sync.Mutex
 	mu    sync.Mutex
-	down  []string // pods of others
+	down  []string // pods of other control planes
 	dead  string   // a component of this control plane that never becomes Ready
-	taken bool     // somebody else has the lease, for ever
+	taken bool     // another holder never returns the lease
 	out   bool     // this control plane is banned
 	// banned are other nodes' enrollments, of which stays is not evicted.
 	banned map[string]string
 	stays  string
-	order  []string // what happened
+	order  []string // what happened, in order
 	list   []Certificate
-	// epoch is the cluster's, published what this machine says of it.
+	// epoch is the cluster's epoch, published what this machine has published.
 	epoch     epoch.Record
 	history   clusterinfo.History
 	published uint64
@@ -137,7 +137,7 @@ func (c *memoryCluster) note(what string) {
 	}
 }
 
-// await returns once something was done.
+// await returns once the step was done.
 func (c *memoryCluster) await(t *testing.T, what string) {
 	t.Helper()
 	deadline := time.After(2 * time.Minute)
@@ -245,11 +245,11 @@ func newRenewer(t *testing.T, c *memoryCluster, now time.Time) *Renewer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.plane.sync = func(...string) error { return nil } // a busy disk makes hundreds of these take minutes
+	r.plane.sync = func(...string) error { return nil } // on a busy disk, hundreds of these take minutes
 	return r
 }
 
-// at is a time in the life of the original's certificates.
+// at returns the time after this share of the life of the original's certificates.
 func at(t *testing.T, root string, share float64) time.Time {
 	t.Helper()
 	c := leaves(t, root)["apiserver"]

@@ -15,11 +15,11 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// Annotation of a static pod says with which certificates it runs: a digest of their files; of an API server, also after which bans it was started. The kubelet restarts a static pod
-// whose manifest changes, as `kubeadm upgrade` relies on, and copies its annotations to the pod's mirror in the API.
+// Annotation of a static pod is a digest of the certificate files that it runs with; an API server's also covers the bans after which it was started.
+// The kubelet restarts a static pod whose manifest changes, as `kubeadm upgrade` relies on, and copies its annotations to the mirror pod in the API.
 const Annotation = "muster.dev/certificates"
 
-// digest returns what the annotation of a component should be.
+// digest returns the right annotation of a component.
 func (p plane) digest(component string) (string, error) {
 	h := sha256.New()
 	for _, f := range files {
@@ -45,7 +45,7 @@ func (p plane) digest(component string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
-// manifest reads a component's, and returns the annotation that it should have; nil if this machine does not run the component.
+// manifest reads a component's manifest, and returns it with its right annotation; nil if this machine does not run the component.
 func (p plane) manifest(component string) (*unstructured.Unstructured, string, error) {
 	path := p.on(filepath.Join(manifests, component+".yaml"))
 	text, err := os.ReadFile(path)
@@ -66,8 +66,8 @@ func (p plane) manifest(component string) (*unstructured.Unstructured, string, e
 	return pod, want, nil
 }
 
-// restart has the kubelet restart a component with the certificates that are on the disk now, and returns the annotation that the
-// new pod has; it is empty if this machine does not run the component. A component that runs with them already is left alone.
+// restart makes the kubelet restart a component with the certificates that are now on the disk, and returns the annotation of the new pod; it is empty
+// if this machine does not run the component. A component that already runs with them does not restart.
 func (p plane) restart(component string) (string, error) {
 	pod, want, err := p.manifest(component)
 	if err != nil || pod == nil {
@@ -86,7 +86,7 @@ func (p plane) restart(component string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	// By rename, and the kubelet ignores names that begin with a dot: it never reads half of a manifest.
+	// The file is written by rename, and the kubelet ignores names that begin with a dot: it never reads half of a manifest.
 	if err := machine.WriteFile(p.on(filepath.Join(manifests, component+".yaml")), text, 0o600, 0o700); err != nil {
 		return "", err
 	}

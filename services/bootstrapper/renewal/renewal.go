@@ -22,13 +22,13 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Timing are a Renewer's waits. [DefaultTiming] are those of production.
+// Timing are a Renewer's waits; see [DefaultTiming].
 type Timing struct {
-	// Interval is the longest pause between two looks at the certificates.
+	// Interval is the longest pause between two checks of the certificates.
 	Interval time.Duration
-	// RetryMin and RetryMax bound the pause after a failure, Poll is that between two looks at a pod.
+	// RetryMin and RetryMax bound the pause after a failure. Poll is the pause between two checks of a pod.
 	RetryMin, RetryMax, Poll time.Duration
-	// Sign is the pause between two looks at requests for an administrator's certificate, and at who is banned.
+	// Sign is the pause between two checks for requests for an administrator's certificate, and for bans.
 	Sign time.Duration
 }
 
@@ -37,17 +37,17 @@ var DefaultTiming = Timing{Interval: time.Hour, RetryMin: 5 * time.Second, Retry
 
 // Config lists what a Renewer needs. All fields are required but Owner.
 type Config struct {
-	// Root stands for the root of the file system: "/" on a machine.
+	// Root is the root of the file system: "/" on a machine.
 	Root string
-	// Kubeadm is how the image wants certificates: [kubeadm.Image.Certificates].
+	// Kubeadm is the image's configuration of certificates: [kubeadm.Image.Certificates].
 	Kubeadm kubeadmapi.ClusterConfiguration
-	// Cluster is the one that the machine is locked to.
+	// Cluster is the ID of the cluster that the machine is locked to.
 	Cluster keys.ClusterID
-	// Owner is the owner's public key as the image names it; nil: it names none, and nobody's orders count.
+	// Owner is the owner's public key in the image; nil: there is none, and no order is accepted.
 	Owner ed25519.PublicKey
-	// Epoch is what this machine knows of the cluster's epoch.
+	// Epoch keeps what this machine knows of the cluster's epoch.
 	Epoch Keeper
-	// Connect returns the cluster, with the administrator's kubeconfig as it is on the disk when it is called.
+	// Connect returns the cluster, with the current administrator's kubeconfig on the disk.
 	Connect func() (Cluster, error)
 	Timing  Timing
 	Now     func() time.Time
@@ -58,14 +58,14 @@ type Config struct {
 type Renewer struct {
 	Config
 	plane plane
-	// mu is held while the certificates are renewed, and while the API server is restarted.
+	// mu is held while the certificates are renewed, and while the API server restarts.
 	mu sync.Mutex
-	// advanced is when this process last incremented the TPM's counter; zero: it has not. What it is compared with has the same monotonic clock: the wall clock is
-	// that of time servers, and the record's time is that of an earlier process.
+	// advanced is when this process last incremented the TPM's counter; zero: never. It is compared by the monotonic clock: time servers set the wall
+	// clock, and the record's time is from an earlier process.
 	advanced time.Time
 }
 
-// New returns a Renewer, or an error that says that a part of cfg is missing.
+// New returns a Renewer, or an error that names the missing field of cfg.
 func New(cfg Config) (*Renewer, error) {
 	if err := required.Fields("renewal.New", cfg, "Owner", "Kubeadm"); err != nil {
 		return nil, err
@@ -80,11 +80,11 @@ func newPlane(root string, cfg kubeadmapi.ClusterConfiguration) plane {
 	return plane{root, cfg, machine.Sync, func(string) error { return nil }}
 }
 
-// AtBoot renews what has expired while the machine was off, before its kubelet is started, and puts in place what an earlier renewal has
-// left. It asks nobody: without these certificates there may be no API server to ask. A machine that is no control plane has nothing to renew.
+// AtBoot renews what expired while the machine was off, before its kubelet starts, and puts in place what an earlier renewal has left. It uses no API
+// server: without these certificates there may be none. On a worker it does nothing.
 //
-// Before it changes manifests it calls stop, which stops the kubelet: one that was started with the machine has read those of before, and stops or restarts none of
-// their pods before it has heard from an API server, which may be one of them.
+// Before it changes manifests it calls stop, which stops the kubelet. A kubelet that was started at boot has read the old manifests, and neither stops
+// nor restarts their pods before it reaches an API server, which may be one of them.
 func AtBoot(root string, cfg kubeadmapi.ClusterConfiguration, now time.Time, log *slog.Logger, stop func() error) error {
 	if !IsControlPlane(root) {
 		return nil
@@ -95,7 +95,7 @@ func AtBoot(root string, cfg kubeadmapi.ClusterConfiguration, now time.Time, log
 func (p plane) atBoot(now time.Time, log *slog.Logger, stop func() error) error {
 	unlock, err := p.exclusive()
 	if errors.Is(err, unix.EWOULDBLOCK) {
-		return nil // the machine runs, and its renewal is at work
+		return nil // the machine runs, and its renewal is running
 	}
 	if err != nil {
 		return err
@@ -116,10 +116,10 @@ func (p plane) atBoot(now time.Time, log *slog.Logger, stop func() error) error 
 	return nil
 }
 
-// alone renews without the lease, and restarts everything at once: a control plane whose certificates have expired serves nobody, so
-// nothing is lost by that, and to wait for one of its parts before the next would be to wait for ever.
+// alone renews without the lease, and restarts all components at once: a control plane with expired certificates serves no request, so nothing is lost,
+// and waiting for one component before the next would never end.
 func (p plane) alone(now time.Time) error {
-	if p.pending() { // of another time, and expired as well
+	if p.pending() { // it is old, and expired as well
 		if err := p.finish(); err != nil {
 			return err
 		}
@@ -138,7 +138,7 @@ func (p plane) alone(now time.Time) error {
 	return p.finish()
 }
 
-// exclusive takes the lock of this machine's renewal, and returns how it is given back.
+// exclusive takes the lock of this machine's renewal, and returns a function that releases it.
 func (p plane) exclusive() (func(), error) {
 	f, err := os.OpenFile(p.on(folder+"/.muster-renewal.lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
@@ -150,14 +150,14 @@ func (p plane) exclusive() (func(), error) {
 	return func() { _ = f.Close() }, nil
 }
 
-// Run keeps this control plane's certificates alive until ctx ends. No failure ends it.
+// Run renews this control plane's certificates in time until ctx ends. It continues after failures.
 func (r *Renewer) Run(ctx context.Context) error {
 	pause := retry.Backoff{Min: r.Timing.RetryMin, Max: r.Timing.RetryMax}
 	for {
 		wait, err := r.once(ctx)
 		switch {
 		case ctx.Err() != nil:
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		case err != nil:
 			wait = pause.Next(0)
 			r.Log.WarnContext(ctx, "certificates of this control plane could not be renewed", "err", err, "again_in", wait.String())
@@ -165,12 +165,12 @@ func (r *Renewer) Run(ctx context.Context) error {
 			pause.Reset()
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		}
 	}
 }
 
-// RunAdministrators decides on requests for an administrator's certificate until ctx ends. No failure ends it.
+// RunAdministrators decides on requests for an administrator's certificate until ctx ends. It continues after failures.
 func (r *Renewer) RunAdministrators(ctx context.Context) error {
 	pause := retry.Backoff{Min: r.Timing.Sign, Max: r.Timing.RetryMax}
 	var c Cluster
@@ -190,7 +190,7 @@ func (r *Renewer) RunAdministrators(ctx context.Context) error {
 		}
 		switch {
 		case ctx.Err() != nil:
-			return nil // it was told to end
+			return nil // stopped by its caller
 		case err != nil:
 			wait = pause.Next(0)
 			r.Log.WarnContext(ctx, "requests for an administrator's certificate could not be looked at", "err", err, "again_in", wait.String())
@@ -202,12 +202,12 @@ func (r *Renewer) RunAdministrators(ctx context.Context) error {
 			pause.Reset()
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil // it was told to end
+			return nil // stopped by its caller
 		}
 	}
 }
 
-// once renews if that is due, and returns when to look again.
+// once renews if that is due, and returns the pause before the next check.
 func (r *Renewer) once(ctx context.Context) (time.Duration, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -228,7 +228,7 @@ func (r *Renewer) once(ctx context.Context) (time.Duration, error) {
 		r.Log.InfoContext(ctx, "the certificates of this control plane are renewed and in use", "first_ends", first(list).UTC().Format(time.RFC3339))
 	}
 	wait := r.Timing.Interval
-	if err := r.publish(ctx, list); err != nil { // at boot: there is no API server yet
+	if err := r.publish(ctx, list); err != nil { // at boot there is no API server yet
 		wait = min(wait, r.Timing.RetryMax)
 		r.Log.WarnContext(ctx, "the ends of this control plane's certificates could not be written to its Node", "err", err)
 	}
@@ -248,7 +248,7 @@ func (r *Renewer) publish(ctx context.Context, list []Certificate) error {
 }
 
 func (r *Renewer) renew(ctx context.Context, now time.Time) error {
-	// Whoever was cut off while it moved them may have left a certificate without its key, with which nothing starts.
+	// A crash in the middle of the moves may have left a certificate without its key, with which nothing starts.
 	if r.plane.pending() {
 		if err := r.plane.place(); err != nil {
 			return err
@@ -264,8 +264,8 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 	if slices.ContainsFunc(list, func(c Certificate) bool { return c.invalid(now) }) {
 		return r.plane.alone(now)
 	}
-	// Once the first of them has ended, the cluster is not waited for any more, as whoever has the lease may keep it: it takes no client certificate that has
-	// expired, so that would be for ever. The next try renews alone.
+	// After the first of them has expired, the cluster is not waited for: its API server takes no expired client certificate, so this machine would
+	// never get the lease. The next attempt renews alone.
 	ctx, cancel := context.WithTimeout(ctx, first(list).Sub(now))
 	defer cancel()
 	c, err := r.Connect()
@@ -282,11 +282,11 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 	return c.Exclusively(ctx, func(ctx context.Context) error { return r.withLease(ctx, c, list, now) }) // J8
 }
 
-// errShutOut is about a control plane that would hold the lease until its certificates end: the API server takes from its kubelet no word on whether a
-// pod is Ready.
+// errShutOut is the error of a control plane that would hold the lease until its certificates end: the API server takes no status from its kubelet, so
+// its pods never become Ready.
 var errShutOut = errors.New("this control plane is banned, or its enrollment is being deleted: its certificates are renewed once the ban is lifted, or when they have ended")
 
-// admitted returns [errShutOut] if the cluster says so of this control plane.
+// admitted returns [errShutOut] if this control plane is banned, or its enrollment is being deleted.
 func admitted(ctx context.Context, c Cluster) error {
 	out, err := c.ShutOut(ctx)
 	if err == nil && out {
@@ -295,8 +295,8 @@ func admitted(ctx context.Context, c Cluster) error {
 	return err
 }
 
-// othersRun returns an error if a part of a control plane is not Ready, so that never two control planes are without one. What was begun goes
-// on, and with less than a tenth of a certificate's life left a control plane that is broken is not waited for any longer.
+// othersRun returns an error if a component of another control plane is not Ready, so that no two control planes lack one at a time. A renewal that was
+// begun continues, and with less than a tenth of a certificate's life left a broken control plane is not waited for.
 func (r *Renewer) othersRun(ctx context.Context, c Cluster, list []Certificate, now time.Time) error {
 	urgent := slices.ContainsFunc(list, func(c Certificate) bool { return c.NotAfter.Sub(now) < c.NotAfter.Sub(c.NotBefore)/10 })
 	if r.plane.pending() || urgent {
@@ -312,7 +312,7 @@ func (r *Renewer) othersRun(ctx context.Context, c Cluster, list []Certificate, 
 // withLease renews while no other control plane does.
 func (r *Renewer) withLease(ctx context.Context, c Cluster, list []Certificate, now time.Time) error {
 	if !r.plane.pending() {
-		if err := r.othersRun(ctx, c, list, now); err != nil { // what another one did before it gave the lease back
+		if err := r.othersRun(ctx, c, list, now); err != nil { // another control plane may have left it broken
 			return err
 		}
 		if err := r.plane.prepare(now); err != nil {
@@ -330,7 +330,7 @@ func (r *Renewer) withLease(ctx context.Context, c Cluster, list []Certificate, 
 		if annotation == "" {
 			continue
 		}
-		// The lease is kept until this one runs: what fails here must not fail on the next control plane too.
+		// The lease is kept until this component runs: a failure here must not be repeated on the next control plane.
 		if err := r.untilRuns(ctx, c, component, annotation); err != nil {
 			return err
 		}
@@ -339,21 +339,21 @@ func (r *Renewer) withLease(ctx context.Context, c Cluster, list []Certificate, 
 	return r.plane.finish()
 }
 
-// untilRuns waits for a component. Errors are asked past: the API server may be what restarts.
+// untilRuns waits until a component runs. It ignores errors of the API, since the API server may be the one that restarts.
 func (r *Renewer) untilRuns(ctx context.Context, c Cluster, component, annotation string) error {
 	tick := time.NewTicker(r.Timing.Poll)
 	defer tick.Stop()
-	began, told := time.Now(), time.Now()
+	began, logged := time.Now(), time.Now()
 	for {
 		runs, err := c.Runs(ctx, component, annotation)
 		if err == nil && runs {
 			return nil
 		}
-		if notAdmitted := admitted(ctx, c); errors.Is(notAdmitted, errShutOut) { // banned meanwhile; what was begun goes on once it is not
+		if notAdmitted := admitted(ctx, c); errors.Is(notAdmitted, errShutOut) { // banned meanwhile; the renewal continues after the ban
 			return notAdmitted
 		}
-		if time.Since(told) > time.Minute {
-			told = time.Now()
+		if time.Since(logged) > time.Minute {
+			logged = time.Now()
 			r.Log.WarnContext(ctx, "a part of this control plane is not Ready since it was restarted", "component", component, "since", time.Since(began).Round(time.Second).String(), "err", err)
 		}
 		select {
@@ -374,7 +374,7 @@ func names(list []Certificate, which func(Certificate) bool) []string {
 	return out
 }
 
-// first returns when the first of the certificates ends.
+// first returns the time when the first of the certificates expires.
 func first(list []Certificate) time.Time {
 	return slices.MinFunc(list, func(a, b Certificate) int { return a.NotAfter.Compare(b.NotAfter) }).NotAfter
 }

@@ -28,7 +28,7 @@ func TestRenewedAtTwoThirdsOfALife(t *testing.T) {
 		{0.66, nil},
 		{0.67, []string{"lease", "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "released"}},
 		{0.99, []string{"lease", "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "released"}},
-		{1.01, nil}, // expired: the API server serves nobody, so no lease and nothing to wait for
+		{1.01, nil}, // expired: the API server serves no request, so there is no lease and no wait
 	} {
 		t.Run(fmt.Sprint(tt.share), func(t *testing.T) {
 			root := newControlPlane(t)
@@ -77,13 +77,13 @@ func TestNotRenewedWhileAnotherControlPlaneIsBroken(t *testing.T) {
 	if len(c.order) > 0 || !leaves(t, root)["apiserver"].Equal(before["apiserver"]) {
 		t.Errorf("done: %q", c.order)
 	}
-	// Near its end it does not wait any longer.
+	// Near the end of a certificate it does not wait any longer.
 	if _, err := newRenewer(t, c, at(t, root, 0.95)).once(t.Context()); err != nil || len(c.order) == 0 {
 		t.Errorf("%v, done: %q", err, c.order)
 	}
 }
 
-// While a part does not come back nobody else renews: the lease is not given back, also over many looks.
+// While a component does not come back, no other control plane renews: the lease is kept, also over many checks.
 func TestTheLeaseIsKeptUntilAllParts(t *testing.T) {
 	root := newControlPlane(t)
 	c := &memoryCluster{root: root, lease: new(sync.Mutex), dead: "kube-apiserver"}
@@ -109,7 +109,8 @@ func TestTheLeaseIsKeptUntilAllParts(t *testing.T) {
 	}
 }
 
-// The pods of a banned control plane never are Ready for the cluster, so it would keep the lease for months, and no machine could become a control plane.
+// The cluster never sees the pods of a banned control plane as Ready, so it would keep the lease for months, and no machine could become a control
+// plane.
 func TestABannedControlPlaneDoesNotTakeTheLease(t *testing.T) {
 	root := newControlPlane(t)
 	before, now := leaves(t, root), at(t, root, 0.7)
@@ -120,7 +121,7 @@ func TestABannedControlPlaneDoesNotTakeTheLease(t *testing.T) {
 	if !leaves(t, root)["apiserver"].Equal(before["apiserver"]) {
 		t.Error("its certificates are renewed")
 	}
-	// Banned in the middle of it, it gives the lease back, and goes on where it was once the ban is lifted.
+	// A control plane that is banned in the middle of its renewal returns the lease, and continues once the ban is lifted.
 	c.out, c.dead = false, "kube-apiserver"
 	done := make(chan error, 1)
 	go func() {
@@ -141,7 +142,7 @@ func TestABannedControlPlaneDoesNotTakeTheLease(t *testing.T) {
 	soundAt(t, root, now)
 }
 
-// Whoever holds the lease and does not give it back holds up the others until their certificates end, and no longer.
+// A holder that never returns the lease delays the other control planes until their certificates expire, and no longer.
 func TestALeaseThatIsNeverFreeIsNotWaitedForLongerThanTheCertificatesLive(t *testing.T) {
 	root := newControlPlane(t)
 	c := &memoryCluster{root: root, lease: new(sync.Mutex), taken: true}
@@ -190,11 +191,10 @@ func TestOneControlPlaneAfterAnother(t *testing.T) {
 
 var errKilled = errors.New("killed")
 
-// stopped stands for a kubelet that does not run.
+// stopped is the stop function of a kubelet that does not run.
 func stopped() error { return nil }
 
-// Killed after any step, by the loop or at boot, the machine has at its next start certificates that fit their keys; the renewal is
-// finished, and nothing is lost.
+// Killed after any step, by the loop or at boot, the machine starts with certificates that fit their keys, and the renewal is finished.
 func TestKilledAnywhereARenewalIsFinished(t *testing.T) {
 	kill := map[string]func(r *Renewer, now time.Time) error{
 		"with the lease": func(r *Renewer, _ time.Time) error { _, err := r.once(t.Context()); return err },
@@ -224,7 +224,7 @@ func TestKilledAnywhereARenewalIsFinished(t *testing.T) {
 			if !errors.Is(err, errKilled) {
 				t.Fatalf("%s, step %d: %v", how, step, err)
 			}
-			// It starts: what is in place has to fit before anything is asked of the cluster.
+			// What is in place at the start has to fit before the cluster is asked.
 			r.plane.step = func(string) error { return nil }
 			if err := r.plane.atBoot(now, r.Log, stopped); err != nil {
 				t.Fatalf("%s, after %q: %v", how, steps[len(steps)-1], err)
@@ -238,7 +238,7 @@ func TestKilledAnywhereARenewalIsFinished(t *testing.T) {
 					}
 				}
 			}
-			// And goes on.
+			// The renewal continues.
 			if _, err := r.once(t.Context()); err != nil {
 				t.Fatalf("%s, after %q: %v", how, steps[len(steps)-1], err)
 			}
@@ -258,7 +258,7 @@ func TestKilledAnywhereARenewalIsFinished(t *testing.T) {
 	}
 }
 
-// annotated fails unless the manifest names the certificates on the disk.
+// annotated fails unless the manifest has the digest of the certificates on the disk.
 func annotated(t *testing.T, p plane, component string) {
 	t.Helper()
 	want, err := p.digest(component)
@@ -287,7 +287,7 @@ func TestAtBootOnlyWhatExpiredIsRenewed(t *testing.T) {
 		root := newControlPlane(t)
 		before, now := leaves(t, root), at(t, root, tt.share)
 		if tt.share < 0 {
-			// The clock was far ahead when these were issued, and the authorities are older.
+			// The clock was far ahead when these certificates were issued, and the authorities are older.
 			now = at(t, root, 0).Add(2 * life)
 			if err := newPlane(root, image).alone(now); err != nil {
 				t.Fatal(err)
@@ -322,15 +322,15 @@ func TestAtBootOnlyWhatExpiredIsRenewed(t *testing.T) {
 func TestWhatWouldNotDoIsNotTaken(t *testing.T) {
 	year := 365 * 24 * time.Hour
 	for name, tt := range map[string]struct {
-		now  func(made time.Time) time.Time
-		cfg  kubeadmapi.ClusterConfiguration
-		harm func(t *testing.T, root string)
-		says string
+		now      func(made time.Time) time.Time
+		cfg      kubeadmapi.ClusterConfiguration
+		harm     func(t *testing.T, root string)
+		wantText string
 	}{
-		"a clock before the authority's time": {now: func(made time.Time) time.Time { return made.Add(-year) }, cfg: image, says: "clock"},
-		"a clock after the authority's time":  {now: func(made time.Time) time.Time { return made.Add(11 * year) }, cfg: image, says: "clock"},
-		"lives that are due at once":          {now: func(made time.Time) time.Time { return made.Add(life) }, cfg: kubeadmapi.ClusterConfiguration{EncryptionAlgorithm: image.EncryptionAlgorithm, CertificateValidityPeriod: &metav1.Duration{Duration: time.Minute}}, says: "certificateValidityPeriod"},
-		"another authority's key": {now: func(made time.Time) time.Time { return made.Add(life) }, cfg: image, says: "etcd", harm: func(t *testing.T, root string) {
+		"a clock before the authority's time": {now: func(made time.Time) time.Time { return made.Add(-year) }, cfg: image, wantText: "clock"},
+		"a clock after the authority's time":  {now: func(made time.Time) time.Time { return made.Add(11 * year) }, cfg: image, wantText: "clock"},
+		"lives that are due at once":          {now: func(made time.Time) time.Time { return made.Add(life) }, cfg: kubeadmapi.ClusterConfiguration{EncryptionAlgorithm: image.EncryptionAlgorithm, CertificateValidityPeriod: &metav1.Duration{Duration: time.Minute}}, wantText: "certificateValidityPeriod"},
+		"another authority's key": {now: func(made time.Time) time.Time { return made.Add(life) }, cfg: image, wantText: "etcd", harm: func(t *testing.T, root string) {
 			key, err := os.ReadFile(filepath.Join(root, pki, "ca.key"))
 			if err != nil {
 				t.Fatal(err)
@@ -339,7 +339,7 @@ func TestWhatWouldNotDoIsNotTaken(t *testing.T) {
 				t.Fatal(err)
 			}
 		}},
-		"no authority's key": {now: func(made time.Time) time.Time { return made.Add(life) }, cfg: image, says: "front-proxy", harm: func(t *testing.T, root string) {
+		"no authority's key": {now: func(made time.Time) time.Time { return made.Add(life) }, cfg: image, wantText: "front-proxy", harm: func(t *testing.T, root string) {
 			if err := os.Remove(filepath.Join(root, pki, "front-proxy-ca.key")); err != nil {
 				t.Fatal(err)
 			}
@@ -352,8 +352,8 @@ func TestWhatWouldNotDoIsNotTaken(t *testing.T) {
 				tt.harm(t, root)
 			}
 			err := newPlane(root, tt.cfg).alone(tt.now(before["apiserver"].NotBefore))
-			if err == nil || !strings.Contains(err.Error(), tt.says) {
-				t.Errorf("error %v, want one with %q", err, tt.says)
+			if err == nil || !strings.Contains(err.Error(), tt.wantText) {
+				t.Errorf("error %v, want one with %q", err, tt.wantText)
 			}
 			for name, c := range leaves(t, root) {
 				if !c.Equal(before[name]) {
@@ -383,7 +383,7 @@ func TestWhileTheLoopIsAtWorkBootLeavesItAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	if leaves(t, root)["apiserver"].Equal(before["apiserver"]) {
-		t.Error("nobody renews")
+		t.Error("no machine renews")
 	}
 	if _, err := tls.LoadX509KeyPair(filepath.Join(root, pki, "apiserver.crt"), filepath.Join(root, pki, "apiserver.key")); err != nil {
 		t.Error(err)

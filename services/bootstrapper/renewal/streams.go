@@ -16,23 +16,24 @@ import (
 )
 
 const (
-	// restarted is the file with the IDs of the bans after which this control plane's API server was restarted. It is part of what the API server's annotation is
-	// a digest of.
+	// restarted is the file with the IDs of the bans after which this control plane's API server was restarted. The digest in the API server's
+	// annotation covers it.
 	restarted = folder + "/muster-bans.json"
 	apiServer = "kube-apiserver"
-	// restartWithin bounds a try to restart the API server: certificates that end meanwhile have to be renewed.
+	// restartWithin bounds an attempt to restart the API server: certificates that end meanwhile have to be renewed.
 	restartWithin = 10 * time.Minute
-	// evictedWithin is how long an eviction may take before the API server restarts all the same: a finalizer of a tenant's can hold it for as long as the tenant
-	// wishes. Once the eviction is over, the API server restarts again, since the node could read what was held meanwhile.
+	// evictedWithin is how long an eviction may take before the API server restarts anyway: a finalizer of a tenant's can hold it for any time. After
+	// the end of such an eviction the API server restarts again, since the node could read the held objects meanwhile.
 	evictedWithin = 2 * time.Minute
-	// heldBack is behind the ID of a ban after which the API server restarted though the eviction was not over.
+	// heldBack is the suffix of the ID of a ban after which the API server restarted before the eviction was over.
 	heldBack = "/held"
 )
 
-// RunStreams restarts this control plane's API server once a banned node is evicted, or its eviction takes long, until ctx ends. No failure ends it.
+// RunStreams restarts this control plane's API server once a banned node is evicted, or its eviction takes long, until ctx ends. It continues after
+// failures.
 //
-// An API server asks who may watch once, when the watch begins: what a node had open before its ban would be sent new Secrets for as long as it wished (J10). One
-// control plane after another restarts, by the lease (J8).
+// An API server authorizes a watch only when it begins: without a restart, a watch that a node opened before its ban would receive new Secrets without
+// end (J10). One control plane after another restarts, by the lease (J8).
 func (r *Renewer) RunStreams(ctx context.Context) error {
 	pause := retry.Backoff{Min: r.Timing.Sign, Max: r.Timing.RetryMax}
 	seen := map[string]time.Time{}
@@ -51,7 +52,7 @@ func (r *Renewer) RunStreams(ctx context.Context) error {
 		}
 		switch {
 		case ctx.Err() != nil:
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		case err != nil:
 			wait = pause.Next(0)
 			r.Log.WarnContext(ctx, "watches of banned nodes may go on: the API server is not restarted", "err", err, "again_in", wait.String())
@@ -59,13 +60,14 @@ func (r *Renewer) RunStreams(ctx context.Context) error {
 			pause.Reset()
 		}
 		if retry.Wait(ctx, wait) != nil {
-			return nil //nolint:nilerr // it was told to end
+			return nil //nolint:nilerr // stopped by its caller
 		}
 	}
 }
 
-// endStreams restarts the API server if a node was evicted, or should have been, that was seen banned before; an enrollment that `muster forget` bans is gone by the next
-// look. It returns since when each ban is seen, by its ID, and whether nothing is left to do. wanted is since when something was; zero: it was not.
+// endStreams restarts the API server if a node that was seen banned before is evicted, or its eviction is overdue; an enrollment that `muster forget`
+// bans is gone by the next check. It returns since when each ban is seen, by its ID, and whether nothing is left to do. wanted is since when a restart
+// is due; zero: none was.
 func (r *Renewer) endStreams(ctx context.Context, seen map[string]time.Time, wanted time.Time) (map[string]time.Time, bool, error) {
 	c, err := r.Connect()
 	if err != nil {
@@ -106,7 +108,7 @@ func (r *Renewer) endStreams(ctx context.Context, seen map[string]time.Time, wan
 	if err != nil || len(fresh) == 0 && !due {
 		return now, err == nil, err
 	}
-	for _, id := range known { // bans that were lifted need no place in the file
+	for _, id := range known { // lifted bans are removed from the file
 		if _, still := banned[strings.TrimSuffix(id, heldBack)]; still {
 			fresh = append(fresh, id)
 		}
@@ -133,7 +135,7 @@ func (r *Renewer) restartAPIServer(ctx context.Context, c Cluster, bans []string
 		return err
 	}
 	return c.Exclusively(ctx, func(ctx context.Context) error { // J8
-		// One that stays broken keeps nobody's watches open.
+		// A component that stays broken does not keep watches open for ever.
 		if bad, err := c.Unhealthy(ctx); err != nil || len(bad) > 0 && (wanted.IsZero() || r.Now().Sub(wanted) < restartWithin) {
 			return errors.Join(err, fmt.Errorf("not begun, since these are not Ready: %s", strings.Join(bad, ", ")))
 		}
@@ -176,7 +178,7 @@ func (p plane) restartedFor() ([]string, error) {
 	return out, nil
 }
 
-// unfinished reports whether the file was written, and the API server was not restarted.
+// unfinished reports whether the file was written, but the API server was not restarted.
 func (p plane) unfinished(known []string) (bool, error) {
 	if len(known) == 0 || p.pending() {
 		return false, nil

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// looks has the renewer look at who is banned, each time with what it saw before.
+// looks makes the renewer check the bans a number of times, each time with the result of the check before.
 func looks(t *testing.T, r *Renewer, times int) error {
 	t.Helper()
 	seen := map[string]time.Time{}
@@ -27,12 +27,12 @@ func looks(t *testing.T, r *Renewer, times int) error {
 
 func TestTheAPIServerRestartsOnceABannedNodeIsEvicted(t *testing.T) {
 	for name, tt := range map[string]struct {
-		with  func(*memoryCluster)
-		looks int
-		want  []string
-		says  string
+		with     func(*memoryCluster)
+		looks    int
+		want     []string
+		wantText string
 	}{
-		"nobody is banned": {func(*memoryCluster) {}, 3, nil, ""},
+		"no node is banned": {func(*memoryCluster) {}, 3, nil, ""},
 		"banned and evicted": {func(c *memoryCluster) { c.banned = map[string]string{"1": "node2"} }, 5,
 			[]string{"lease", "kube-apiserver", "released"}, ""},
 		"two of them": {func(c *memoryCluster) { c.banned = map[string]string{"1": "node2", "2": "node3"} }, 5,
@@ -51,8 +51,8 @@ func TestTheAPIServerRestartsOnceABannedNodeIsEvicted(t *testing.T) {
 			tt.with(c)
 			before := leaves(t, root)
 			err := looks(t, newRenewer(t, c, at(t, root, 0.1)), tt.looks)
-			if tt.says == "" && err != nil || tt.says != "" && (err == nil || !strings.Contains(err.Error(), tt.says)) {
-				t.Errorf("error %v, want %q", err, tt.says)
+			if tt.wantText == "" && err != nil || tt.wantText != "" && (err == nil || !strings.Contains(err.Error(), tt.wantText)) {
+				t.Errorf("error %v, want %q", err, tt.wantText)
 			}
 			if !slices.Equal(c.order, tt.want) {
 				t.Errorf("done: %q, want %q", c.order, tt.want)
@@ -66,7 +66,8 @@ func TestTheAPIServerRestartsOnceABannedNodeIsEvicted(t *testing.T) {
 	}
 }
 
-// Each ban restarts it once, also after this program was started anew; a ban that is lifted does not, and has no place in the file after the next.
+// Each ban restarts the API server once, also after a restart of this program. A lifted ban restarts nothing, and is removed from the file by the next
+// ban.
 func TestEachBanRestartsTheAPIServerOnce(t *testing.T) {
 	root := newControlPlane(t)
 	c := &memoryCluster{root: root, lease: new(sync.Mutex)}
@@ -102,7 +103,7 @@ func TestEachBanRestartsTheAPIServerOnce(t *testing.T) {
 	}
 }
 
-// A tenant's finalizer can hold an eviction for as long as he wishes: watches end all the same, and once more when nothing is held.
+// A tenant's finalizer can hold an eviction for any time: watches end anyway, and once more when nothing is held.
 func TestAnEvictionThatIsHeldRestartsTheAPIServerTwice(t *testing.T) {
 	root := newControlPlane(t)
 	c := &memoryCluster{root: root, lease: new(sync.Mutex), banned: map[string]string{"1": "node2"}, stays: "node2"}
@@ -115,7 +116,7 @@ func TestAnEvictionThatIsHeldRestartsTheAPIServerTwice(t *testing.T) {
 		{0, "node2", 0}, {evictedWithin - time.Second, "node2", 0}, {evictedWithin, "node2", 1}, {time.Hour, "node2", 1}, {time.Hour, "", 2}, {2 * time.Hour, "", 2},
 	} {
 		c.stays = step.stays
-		r := newRenewer(t, c, now.Add(step.after)) // each time as one that was started anew
+		r := newRenewer(t, c, now.Add(step.after)) // each time as in a new process
 		var err error
 		if seen, _, err = r.endStreams(t.Context(), seen, time.Time{}); err != nil {
 			t.Fatal(err)
@@ -124,7 +125,7 @@ func TestAnEvictionThatIsHeldRestartsTheAPIServerTwice(t *testing.T) {
 			t.Errorf("step %d: %d restarts, want %d", i, got, step.want)
 		}
 	}
-	// The ban is lifted, another one has its place.
+	// The ban is lifted, and there is another one.
 	c.banned = map[string]string{"2": "node3"}
 	for range 2 {
 		var err error
@@ -137,7 +138,7 @@ func TestAnEvictionThatIsHeldRestartsTheAPIServerTwice(t *testing.T) {
 	}
 }
 
-// Killed after any step, it restarts at the next start; and so does a renewal of certificates find nothing to do afterwards but its own.
+// Killed after any step, it restarts the API server at the next start, and a renewal of certificates afterwards does only its own work.
 func TestKilledAnywhereARestartIsFinished(t *testing.T) {
 	for step := 1; ; step++ {
 		root := newControlPlane(t)
@@ -160,7 +161,7 @@ func TestKilledAnywhereARestartIsFinished(t *testing.T) {
 		if !errors.Is(err, errKilled) {
 			t.Fatal(err)
 		}
-		c.banned = nil // lifted meanwhile: what was begun is finished all the same
+		c.banned = nil // lifted meanwhile: the restart is finished anyway
 		r = newRenewer(t, c, at(t, root, 0.1))
 		if err := looks(t, r, 2); err != nil {
 			t.Fatal(err)
@@ -169,7 +170,7 @@ func TestKilledAnywhereARestartIsFinished(t *testing.T) {
 	}
 }
 
-// One control plane that stays broken keeps nobody's watches open for ever.
+// A control plane that stays broken does not keep watches open for ever.
 func TestABrokenControlPlaneIsNotWaitedForForEver(t *testing.T) {
 	root := newControlPlane(t)
 	c := &memoryCluster{root: root, lease: new(sync.Mutex), banned: map[string]string{"1": "node2"}, down: []string{"etcd-node3"}}

@@ -17,8 +17,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 )
 
-// checkVolumes removes what is in the place of a pod's folder or volume and is no folder: the kubelet, the container runtime and a volume's driver would follow a
-// link to anywhere. It goes from the top down, so that it follows none itself.
+// checkVolumes removes everything but folders from the places of pods' folders and volumes: the kubelet, the container runtime and a volume's driver
+// would follow a link to any place. It goes from the top down, so that it follows no link itself.
 func (ck *check) checkVolumes(ctx context.Context) error {
 	for _, pattern := range []string{
 		"", "/pods", "/plugins", "/pods/*", "/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volumes/kubernetes.io~csi/*/*",
@@ -39,7 +39,7 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 			ck.found(ctx, strings.TrimPrefix(f, strings.TrimSuffix(ck.Root, "/")), "removed")
 		}
 	}
-	// What the kubelet makes anew, from the API or by itself. It would leave what it finds in a ConfigMap's volume, and take a device from a checkpoint.
+	// The kubelet makes these anew, from the API or by itself. It would keep existing files in a ConfigMap's volume, and take devices from a checkpoint.
 	for _, pattern := range []string{
 		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
 		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
@@ -57,7 +57,8 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 	return nil
 }
 
-// checkKubelet corrects the kubelet's files where they would have it run another program, or take pods from elsewhere. It does not make missing ones: kubeadm does.
+// checkKubelet corrects the kubelet's files where they would make it run another program, or take pods from another source. It does not create missing
+// ones: kubeadm does.
 func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	config, flags := ck.On(machine.KubeletFolder+"/config.yaml"), ck.On(kubeletFlags)
 	text, err := os.ReadFile(config)
@@ -89,7 +90,7 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 	if err := ck.checkKubeconfig(ctx, meta, d); err != nil {
 		return err
 	}
-	const bootstrap = machine.KubernetesFolder + "/bootstrap-kubelet.conf" // no node of Muster's has one once it is a node
+	const bootstrap = machine.KubernetesFolder + "/bootstrap-kubelet.conf" // a node of Muster's never has one
 	if err := os.Remove(ck.On(bootstrap)); err == nil {
 		ck.found(ctx, bootstrap, "removed")
 	} else if !errors.Is(err, fs.ErrNotExist) {
@@ -98,12 +99,12 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 	return nil
 }
 
-// checkKubeconfig writes the kubelet's kubeconfig anew if it is not as a ticket would have it: another server, or another authority, would give the kubelet its pods, and a
-// user can name a program to run (B8).
+// checkKubeconfig rewrites the kubelet's kubeconfig if it differs from a ticket's: another server, or another authority, would control the kubelet's
+// pods, and a user entry can name a program to run (B8).
 func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	text, err := os.ReadFile(ck.On(kubeadm.KubeletConf))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil // it is no node yet
+		return nil // it is not a node yet
 	}
 	if err != nil {
 		return err
@@ -126,7 +127,7 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 	return nil
 }
 
-// recallSandbox tells containerd of the sandbox's image after a reboot. A machine that was adopted has installed nothing, and keeps its own.
+// recallSandbox sets containerd's sandbox image after a reboot. An adopted machine has installed no image, and keeps its own.
 func (ck *check) recallSandbox(ctx context.Context) error {
 	list, err := component.ListFile(ck.On(component.KeptList)).Load()
 	if err != nil || list == nil {

@@ -1,4 +1,4 @@
-// Package statecheck compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8).
+// Package statecheck compares all files of the state disk that run as root with the cluster's list, before any of them runs (B8).
 package statecheck
 
 import (
@@ -27,24 +27,24 @@ import (
 )
 
 const (
-	// checkedFile says that the state disk was compared in this boot: what a network's installer brings afterwards stays.
+	// checkedFile exists once the state disk was compared in this boot: files that a network plugin's installer writes afterwards stay.
 	checkedFile = "/run/muster/state-checked"
-	// csiData is the file of a volume of the Container Storage Interface beside the folder that is mounted; the kubelet reads names from it.
+	// csiData is the file beside the mounted folder of a Container Storage Interface volume; the kubelet reads names from it.
 	csiData = "vol_data.json"
-	// kubeletFlags are read by the kubelet's unit.
+	// kubeletFlags is read by the kubelet's unit.
 	kubeletFlags = machine.KubeletFolder + "/kubeadm-flags.env"
 )
 
-// Run compares what runs as root from the state disk with what the cluster lists, before anything of it runs (B8): somebody who was root once
-// may have left it there, and may have set the journal back as well. The reference list came from a joinservice with the disk key in this boot, and is kept in
-// memory, because root could have written anything on the disk. A disk that a recovery opened, or that is not encrypted, is compared with nothing.
+// Run compares all files of the state disk that run as root with the cluster's list, before any of them runs (B8): an attacker who had root rights once
+// may have left them, and may have replaced the journal by an earlier one as well. The list came from a joinservice with the disk key in this boot, and
+// is kept in memory, because root could have changed everything on the disk. A disk that a recovery opened, or that is not encrypted, is not compared.
 func Run(ctx context.Context, n *provision.Node) error {
 	ck := &check{n}
 	d, err := component.DesiredFile(ck.On(component.UnlockFile)).Load()
 	switch {
 	case err != nil:
 		return err
-	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // something that follows the disk's paths can have removed it
+	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // a program that follows the disk's paths can have removed it
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
 	case d == nil:
 		return ck.recallSandbox(ctx)
@@ -72,7 +72,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.checkPrograms(ctx, s); err != nil {
 		return err
 	}
-	if err := ck.checkVolumes(ctx); err != nil { // first: the other steps take these folders for folders
+	if err := ck.checkVolumes(ctx); err != nil { // first: the other steps rely on these being folders
 		return err
 	}
 	if err := ck.checkTrees(ctx); err != nil {
@@ -103,8 +103,8 @@ func Run(ctx context.Context, n *provision.Node) error {
 
 type check struct{ *provision.Node }
 
-// checkedMark returns the content of [checkedFile] once the disk was compared. It depends on the secret of this boot, so nothing that was prepared on the disk in an earlier
-// boot can make a valid one.
+// checkedMark returns the content of [checkedFile] after the comparison. It depends on the secret of this boot, so no file from an earlier boot is
+// valid.
 func (ck *check) checkedMark() ([]byte, error) {
 	secret, err := bootsecret.Load(ck.Root)
 	if err != nil {
@@ -114,16 +114,16 @@ func (ck *check) checkedMark() ([]byte, error) {
 	return []byte(hex.EncodeToString(sum[:])), nil
 }
 
-// found tells what was not as it should be. A boot may compare the disk more than once: a file that was found before is not counted again.
+// found reports a difference. A boot may compare the disk more than once: a difference that was found before is not counted again.
 func (ck *check) found(ctx context.Context, what, done string) {
-	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: somebody may have been root on this machine", "found", what, "done", done)
-	ck.Console.Say(what + " is not what the cluster lists: " + done)
-	if err := machine.AddFinding(ck.Root, what, done); err != nil { // the log has it
+	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: an attacker may have had root rights on this machine", "found", what, "done", done)
+	ck.Console.Print(what + " is not what the cluster lists: " + done)
+	if err := machine.AddFinding(ck.Root, what, done); err != nil { // the log has the finding
 		ck.Log.WarnContext(ctx, "the metrics do not show this finding", "err", err)
 	}
 }
 
-// checkPrograms installs anew what was changed, and removes what is not listed.
+// checkPrograms reinstalls changed programs, and removes unlisted ones.
 func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error {
 	in := component.New(ck.Root, ck.Components, ck.Log)
 	defer in.Close()
@@ -131,7 +131,7 @@ func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error
 		for i, c := range s.Components {
 			fetched := false
 			err := in.Install(ctx, s.Components[i:i+1], func(text string) {
-				if strings.HasPrefix(text, "fetching ") { // found before the mirror is asked, which may not answer
+				if strings.HasPrefix(text, "fetching ") { // it is found before the mirror is asked, which may not answer
 					fetched = true
 					ck.found(ctx, c.Name(), "it is to be installed anew")
 				}
@@ -141,7 +141,7 @@ func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error
 			}
 			if fetched {
 				ck.Log.InfoContext(ctx, "a component was installed anew", "component", c.Name())
-				ck.Console.Say(c.Name() + " was installed anew")
+				ck.Console.Print(c.Name() + " was installed anew")
 			}
 		}
 		removed, err := in.Sweep(s.Components)
@@ -151,7 +151,7 @@ func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error
 		if err != nil || len(removed) == 0 {
 			return err
 		}
-		// A folder that was a link has taken along what was installed through it.
+		// The removal of a folder that was a link also removed the programs that were installed through it.
 	}
 }
 
@@ -185,10 +185,10 @@ func (ck *check) checkManifests(ctx context.Context, images versions.Images, con
 	return err
 }
 
-// wantFolder removes what is in the place of a folder and is none, as a link.
+// wantFolder removes a link or a file from the place of a folder.
 func (ck *check) wantFolder(ctx context.Context, name string) error {
 	if info, err := os.Lstat(ck.On(name)); err != nil || info.IsDir() {
-		return nil //nolint:nilerr // nothing is there
+		return nil //nolint:nilerr // it does not exist
 	}
 	if err := os.Remove(ck.On(name)); err != nil {
 		return err
@@ -197,8 +197,8 @@ func (ck *check) wantFolder(ctx context.Context, name string) error {
 	return nil
 }
 
-// checkAuthorities writes anew the public files by which the node knows its cluster if they differ. It does not make missing ones: kubeadm, which may still have to write
-// them, refuses to run if they are there.
+// checkAuthorities rewrites the public files by which the node recognizes its cluster if they differ. It does not create missing ones: kubeadm, which
+// may still have to write them, fails if they exist.
 func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte) error {
 	for _, folder := range []string{machine.PKIFolder, path.Join(machine.PKIFolder, "etcd")} {
 		if err := ck.wantFolder(ctx, folder); err != nil {

@@ -23,10 +23,10 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
-// networkFolder has the configuration of the pods' network. Its plugin writes it anew when its pod starts.
+// networkFolder has the configuration of the pods' network. The network plugin writes it again when its pod starts.
 const networkFolder = "/etc/cni/net.d"
 
-// podVolumes are the folders of a pod that outlive a reboot. The kubelet makes the others anew.
+// podVolumes are the folders of a pod that are kept across a reboot. The kubelet makes the others anew.
 var podVolumes = []string{"volumes", "volume-subpaths"}
 
 // checkTrees removes symbolic links from the folders of Kubernetes and the kubelet, and replaces files that have a second hard link by copies. A file could
@@ -61,7 +61,7 @@ func (ck *check) checkTrees(ctx context.Context) error {
 	return nil
 }
 
-// checkTree removes links below a folder, and copies files that have a second name or that others than root may write.
+// checkTree removes links below a folder, and copies files that have a second name or that other users than root may write.
 func (ck *check) checkTree(ctx context.Context, tree string) error {
 	if err := ck.wantFolder(ctx, tree); err != nil {
 		return err
@@ -78,11 +78,11 @@ func (ck *check) checkTree(ctx context.Context, tree string) error {
 		name := tree + strings.TrimPrefix(at, top)
 		switch {
 		case d.IsDir() && (strings.HasPrefix(name, machine.KubeletFolder+"/pods/") && strings.Count(name, "/") > strings.Count(machine.KubeletFolder, "/")+2):
-			return fs.SkipDir // volumes are their pods' own: see checkVolumes
+			return fs.SkipDir // volumes belong to their pods: see checkVolumes
 		case d.IsDir() || d.Type() == fs.ModeSocket:
 			return nil
 		case d.Type().IsRegular() && strings.HasPrefix(name, machine.KubeletFolder+"/plugins/"):
-			return nil // a driver's own
+			return nil // a driver's own folder
 		case d.Type().IsRegular():
 			return ck.ownFile(ctx, at, name)
 		case d.Type() == fs.ModeSymlink && (name == kubelet.ClientFile || name == kubelet.ServingFile):
@@ -103,7 +103,7 @@ func (ck *check) checkTree(ctx context.Context, tree string) error {
 	return err
 }
 
-// ownFile replaces a file by a copy if it has a second name, or if others than root may write it.
+// ownFile replaces a file by a copy if it has a second name, or if other users than root may write it.
 func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	info, err := os.Lstat(at)
 	if err != nil {
@@ -127,7 +127,7 @@ func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	return nil
 }
 
-// finishRenewal finishes a renewal of certificates that was interrupted, so that the files that it puts in place are compared as well.
+// finishRenewal finishes an interrupted renewal of certificates, so that the files that it puts in place are compared as well.
 func (ck *check) finishRenewal(ctx context.Context) error {
 	if ck.Lock.Record().Step < journal.StepDone {
 		return renewal.Discard(ck.Root) // there is no node whose certificates could be renewed
@@ -144,8 +144,8 @@ func (ck *check) finishRenewal(ctx context.Context) error {
 // administrators are the kubeconfigs of a control plane, beside the kubelet's.
 var administrators = []string{"admin.conf", "super-admin.conf", "controller-manager.conf", "scheduler.conf"}
 
-// checkAdministrators writes kubeconfigs of a control plane anew that have more than a server of the cluster, its authority, and a certificate with its key: a
-// user of one can name a program to run, and this machine's services use them (B8). A worker has none.
+// checkAdministrators rewrites kubeconfigs of a control plane that have more than a server of the cluster, its authority, and a certificate with its
+// key: a user entry can name a program to run, and this machine's services use them (B8). A worker has none.
 func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	if meta.Role != metadata.RoleControlPlane {
 		files := []string{machine.PKIFolder + "/ca.key", renewal.Folder, renewal.Folder + ".part"}
@@ -195,11 +195,12 @@ func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine
 	return nil
 }
 
-// administrator returns the kubeconfig that has the certificate and key of text, and beside them only the cluster's server and authority; nil if text has no certificate.
+// administrator returns a kubeconfig with the certificate and key of text, and otherwise only the cluster's server and authority; nil: text has no
+// certificate.
 func administrator(text []byte, local string, d *component.Desired) ([]byte, error) {
 	c, err := clientcmd.Load(text)
 	if err != nil {
-		return nil, nil //nolint:nilerr // there is nothing in it that could be kept
+		return nil, nil //nolint:nilerr // nothing in it could be kept
 	}
 	current := c.Contexts[c.CurrentContext]
 	if current == nil || c.AuthInfos[current.AuthInfo] == nil || len(c.AuthInfos[current.AuthInfo].ClientCertificateData) == 0 {

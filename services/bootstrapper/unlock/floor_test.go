@@ -11,10 +11,10 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// judgedFirst fails if the disk is opened before the policy is kept.
+// appraisedFirst fails if the disk is opened before the policy is saved.
 type appraisedFirst struct {
 	*journal.File
-	w    *world
+	w    *fixture
 	fail error
 }
 
@@ -30,12 +30,12 @@ func (j appraisedFirst) Save(r journal.Record) error {
 	return j.File.Save(r)
 }
 
-// The initramfs can't read the journal, and the image can't be put back to one that accepts less (B7).
+// The initramfs can't read the journal, so the image's lowest serial holds (B7).
 func TestNoDiskIsOpenedUnderAPolicyBelowTheLowestSerialOfTheImage(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.image.LowestPolicySerial = 8
 	j := w.cluster(w.like(), w.owner, func(p *attestv1.Policy) { p.Serial = 7 })
-	r := w.told(attestv1.Reason_REASON_POLICY_INVALID)
+	r := w.bootFailing(attestv1.Reason_REASON_POLICY_INVALID)
 	if j.asked() != 0 || w.disk.tried > 0 {
 		t.Errorf("asked %d times, tried %d keys", j.asked(), w.disk.tried)
 	}
@@ -45,40 +45,40 @@ func TestNoDiskIsOpenedUnderAPolicyBelowTheLowestSerialOfTheImage(t *testing.T) 
 	}
 }
 
-// The running system compares its journal with the policy that opened the disk: which it was is kept before that
-// happens, and a recovery, which is judged by none, leaves none of a joinservice that gave no key.
+// The running system compares its journal with the policy under which the disk was opened. That policy is saved before the disk is open. A recovery has
+// no policy, and leaves none of a joinservice that gave no key.
 func TestThePolicyThatOpenedTheDiskIsKept(t *testing.T) {
 	serial := func(p *attestv1.Policy) { p.Serial = 7 }
-	w := newWorld(t)
+	w := newFixture(t)
 	w.cluster(w.like(), w.owner, serial)
 	cfg := w.config()
-	cfg.Policy = appraisedFirst{w.judged, w, nil}
+	cfg.Policy = appraisedFirst{w.appraisedBy, w, nil}
 	if err := w.bootWith(cfg).end(t); err != nil || w.disk.opens != 1 {
 		t.Fatal(err, w.disk.opens)
 	}
-	if rec, err := w.judged.Load(); err != nil || rec.Policy == nil || rec.Policy.Serial != 7 {
+	if rec, err := w.appraisedBy.Load(); err != nil || rec.Policy == nil || rec.Policy.Serial != 7 {
 		t.Errorf("kept %+v, %v", rec.Policy, err)
 	}
 
-	w = newWorld(t)
+	w = newFixture(t)
 	w.meta.Role = "control-plane"
 	j := w.cluster(w.like(), w.owner, serial)
 	j.script(gives(wrong))
 	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
-		eventually(t, "a wrong key was tried", func() bool { rec, err := w.judged.Load(); return err == nil && rec.Policy != nil })
+		eventually(t, "a wrong key was tried", func() bool { rec, err := w.appraisedBy.Load(); return err == nil && rec.Policy != nil })
 		return try(ctx, parsed(t, right), clusterID)
 	}
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)
 	}
-	if rec, err := w.judged.Load(); err != nil || rec.Policy != nil {
+	if rec, err := w.appraisedBy.Load(); err != nil || rec.Policy != nil {
 		t.Errorf("the owner opened it, and kept is %+v, %v", rec.Policy, err)
 	}
 
-	w = newWorld(t)
+	w = newFixture(t)
 	w.cluster(w.like(), w.owner)
 	cfg = w.config()
-	cfg.Policy = appraisedFirst{w.judged, w, errors.New("no room")}
+	cfg.Policy = appraisedFirst{w.appraisedBy, w, errors.New("no room")}
 	r := w.bootWith(cfg)
 	eventually(t, "refused", func() bool { return metric(t, r, attestv1.Reason_REASON_STATE_DISK) > 0 })
 	if w.disk.tried > 0 {

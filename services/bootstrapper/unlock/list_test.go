@@ -14,9 +14,9 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// B8: the running system compares the disk with what the joinservice said, which is in memory before the disk is open.
+// B8: the running system compares the disk with the joinservice's list, which is in memory before the disk is open.
 func TestTheListComesWithTheKey(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	j := w.cluster(w.like(), w.owner)
 	j.script(func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 		resp, err := gives(right)(req)
@@ -33,7 +33,7 @@ func TestTheListComesWithTheKey(t *testing.T) {
 	}
 }
 
-// A machine does not come up on a list that leaves open what it is to run (B8, B9).
+// A list that does not name all that the machine is to run is refused (B8, B9).
 func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 	for name, change := range map[string]func(*joinv1.IssueRejoinTicketResponse){
 		"no images":             func(r *joinv1.IssueRejoinTicketResponse) { r.Images = nil },
@@ -54,7 +54,7 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 			r.Components = []*initv1.Component{{Url: "http://m/x", Sha256: make([]byte, 32), Path: "/etc/x", Mode: 0o755}}
 		},
 	} {
-		w := newWorld(t)
+		w := newFixture(t)
 		j := w.cluster(w.like(), w.owner)
 		j.script(func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 			resp, err := gives(right)(req)
@@ -73,9 +73,9 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 	}
 }
 
-// What the running system compares its disk with is kept before the disk is open, and what is left of a joinservice that gave no key is not taken for it (B8).
+// The list is saved before the disk is open, and the list of a joinservice that gave no key is not used (B8).
 func TestTheListOfWhoOpenedTheDiskIsKept(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.cluster(w.like(), w.owner)
 	noFolder := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(noFolder, nil, 0o600); err != nil {
@@ -93,7 +93,7 @@ func TestTheListOfWhoOpenedTheDiskIsKept(t *testing.T) {
 		}
 	})
 
-	w = newWorld(t)
+	w = newFixture(t)
 	w.meta.Role = "control-plane"
 	w.cluster(w.like(), w.owner).script(gives(wrong))
 	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {

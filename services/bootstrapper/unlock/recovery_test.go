@@ -34,9 +34,9 @@ func parsed(t testing.TB, key []byte) keys.Disk {
 	return k
 }
 
-// What comes first ends both: recovery, and the tries to rejoin, which nothing that recovery does can stop.
+// The first key ends both: recovery, and the attempts to rejoin, which recovery can't stop.
 func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.meta.Role = "control-plane"
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
@@ -56,7 +56,7 @@ func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
 			t.Errorf("once more: %v", err)
 		}
 		<-ctx.Done()
-		answered = true // whom it owes an answer
+		answered = true // a caller waits for its answer
 		return nil
 	}
 	if err := w.boot().end(t); err != nil || w.disk.opens != 1 || !answered {
@@ -68,7 +68,7 @@ func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
 }
 
 func TestRecoveryThatEndsOrIsLateChangesNothing(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.meta.Role = "control-plane"
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
@@ -86,7 +86,7 @@ func TestRecoveryThatEndsOrIsLateChangesNothing(t *testing.T) {
 		t.Errorf("%v, opened %d times", err, w.disk.opens)
 	}
 
-	failing := newWorld(t)
+	failing := newFixture(t)
 	failing.meta.Role = "control-plane"
 	k := failing.cluster(failing.like(), failing.owner)
 	k.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
@@ -105,7 +105,7 @@ func TestRecoveryThatEndsOrIsLateChangesNothing(t *testing.T) {
 }
 
 func TestWorkersHaveNoRecovery(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
 	w.recovery = func(context.Context, keys.DiskID, unlock.Try) error {
@@ -120,9 +120,9 @@ func TestWorkersHaveNoRecovery(t *testing.T) {
 	}
 }
 
-// Keys that come at the same time are tried one after the other, and the disk is opened once.
+// Keys that arrive at the same time are tried one after another, and the disk is opened once.
 func TestManyKeysAtOnceOpenTheDiskOnce(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.meta.Role = "control-plane"
 	w.cluster(w.like(), w.owner)
 	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
@@ -144,9 +144,9 @@ func TestManyKeysAtOnceOpenTheDiskOnce(t *testing.T) {
 	}
 }
 
-// The whole process, and the owner's call as `muster recover` makes it.
+// This runs the whole process, and the owner's call as `muster recover` makes it.
 func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.meta.Role = "control-plane"
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
@@ -186,7 +186,7 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 	if _, err := open(salt, w.owner); rpc.ReasonFrom(err) != attestv1.Reason_REASON_RECOVERY_SECRET_INVALID {
 		t.Errorf("a wrong key: %v", err)
 	}
-	// Whoever made this disk has its key, and not the owner's.
+	// The maker of this disk has its key, but not the owner's.
 	if _, err := open(key.Expose(), ed25519.NewKeyFromSeed(make([]byte, 32))); rpc.ReasonFrom(err) != attestv1.Reason_REASON_OWNER_SIGNATURE {
 		t.Errorf("another owner: %v", err)
 	}

@@ -23,19 +23,19 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// search is one machine's search for its key.
+// search is one machine's attempts to get its key.
 type search struct {
 	*Unlocker
 	id    keys.DiskID
 	end   context.CancelFunc // called once the disk is open
-	order []string           // endpoints, those that failed last
-	by    string             // who answered last
-	// recovery runs once the metadata say that this is a control plane.
+	order []string           // endpoints, those that failed last at the end
+	by    string             // the last endpoint that answered
+	// recovery runs once the metadata define this machine as a control plane.
 	recovery sync.WaitGroup
 	serving  bool
 }
 
-// unlock asks for the key until the disk is open, by that or by recovery.
+// unlock requests the key until the disk is open, by a joinservice's key or by recovery.
 func (u *Unlocker) unlock(ctx context.Context) error {
 	id, err := u.cfg.Disk.ID()
 	if err != nil {
@@ -43,10 +43,10 @@ func (u *Unlocker) unlock(ctx context.Context) error {
 	}
 	searching, stop := context.WithCancel(ctx)
 	s := &search{Unlocker: u, id: id, end: stop}
-	defer s.recovery.Wait() // it answers whom it owes an answer
+	defer s.recovery.Wait() // it still answers running calls
 	defer stop()
 	u.cfg.Log.InfoContext(ctx, "the state disk waits for its key", "disk", id.String())
-	u.cfg.Console.Say("looking for a joinservice to ask for the key of the state disk")
+	u.cfg.Console.Print("looking for a joinservice to ask for the key of the state disk")
 	s.run(searching)
 	u.opening.Lock()
 	defer u.opening.Unlock()
@@ -56,7 +56,7 @@ func (u *Unlocker) unlock(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// run tries until ctx ends, which it does once the disk is open.
+// run tries until ctx ends, which happens once the disk is open.
 func (s *search) run(ctx context.Context) {
 	pauses := discovery.NewPauses(s.cfg.Timing.RetryMin, s.cfg.Timing.RetryMax)
 	for {
@@ -77,7 +77,7 @@ func (s *search) run(ctx context.Context) {
 	}
 }
 
-// ask makes one try.
+// ask makes one attempt.
 func (s *search) ask(ctx context.Context) error {
 	if err := s.identify(ctx); err != nil {
 		return err
@@ -88,9 +88,9 @@ func (s *search) ask(ctx context.Context) error {
 	}
 	s.serveRecovery(ctx, meta)
 	s.order = discovery.Merge(s.order, meta.JoinEndpoints)
-	s.tries.Begin(s.order)
+	s.attempts.Begin(s.order)
 	if len(s.order) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNobody)
+		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNoJoinservice)
 	}
 	endpoint, first, err := discovery.Race(ctx, s.order, s.cfg.Timing.Stagger, s.cfg.Timing.Dial)
 	if err != nil {
@@ -105,7 +105,7 @@ func (s *search) ask(ctx context.Context) error {
 	return nil
 }
 
-// identify reads the machine's ID, for whoever asks how the machine gets on.
+// identify reads the machine's ID, for the status.
 func (s *search) identify(ctx context.Context) error {
 	s.mu.Lock()
 	known := s.machine != nil
@@ -123,12 +123,11 @@ func (s *search) identify(ctx context.Context) error {
 	return nil
 }
 
-// askAt asks one joinservice for the key, and tries it.
+// askAt requests the key from one joinservice, and tries it.
 func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine) error {
 	client, err := discovery.Open(ctx, discovery.SessionConfig{
 		Attester: s.cfg.Attester, Dial: s.cfg.Timing.Dial, Log: s.cfg.Log,
-		// Which cluster the machine belongs to stands in the journal on the disk. What the joinservice says of it is
-		// compared with its own machine's lock once it has answered.
+		// The machine's cluster is in the journal on the disk. The cluster in the joinservice's answer is compared with the lock of its own machine.
 		Lock: attest.AnyLock(),
 		Verification: discovery.Verification{
 			OwnerKey: s.cfg.Image.OwnerKey, NoOwnerKey: s.cfg.Image.NoOwnerKey, Lowest: s.cfg.Image.LowestPolicySerial, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
@@ -193,10 +192,10 @@ func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk
 	}, nil
 }
 
-// maxAuthority bounds one file of them, in bytes.
+// maxAuthority bounds each of the files, in bytes.
 const maxAuthority = 64 << 10
 
-// parseAuthorities wants each of the files of the machine's role, and no other (B4, B8).
+// parseAuthorities requires exactly the files of the machine's role (B4, B8).
 func parseAuthorities(files []*joinv1.ControlPlaneFile, controlPlane bool) (map[string][]byte, error) {
 	want, out := component.Authorities(controlPlane), map[string][]byte{}
 	for _, f := range files {

@@ -20,8 +20,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Serve is the process `bootstrapper unlock`: it opens the disk and tells meanwhile how that gets on, on the ports that
-// `bootstrapper run` has later. cfg is without Metrics and Recovery. It returns nil once the disk is open.
+// Serve runs `bootstrapper unlock`: it opens the disk, and serves its status meanwhile on the ports that `bootstrapper run` uses later. cfg is without
+// Metrics and Recovery. It returns nil once the disk is open.
 func Serve(ctx context.Context, cfg Config) error {
 	if cfg.Image == nil || cfg.Attester == nil || cfg.Log == nil {
 		return errors.New("unlock: Serve: Image, Attester and Log are required")
@@ -32,7 +32,7 @@ func Serve(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	// Both servers' callers share the TPM: the machine's own attempts to rejoin need it too.
+	// The callers of both servers share the TPM, which the machine's own attempts to rejoin need too.
 	challenges := atls.NewChallengeQueue()
 	cfg.Metrics, cfg.Recovery = registry, recoverBy(cfg, challenges, calls, registry)
 	u, err := New(cfg)
@@ -50,7 +50,7 @@ func Serve(ctx context.Context, cfg Config) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: port, Health: health, Metrics: calls, Log: cfg.Log, Grace: grace,
-		// Who asks has no TPM. That it can judge us makes the answer more than anybody's word.
+		// The client has no TPM. It can appraise this machine, so it can rely on the answer.
 		ATLS:     atls.ServerConfig{Attester: cfg.Attester, Appraiser: atls.NoAppraiser, Limits: Limits, Challenges: challenges},
 		Services: []rpc.Service{rpc.Serve[initv1connect.MachineServiceHandler](initv1connect.MachineServiceName, u, initv1connect.NewMachineServiceHandler)},
 	})
@@ -64,19 +64,19 @@ func Serve(ctx context.Context, cfg Config) error {
 		serve.Part{Name: "status server", Run: server.Run},
 		serve.Probes{
 			Listener: probes, Metrics: registry, Log: cfg.Log,
-			// Ready means that the disk is being opened, not that it is.
+			// Ready means that the process works on opening the disk, not that the disk is open.
 			Ready: map[string]func(context.Context) error{"unlock": func(context.Context) error { return nil }},
 		}.Part(),
 	)
 }
 
-// Limits bound the status server as those of a recovery: nothing but the owner's program asks either.
+// Limits bound the status server like the recovery server: only the owner's program uses them.
 var Limits = recovery.Limits
 
-// grace is how long a call may keep a machine from booting on whose disk is open.
+// grace is how long a running call may delay the boot of a machine whose disk is open.
 const grace = 2 * time.Second
 
-// recoverBy gives the recovery of a control plane, on a port of its own.
+// recoverBy returns the recovery of a control plane, on a port of its own.
 func recoverBy(cfg Config, challenges *admission.Queue, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
 	return func(ctx context.Context, id keys.DiskID, try Try) error {
 		s, err := recovery.New(recovery.Config{

@@ -14,8 +14,7 @@ import (
 
 var _ initv1connect.MachineServiceHandler = (*Unlocker)(nil)
 
-// GetStatus implements [initv1connect.MachineServiceHandler]. Anybody may ask, so it tells nothing that has to be kept
-// from anybody.
+// GetStatus implements [initv1connect.MachineServiceHandler]. An unauthenticated client may call it, so the answer has nothing secret.
 func (u *Unlocker) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.GetStatusResponse, error) {
 	out := &initv1.GetStatusResponse{Now: timestamppb.Now(), Version: buildinfo.Read().Version}
 	u.mu.Lock()
@@ -24,7 +23,7 @@ func (u *Unlocker) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1
 		out.MachineId = u.machine[:]
 	}
 	u.mu.Unlock()
-	u.tries.Tell(out, true)
+	u.attempts.Report(out, true)
 	if meta, err := u.cfg.Metadata(); err == nil {
 		out.NodeName, out.Role = meta.Name, meta.Role
 	} else {

@@ -1,14 +1,12 @@
 // Package unlock opens a machine's state disk in the initramfs, before the root is switched.
 //
-// Think of it as a machine that has lost its memory: its journal is inside the disk, so all that it knows is what
-// its image measured and what untrusted metadata say. A disk that is blank, or was never given to a cluster, it formats.
-// For one that belongs to a cluster it asks that cluster's joinservices for the key, as often and for as long as it takes,
-// and lets the owner of a control plane give it by recovery meanwhile. The first key that opens the disk ends both.
+// The journal is inside the disk, so the machine has only its measured image and untrusted metadata here. It formats a disk that is blank, or that never
+// got a cluster's key. For a disk that belongs to a cluster it requests the key from that cluster's joinservices until it gets the key, and lets the
+// owner of a control plane send the key by recovery meanwhile. The first key that opens the disk ends both.
 //
-// Disk and metadata are anybody's, so a disk that a key opens proves nothing: it may have been made for that. Therefore
-// the machine is locked to the cluster whose key it was before anything of the disk is used: to the one that the
-// joinservice's own machine belongs to, or that the root secret leads to. It never gives up, since nobody is there to
-// start it again.
+// An attacker can write both disk and metadata, so a disk that a key opens proves nothing: it may have been made for that key. Therefore the machine is
+// locked to the key's cluster before anything of the disk is used: to the cluster of the joinservice's own machine, or to the one that the owner has
+// signed for. It never gives up, since nothing would start it again.
 package unlock
 
 import (
@@ -41,11 +39,11 @@ import (
 
 // Disk is the state disk before it is open: [disk.LUKS].
 type Disk interface {
-	// ID gives the disk's ID: the UUID of its header.
+	// ID returns the disk's ID: the UUID of its header.
 	ID() (keys.DiskID, error)
-	// State looks at the header.
+	// State reads the header and returns the disk's state.
 	State() (disk.State, error)
-	// Format makes the disk anew under a random key and leaves it open. It tells how many bytes of how many are done.
+	// Format formats the disk under a new random key and leaves it open. It reports the bytes done and in total to progress.
 	Format(ctx context.Context, progress func(done, total uint64)) error
 	// Unlock opens the disk, or returns an error that wraps [disk.ErrWrongKey].
 	Unlock(ctx context.Context, key keys.Disk) error
@@ -53,19 +51,19 @@ type Disk interface {
 	Close(ctx context.Context) error
 }
 
-// TPM is what unlocking needs of it beside evidence.
+// TPM is the part of the TPM that unlocking uses beside evidence.
 type TPM interface {
 	nodelock.PCRs
 	discovery.EndorsementKeyer
 }
 
-// Timing are the waits. [DefaultTiming] are those of production.
+// Timing are the waits; see [DefaultTiming].
 type Timing struct {
 	// Stagger is the head start of one joinservice before the next.
 	Stagger time.Duration
-	// RetryMin and RetryMax bound the pause between two tries.
+	// RetryMin and RetryMax bound the pause between two attempts.
 	RetryMin, RetryMax time.Duration
-	// Dial bounds the wait for a connection, Ticket that for a key.
+	// Dial bounds the wait for a connection, Ticket the wait for a key.
 	Dial, Ticket time.Duration
 }
 
@@ -75,11 +73,11 @@ var DefaultTiming = Timing{
 	Dial: 10 * time.Second, Ticket: 90 * time.Second,
 }
 
-// Recovery serves muster.recover.v1 until ctx ends, which it does once the disk is open. It opens the disk of that ID
-// by try alone, whose errors wrap [disk.ErrWrongKey] or [ErrOpen]; calls that are under way when ctx ends are answered.
+// Recovery serves muster.recover.v1 until ctx ends, which happens once the disk is open. It opens the disk with that ID only by try, whose errors wrap
+// [disk.ErrWrongKey] or [ErrOpen]. Calls that are running when ctx ends are answered.
 type Recovery func(ctx context.Context, id keys.DiskID, try Try) error
 
-// Policy is a file that has a policy: [journal.File].
+// Policy stores a policy in a file: [journal.File].
 type Policy interface {
 	Save(r journal.Record) error
 }
@@ -87,62 +85,63 @@ type Policy interface {
 // Try opens the disk with a key of a cluster, and locks the machine to that cluster.
 type Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
 
-// ErrOpen says that a key was not tried, since the disk is open already.
+// ErrOpen means that a key was not tried, since the disk is already open.
 var ErrOpen = errors.New("the state disk is open already")
 
 // Config lists what an Unlocker needs. All fields but Recovery and Console are required.
 type Config struct {
 	// Image is the image's measured configuration.
 	Image *metadata.Image
-	// Metadata reads the machine's metadata; it is called for each try.
+	// Metadata reads the machine's metadata; it is called for each attempt.
 	Metadata func() (*metadata.Machine, error)
-	// Root stands for the root of the file system: "/" on a machine. The secret of this boot is below it.
+	// Root is the root of the file system: "/" on a machine. The secret of this boot is below it.
 	Root string
 	// Disk is the state disk.
 	Disk Disk
-	// TPM is the machine's.
+	// TPM is the machine's TPM.
 	TPM TPM
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
-	// NewVerifier gives a verifier that trusts the roots.
+	// NewVerifier returns a verifier that trusts the roots.
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
-	// Policy keeps the policy that the joinservice was judged by whose key opens the disk, for the running system to compare
-	// with its journal: [journal.UnlockPolicy]. It has none if a recovery opens it.
+	// Policy stores the policy by which the joinservice that sent the key was appraised, for the running system to compare with its journal:
+	// [journal.UnlockPolicy]. It is empty after a recovery.
 	Policy Policy
-	// Desired keeps what the cluster wants the machine to run, for the running system to compare the disk with (B8): [component.UnlockFile].
+	// Desired stores the software that the cluster requires on the machine, for the running system to compare the disk with (B8):
+	// [component.UnlockFile].
 	Desired component.DesiredFile
-	// Recovery lets the owner of a control plane open the disk; nil: nobody can.
+	// Recovery lets the owner of a control plane open the disk; nil: there is no recovery.
 	Recovery Recovery
-	// Console is told what a person should know; nil: nobody is.
+	// Console shows the machine's state on its screen; nil: it has none.
 	Console *console.Console
 	// Timing are the waits.
 	Timing Timing
-	// Metrics takes what docs/metrics.md lists.
+	// Metrics registers the metrics, which docs/metrics.md lists.
 	Metrics prometheus.Registerer
-	// Log is where everything is told that a caller does not learn.
+	// Log receives the details that a caller does not get.
 	Log *slog.Logger
 }
 
 // Unlocker opens one machine's state disk.
 type Unlocker struct {
-	cfg      Config
-	bank     tpm.Bank
-	memory   discovery.Memory
-	tries    discovery.Attempts
-	attempts *prometheus.CounterVec
-	insecure *prometheus.GaugeVec
+	cfg           Config
+	bank          tpm.Bank
+	memory        discovery.Memory
+	attempts      discovery.Attempts
+	attemptsTotal *prometheus.CounterVec
+	insecure      *prometheus.GaugeVec
 
-	opening sync.Mutex      // one key at a time; guards what follows
-	cluster *keys.ClusterID // whose key has opened the disk; nil: none has
-	open    bool            // and the machine is locked to it
+	opening sync.Mutex      // one key at a time; guards the fields below
+	cluster *keys.ClusterID // of the key that has opened the disk; nil: none
+	open    bool            // and the machine is locked to the cluster
 
-	mu      sync.Mutex // guards what a status tells
+	mu      sync.Mutex // guards the fields of the status
 	machine *attest.MachineID
 	phase   initv1.Phase
 	since   time.Time
 }
 
-// New returns an Unlocker, or says which part of cfg is missing or wrong.
+// New returns an Unlocker, or an error that names the missing or wrong field of cfg.
 func New(cfg Config) (*Unlocker, error) {
 	if err := required.Fields("unlock.New", cfg, "Recovery", "Console"); err != nil {
 		return nil, err
@@ -153,14 +152,14 @@ func New(cfg Config) (*Unlocker, error) {
 	}
 	u := &Unlocker{
 		cfg: cfg, bank: bank, phase: initv1.Phase_PHASE_UNLOCKING, since: time.Now(),
-		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_unlock_attempts_total", Help: "Tries to open the state disk after a boot, by reason; ACCEPTED: it is open.",
+		attemptsTotal: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_unlock_attempts_total", Help: "Attempts to open the state disk after a boot, by reason; ACCEPTED: it is open.",
 		}, []string{"reason"}),
 		insecure: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "muster_insecure_config", Help: "1 for each way in which the configuration is weaker than it could be.",
 		}, []string{"reason"}),
 	}
-	for _, c := range []prometheus.Collector{u.attempts, u.insecure} {
+	for _, c := range []prometheus.Collector{u.attemptsTotal, u.insecure} {
 		if err := cfg.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("unlock: %w", err)
 		}
@@ -172,16 +171,16 @@ func New(cfg Config) (*Unlocker, error) {
 	return u, nil
 }
 
-// Run returns nil when the disk is open, and an error only if ctx has ended before. What goes wrong is told, and tried again.
+// Run returns nil when the disk is open, and an error only if ctx ended before. Failures are logged, and retried.
 func (u *Unlocker) Run(ctx context.Context) error {
 	pause := retry.Backoff{Min: u.cfg.Timing.RetryMin, Max: u.cfg.Timing.RetryMax}
 	for {
 		err := u.once(ctx)
 		switch {
 		case err == nil:
-			u.attempts.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
+			u.attemptsTotal.WithLabelValues(attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)).Inc()
 			u.cfg.Log.InfoContext(ctx, "the state disk is open")
-			u.cfg.Console.Say("the state disk is open")
+			u.cfg.Console.Print("the state disk is open")
 			return nil
 		case ctx.Err() != nil:
 			return ctx.Err()
@@ -194,7 +193,7 @@ func (u *Unlocker) Run(ctx context.Context) error {
 	}
 }
 
-// once looks at the disk, and does what it needs.
+// once reads the disk's state and acts on it.
 func (u *Unlocker) once(ctx context.Context) error {
 	state, err := u.cfg.Disk.State() // B5
 	if err != nil {
@@ -202,18 +201,18 @@ func (u *Unlocker) once(ctx context.Context) error {
 	}
 	switch state {
 	case disk.StateOpen:
-		// We have not opened it, or not come to an end with it: a process before us died, or formatting failed.
+		// Another process has opened it and ended before its work was done, or formatting failed.
 		taken, err := nodelock.Taken(ctx, u.cfg.TPM, u.bank)
 		if err != nil {
 			return err
 		}
 		if taken {
-			// It died at its very end. The lock is taken after the disk was opened, and for the cluster whose key that was (B1), so
-			// all is done. To start over would be in vain: a joinservice gives a machine that is locked no key, until it reboots.
+			// That process ended after all its work: the lock is taken after the disk was opened, for the cluster of the key (B1). Starting over would
+			// fail, since a joinservice gives no key to a locked machine until it reboots.
 			u.cfg.Log.WarnContext(ctx, "the state disk is open, and the machine is locked to its cluster")
 			return nil
 		}
-		// Whose it is, nobody knows any more.
+		// The cluster of the key that opened it is unknown.
 		u.cfg.Log.WarnContext(ctx, "the state disk is open, but was not made ready; starting over")
 		if err := u.cfg.Disk.Close(ctx); err != nil {
 			return disked(err)
@@ -233,17 +232,17 @@ func (u *Unlocker) once(ctx context.Context) error {
 	return disked(fmt.Errorf("it is in the state %d", int(state)))
 }
 
-// progress tells the console of every tenth.
+// progress returns a function that shows every tenth on the console.
 func (u *Unlocker) progress() func(done, total uint64) {
-	u.cfg.Console.Say("formatting the state disk, which happens once")
+	u.cfg.Console.Print("formatting the state disk, which happens once")
 	return func(done, total uint64) {
 		if total > 0 {
-			u.cfg.Console.Say(fmt.Sprintf("formatting the state disk: %d %% of %d MiB", 10*min(done*10/total, 10), total>>20))
+			u.cfg.Console.Print(fmt.Sprintf("formatting the state disk: %d %% of %d MiB", 10*min(done*10/total, 10), total>>20))
 		}
 	}
 }
 
-// disked gives errors of the disk without a reason of their own theirs.
+// disked gives STATE_DISK to errors of the disk that have no reason.
 func disked(err error) error {
 	if err == nil || discovery.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
 		return err
@@ -251,7 +250,7 @@ func disked(err error) error {
 	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the state disk: %w", err)
 }
 
-// enter notes a phase.
+// enter sets the phase.
 func (u *Unlocker) enter(p initv1.Phase) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -260,30 +259,29 @@ func (u *Unlocker) enter(p initv1.Phase) {
 	}
 }
 
-// failed tells of a try that failed.
+// failed reports a failed attempt.
 func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 	reason := discovery.ReasonOf(w.Err)
-	u.attempts.WithLabelValues(attest.ReasonName(reason)).Inc()
-	u.tries.Refused(w.Err)
-	u.tries.Wait(w.Next)
+	u.attemptsTotal.WithLabelValues(attest.ReasonName(reason)).Inc()
+	u.attempts.Refused(w.Err)
+	u.attempts.Wait(w.Next)
 	u.cfg.Log.WarnContext(ctx, "not unlocked yet", "reason", attest.ReasonName(reason), "err", w.Err, "remedy", rpc.RemedyFrom(w.Err), "again_in", w.Next.String())
 	u.cfg.Console.Waits(w)
 }
 
-// try opens the disk, one key after the other, and locks the machine to the cluster whose key that is before anything of
-// the disk is used (B1). So a disk that somebody else has made, under a key of their own, never runs in a machine that
-// passes for one that belongs to nobody yet: PCR 15 says whose it is from then on, until the next boot.
+// try opens the disk, one key after another, and locks the machine to the key's cluster before anything of the disk is used (B1). So a disk that an
+// attacker has made, under a key of its own, never runs in an unlocked machine: PCR 15 has the cluster until the next boot.
 //
-// desired is what the key's sender says that the machine is to run. judged is the policy that the key's sender was judged by; nil if that was none. It is kept before the disk is open, so that no crash in between leaves
-// an open disk and not what the running system has to compare its journal with.
-func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, judged *journal.Policy, desired component.Desired) error {
+// desired is the software that the sender of the key requires. appraisedBy is the policy by which the sender was appraised; nil: none. It is saved
+// before the disk is open, so that after a crash in between the running system has it for the comparison with its journal.
+func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, appraisedBy *journal.Policy, desired component.Desired) error {
 	u.opening.Lock()
 	defer u.opening.Unlock()
 	if u.open {
 		return ErrOpen
 	}
 	if u.cluster == nil {
-		if err := u.cfg.Policy.Save(journal.Record{Policy: judged}); err != nil { // J2
+		if err := u.cfg.Policy.Save(journal.Record{Policy: appraisedBy}); err != nil { // J2
 			return fmt.Errorf("note the policy: %w", err)
 		}
 		if err := u.note(desired); err != nil { // B8
@@ -294,7 +292,7 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 		}
 		u.cluster = &cluster
 	}
-	// If the TPM fails here, the next try is no new choice of a cluster.
+	// If the TPM fails here, the next attempt uses the same cluster.
 	if err := nodelock.Settle(ctx, u.cfg.TPM, u.bank, *u.cluster); err != nil {
 		return err
 	}
@@ -302,7 +300,7 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 	return nil
 }
 
-// note keeps what the running system compares the disk with. It does so also if that is nothing: a file that is missing says that somebody has removed it.
+// note saves what the running system compares the disk with, also if that is nothing: a missing file means that an attacker removed it.
 func (u *Unlocker) note(desired component.Desired) error {
 	if err := u.cfg.Desired.Save(desired); err != nil {
 		return fmt.Errorf("note what the cluster wants this machine to run: %w", err)

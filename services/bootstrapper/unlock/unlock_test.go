@@ -32,10 +32,10 @@ import (
 func TestADiskThatNeverBecameAClustersIsFormattedAndNobodyIsAsked(t *testing.T) {
 	for _, state := range []disk.State{disk.StateBlank, disk.StateNew} {
 		t.Run(state.String(), func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			j := w.cluster(w.like(), w.owner)
 			w.disk.state, w.disk.format = state, errors.New("the device is not ready")
-			r := w.told(attestv1.Reason_REASON_STATE_DISK)
+			r := w.bootFailing(attestv1.Reason_REASON_STATE_DISK)
 			if err := r.end(t); err != nil {
 				t.Fatal(err)
 			}
@@ -58,9 +58,9 @@ func TestADiskThatNeverBecameAClustersIsFormattedAndNobodyIsAsked(t *testing.T) 
 	}
 }
 
-// Whose key has opened a disk that is found open, nobody knows any more.
+// The cluster of the key that opened the disk is unknown if the disk is found open.
 func TestADiskThatIsFoundOpenIsClosedAndOpenedAnew(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	j := w.cluster(w.like(), w.owner)
 	w.disk.state = disk.StateOpen
 	if err := w.boot().end(t); err != nil || w.disk.closed != 1 || w.disk.opens != 1 || j.asked() != 1 {
@@ -69,12 +69,12 @@ func TestADiskThatIsFoundOpenIsClosedAndOpenedAnew(t *testing.T) {
 	w.lockedTo(clusterID)
 }
 
-// Its machine does not reboot with it, so PCR 15 stays as it is, and no joinservice gives the key again.
+// The machine does not reboot with the process, so PCR 15 stays as it is, and no joinservice gives the key again.
 func TestAProcessThatDiesWhenTheDiskIsOpenAndTheMachineLockedHasDoneItsWork(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	j := w.cluster(w.like(), w.owner)
 	if err := w.boot().end(t); err != nil || w.disk.opens != 1 {
-		t.Fatal(err, w.disk.opens) // whether it comes to its end after that, the next process can't see
+		t.Fatal(err, w.disk.opens) // the next process can't see whether this one ended after that
 	}
 	w.lockedTo(clusterID)
 	j.script(refuses(attestv1.Reason_REASON_LOCK_FOREIGN, 0))
@@ -84,9 +84,9 @@ func TestAProcessThatDiesWhenTheDiskIsOpenAndTheMachineLockedHasDoneItsWork(t *t
 	w.lockedTo(clusterID)
 }
 
-// A disk that its maker's own cluster opens must not run in a machine that passes for one of another cluster, or of none.
+// A disk that its maker's own cluster opens must not run in a machine that is locked to another cluster, or unlocked.
 func TestAJoinserviceSpeaksForTheClusterOfItsOwnMachineAlone(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	other := keys.ClusterID(bytes.Repeat([]byte{0xC2}, 32))
 	j := w.cluster(w.like(), w.owner) // its machine is locked to clusterID
 	j.script(func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
@@ -94,7 +94,7 @@ func TestAJoinserviceSpeaksForTheClusterOfItsOwnMachineAlone(t *testing.T) {
 		resp.ClusterId = other[:]
 		return resp, err
 	})
-	r := w.told(attestv1.Reason_REASON_LOCK_FOREIGN)
+	r := w.bootFailing(attestv1.Reason_REASON_LOCK_FOREIGN)
 	if w.disk.tried > 0 || !bytes.Equal(w.machine.PCRs()[attest.LockPCR], make([]byte, 32)) {
 		t.Errorf("tried %d keys, PCR 15 %x", w.disk.tried, w.machine.PCRs()[attest.LockPCR])
 	}
@@ -105,10 +105,9 @@ func TestAJoinserviceSpeaksForTheClusterOfItsOwnMachineAlone(t *testing.T) {
 	w.lockedTo(clusterID)
 }
 
-// B1: a machine that was locked to another cluster since it booted opens no disk for good; a key that is wrong
-// locks it to nothing.
+// B1: a machine that was locked to another cluster since its boot never opens a disk; a wrong key does not lock it.
 func TestTheFirstKeyThatOpensTheDiskDecidesTheCluster(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.meta.Role = "control-plane"
 	other := keys.ClusterID(bytes.Repeat([]byte{0xC2}, 32))
 	j := w.cluster(w.like(), w.owner)
@@ -125,7 +124,7 @@ func TestTheFirstKeyThatOpensTheDiskDecidesTheCluster(t *testing.T) {
 			t.Errorf("opened in a machine of another cluster: %v", err)
 		}
 		w.machine.SetPCR(attest.LockPCR, make([]byte, 32))
-		// Nobody else's cluster takes what is open.
+		// No other cluster takes the open disk.
 		if err := try(ctx, parsed(t, wrong), other); err != nil {
 			t.Errorf("the lock is not taken up: %v", err)
 		}
@@ -139,7 +138,7 @@ func TestTheFirstKeyThatOpensTheDiskDecidesTheCluster(t *testing.T) {
 }
 
 func TestALockedDiskIsOpenedByTheKeyOfAJoinservice(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	j := w.cluster(w.like(), w.owner)
 	r := w.boot()
 	if err := r.end(t); err != nil {
@@ -173,7 +172,7 @@ func TestALockedDiskIsOpenedByTheKeyOfAJoinservice(t *testing.T) {
 	}
 }
 
-// What a joinservice refuses is told with its reason, and asked again until it is granted.
+// The refusal of a joinservice is reported with its reason, and the machine asks again until it gets the key.
 func TestARefusalIsToldAndTheMachineAsksAgain(t *testing.T) {
 	for reason, words := range map[attestv1.Reason]string{
 		attestv1.Reason_REASON_NOT_ENROLLED:    "not enrolled, or no longer",
@@ -183,38 +182,38 @@ func TestARefusalIsToldAndTheMachineAsksAgain(t *testing.T) {
 		attestv1.Reason_REASON_KMS_UNAVAILABLE: "key service",
 	} {
 		t.Run(attest.ReasonName(reason), func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			j := w.cluster(w.like(), w.owner)
 			j.script(refuses(reason, 0))
-			r := w.told(reason)
-			// Each repetition would be a line more.
+			r := w.bootFailing(reason)
+			// A refusal that repeats must not write another line.
 			eventually(t, "asked again", func() bool { return j.asked() > 5 })
 			j.script(gives(right))
 			if err := r.end(t); err != nil {
 				t.Fatal(err)
 			}
 			want := fmt.Sprintf("muster: waiting for the key of the state disk: %s by %s (", attest.ReasonName(reason), j.addr)
-			told := 0
+			count := 0
 			for _, l := range w.lines() {
 				if strings.HasPrefix(l, want) && strings.Contains(l, words) && strings.Contains(l, "; next try in 1 s") {
-					told++
+					count++
 				}
 				if strings.Contains(l, "joinservice's log") {
 					t.Errorf("more than the reason: %q", l)
 				}
 			}
-			if told != 1 {
-				t.Errorf("told %d times: %q", told, w.lines())
+			if count != 1 {
+				t.Errorf("logged %d times: %q", count, w.lines())
 			}
 		})
 	}
 }
 
 func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextAttemptIs(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_BUSY, 10*time.Minute))
-	r := w.told(attestv1.Reason_REASON_BUSY)
+	r := w.bootFailing(attestv1.Reason_REASON_BUSY)
 	s, err := r.GetStatus(t.Context(), nil)
 	if err != nil {
 		t.Fatal(err)
@@ -228,21 +227,21 @@ func TestTheJoinservicesHintWinsAndTheStatusSaysWhenTheNextAttemptIs(t *testing.
 		t.Errorf("next try in %s", wait)
 	}
 	if strings.Contains(s.String(), "joinservice's log") { // R1
-		t.Errorf("a stranger learns more than the reason: %v", s)
+		t.Errorf("an unauthenticated client learns more than the reason: %v", s)
 	}
 	eventually(t, "the console says how many minutes", func() bool {
 		return slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasSuffix(l, " min") })
 	})
 }
 
-// A joinservice of another cluster of the same owner may be asked: its key opens nothing, and the next is asked.
+// The joinservice may be one of another cluster of the same owner: its key opens nothing, and the next one is asked.
 func TestAKeyThatDoesNotOpenTheDiskIsToldAndTheNextJoinserviceIsAsked(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	first := w.cluster(w.like(), w.owner)
 	first.script(gives(wrong))
-	w.timing.Stagger = time.Hour // the first that is named is asked first
+	w.timing.Stagger = time.Hour // the first in the list is asked first
 	second := w.cluster(w.like(), w.owner)
-	r := w.told(attestv1.Reason_REASON_STATE_DISK)
+	r := w.bootFailing(attestv1.Reason_REASON_STATE_DISK)
 	if err := r.end(t); err != nil {
 		t.Fatal(err)
 	}
@@ -259,14 +258,14 @@ func TestAnAnswerThatHasNotItsFormIsRefused(t *testing.T) {
 		"a long key":         func(r *joinv1.IssueRejoinTicketResponse) { r.DiskKey = make([]byte, 33) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			j := w.cluster(w.like(), w.owner)
 			j.script(func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
 				resp, err := gives(right)(req)
 				spoil(resp)
 				return resp, err
 			})
-			r := w.told(attestv1.Reason_REASON_REQUEST_INVALID)
+			r := w.bootFailing(attestv1.Reason_REASON_REQUEST_INVALID)
 			if w.disk.tried > 0 {
 				t.Error("its key was tried")
 			}
@@ -278,39 +277,39 @@ func TestAnAnswerThatHasNotItsFormIsRefused(t *testing.T) {
 	}
 }
 
-// The machine judges who may open its disk, as it judges who may make it a node.
+// The machine verifies the joinservice that may open its disk, as it verifies the one that may make it a node.
 func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 	for name, tt := range map[string]struct {
-		setUp func(t *testing.T, w *world) *joinservice
+		setUp func(t *testing.T, w *fixture) *joinservice
 		want  attestv1.Reason // 0: accepted
 	}{
-		"another owner's": {func(t *testing.T, w *world) *joinservice {
+		"another owner's": {func(t *testing.T, w *fixture) *joinservice {
 			_, other, err := ed25519.GenerateKey(nil)
 			if err != nil {
 				t.Fatal(err)
 			}
 			return w.cluster(w.like(), other)
 		}, attestv1.Reason_REASON_POLICY_SIGNATURE},
-		"one that booted something else": {func(t *testing.T, w *world) *joinservice {
+		"one that booted something else": {func(t *testing.T, w *fixture) *joinservice {
 			return w.cluster(attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "other"}), w.owner)
 		}, attestv1.Reason_REASON_POLICY_REFUSED},
-		"one whose TPM nobody vouches for": {func(t *testing.T, w *world) *joinservice {
+		"one whose TPM no root certifies": {func(t *testing.T, w *fixture) *joinservice {
 			return w.cluster(attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), w.owner)
 		}, attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a worker, with the real policy": {func(_ *testing.T, w *world) *joinservice {
+		"a worker, with the real policy": {func(_ *testing.T, w *fixture) *joinservice {
 			return w.cluster(attesttest.NewMachine(w.t, w.ca, attesttest.Options{}), w.owner, attesttest.ControlPlanes(w.planes...))
 		}, attestv1.Reason_REASON_SERVER_NOT_LISTED},
-		"without an owner's key: one that booted something else": {func(t *testing.T, w *world) *joinservice {
+		"without an owner's key: one that booted something else": {func(t *testing.T, w *fixture) *joinservice {
 			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			return w.cluster(attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "other"}), w.owner)
 		}, attestv1.Reason_REASON_POLICY_REFUSED},
-		"without an owner's key: one that booted the same": {func(_ *testing.T, w *world) *joinservice {
+		"without an owner's key: one that booted the same": {func(_ *testing.T, w *fixture) *joinservice {
 			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
 			return w.cluster(w.like(), w.owner)
 		}, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			j := tt.setUp(t, w)
 			if tt.want == 0 {
 				if err := w.boot().end(t); err != nil {
@@ -318,7 +317,7 @@ func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 				}
 				return
 			}
-			r := w.told(tt.want)
+			r := w.bootFailing(tt.want)
 			if j.asked() > 0 {
 				t.Error("it was asked")
 			}
@@ -328,7 +327,7 @@ func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 				})
 			})
 			good := w.cluster(w.like(), w.owner)
-			w.set(func(w *world) { w.meta.JoinEndpoints = []string{good.addr} })
+			w.set(func(w *fixture) { w.meta.JoinEndpoints = []string{good.addr} })
 			if err := r.end(t); err != nil {
 				t.Fatal(err)
 			}
@@ -337,61 +336,61 @@ func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 }
 
 func TestAnOlderPolicyThanOneOfThisBootIsRefused(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.timing.Stagger = time.Hour
 	newer := w.cluster(w.like(), w.owner, func(p *attestv1.Policy) { p.Serial = 7 })
 	newer.script(refuses(attestv1.Reason_REASON_KMS_UNAVAILABLE, 0))
 	r := w.boot()
 	eventually(t, "the newer policy was seen", func() bool { return newer.asked() > 0 })
 	older := w.cluster(w.like(), w.owner)
-	w.set(func(w *world) { w.meta.JoinEndpoints = []string{older.addr} })
+	w.set(func(w *fixture) { w.meta.JoinEndpoints = []string{older.addr} })
 	eventually(t, "the older one is refused", func() bool { return metric(t, r, attestv1.Reason_REASON_POLICY_INVALID) > 0 })
 	if older.asked() > 0 {
 		t.Error("it was asked")
 	}
 }
 
-// Whatever is wrong, the machine goes on, and goes on when it is right.
+// After each failure the machine retries, and continues once the failure is repaired.
 func TestWhatIsWrongIsToldAndTriedAgain(t *testing.T) {
 	for name, tt := range map[string]struct {
-		spoil  func(w *world, j *joinservice)
-		repair func(w *world, j *joinservice)
+		spoil  func(w *fixture, j *joinservice)
+		repair func(w *fixture, j *joinservice)
 		want   attestv1.Reason
 		line   string
 	}{
 		"metadata that can't be read": {
-			func(w *world, _ *joinservice) { w.unreadable = errors.New("line 3: no such role") },
-			func(w *world, _ *joinservice) { w.set(func(w *world) { w.unreadable = nil }) },
+			func(w *fixture, _ *joinservice) { w.unreadable = errors.New("line 3: no such role") },
+			func(w *fixture, _ *joinservice) { w.set(func(w *fixture) { w.unreadable = nil }) },
 			attestv1.Reason_REASON_MACHINE_CONFIG, "waiting for the key of the state disk: MACHINE_CONFIG",
 		},
 		"metadata that name nobody": {
-			func(w *world, _ *joinservice) { w.meta.JoinEndpoints = nil },
-			func(w *world, j *joinservice) { w.set(func(w *world) { w.meta.JoinEndpoints = []string{j.addr} }) },
+			func(w *fixture, _ *joinservice) { w.meta.JoinEndpoints = nil },
+			func(w *fixture, j *joinservice) { w.set(func(w *fixture) { w.meta.JoinEndpoints = []string{j.addr} }) },
 			attestv1.Reason_REASON_MACHINE_CONFIG, "waiting for the key of the state disk: the metadata name no joinservice",
 		},
 		"nobody who answers": {
-			func(w *world, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} },
-			func(w *world, j *joinservice) { w.set(func(w *world) { w.meta.JoinEndpoints = []string{j.addr} }) },
+			func(w *fixture, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} },
+			func(w *fixture, j *joinservice) { w.set(func(w *fixture) { w.meta.JoinEndpoints = []string{j.addr} }) },
 			attestv1.Reason_REASON_NOT_READY, "waiting for the key of the state disk: no joinservice can be reached at 127.0.0.1:1",
 		},
 		"a header that Muster did not write": {
-			func(w *world, _ *joinservice) {
+			func(w *fixture, _ *joinservice) {
 				w.disk.broken = attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the cipher is null")
 			},
-			func(w *world, _ *joinservice) { w.disk.set(func(v *volume) { v.broken = nil }) },
+			func(w *fixture, _ *joinservice) { w.disk.set(func(v *volume) { v.broken = nil }) },
 			attestv1.Reason_REASON_STATE_DISK, "can't use the state disk: STATE_DISK (the state disk can't be used)",
 		},
 		"a device that is not there yet": {
-			func(w *world, _ *joinservice) { w.disk.broken = os.ErrNotExist },
-			func(w *world, _ *joinservice) { w.disk.set(func(v *volume) { v.broken = nil }) },
+			func(w *fixture, _ *joinservice) { w.disk.broken = os.ErrNotExist },
+			func(w *fixture, _ *joinservice) { w.disk.set(func(v *volume) { v.broken = nil }) },
 			attestv1.Reason_REASON_STATE_DISK, "can't use the state disk",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			j := w.cluster(w.like(), w.owner)
 			tt.spoil(w, j)
-			r := w.told(tt.want)
+			r := w.bootFailing(tt.want)
 			if j.asked() > 0 {
 				t.Error("a joinservice was asked")
 			}
@@ -412,7 +411,7 @@ func TestWhatIsWrongIsToldAndTriedAgain(t *testing.T) {
 
 func TestAMachineTellsThatItsDiskHasNoIntegrity(t *testing.T) {
 	for integrity, want := range map[string]float64{metadata.IntegrityNone: 1, metadata.IntegrityHMAC: 0} {
-		w := newWorld(t)
+		w := newFixture(t)
 		w.cluster(w.like(), w.owner)
 		w.image.StateDisk.Integrity = integrity
 		r := w.boot()
@@ -426,18 +425,18 @@ func TestAMachineTellsThatItsDiskHasNoIntegrity(t *testing.T) {
 }
 
 func TestItEndsWithItsContextAlone(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	w.meta.JoinEndpoints = []string{"127.0.0.1:1"}
-	r := w.told(attestv1.Reason_REASON_NOT_READY)
+	r := w.bootFailing(attestv1.Reason_REASON_NOT_READY)
 	r.stop()
 	if err := r.end(t); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 }
 
-// The whole process: its status is for every HTTPS client, and it ends when the disk is open.
+// This runs the whole process: it serves its status to every HTTPS client, and ends when the disk is open.
 func TestServeTellsItsStatusUntilTheDiskIsOpen(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_NOT_ENROLLED, 0))
 	done := make(chan error, 1)
@@ -466,7 +465,7 @@ func TestServeTellsItsStatusUntilTheDiskIsOpen(t *testing.T) {
 }
 
 func TestNewWantsItsParts(t *testing.T) {
-	w := newWorld(t)
+	w := newFixture(t)
 	cfg := w.config()
 	if _, err := unlock.New(cfg); err == nil || !strings.Contains(err.Error(), "required") {
 		t.Errorf("without Metrics: %v", err)

@@ -16,28 +16,28 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// What a person finds out who stands before the machine, who reads its log, and who asks it by `muster status --endpoint`.
+// The reason why a machine waits is on its console, in its log, and in the answer to `muster status --endpoint`.
 func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) {
-	refused := func(r attestv1.Reason) func(*world, *joinservice) {
-		return func(_ *world, j *joinservice) { j.script(refuses(r, time.Hour)) }
+	refused := func(r attestv1.Reason) func(*fixture, *joinservice) {
+		return func(_ *fixture, j *joinservice) { j.script(refuses(r, time.Hour)) }
 	}
-	unreachable := func(w *world, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} }
+	unreachable := func(w *fixture, _ *joinservice) { w.meta.JoinEndpoints = []string{"127.0.0.1:1"} }
 	const key = "waiting for the key of the state disk: "
 	for name, tt := range map[string]struct {
-		cause  func(w *world, j *joinservice)
+		cause  func(w *fixture, j *joinservice)
 		reason string
-		line   string // JOINSERVICE stands for the address
+		line   string // JOINSERVICE is replaced by the address
 	}{
 		"no joinservice can be reached": {unreachable, "NOT_READY", key + "no joinservice can be reached at 127.0.0.1:1; next try in "},
 		"the owner's key is waited for": {
-			func(w *world, j *joinservice) {
+			func(w *fixture, j *joinservice) {
 				unreachable(w, j)
 				w.meta.Role = "control-plane"
 			},
 			"NOT_READY", key + "no joinservice can be reached at 127.0.0.1:1; `muster recover` opens it as well; next try in ",
 		},
 		"no joinservice is named": {
-			func(w *world, _ *joinservice) { w.meta.JoinEndpoints = nil },
+			func(w *fixture, _ *joinservice) { w.meta.JoinEndpoints = nil },
 			"MACHINE_CONFIG", key + "the metadata name no joinservice (joinEndpoints); next try in ",
 		},
 		"refused by the policy": {
@@ -52,14 +52,14 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			refused(attestv1.Reason_REASON_BUSY), "BUSY", key + "BUSY by JOINSERVICE (too many machines ask at once, or this one reboots twice within two minutes; it tries again by itself); next try in ",
 		},
 		"the disk can't be used": {
-			func(w *world, _ *joinservice) {
+			func(w *fixture, _ *joinservice) {
 				w.disk.broken = attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the cipher is null")
 			},
 			"STATE_DISK", "can't use the state disk: STATE_DISK (the state disk can't be used); next try in ",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			j := w.cluster(w.like(), w.owner)
 			tt.cause(w, j)
 			ctx, stop := context.WithCancel(t.Context())

@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
 )
 
-// variable are the values in which two accepted disks may differ; the rest must be equal.
+// variable lists the values in which two accepted disks may differ; the rest must be equal.
 var variable = [][]string{
 	{"keyslots", "0", "area", "offset"}, {"keyslots", "0", "kdf", "iterations"}, {"keyslots", "0", "kdf", "salt"},
 	{"digests", "0", "iterations"}, {"digests", "0", "salt"}, {"digests", "0", "digest"},
@@ -34,7 +34,7 @@ func withoutVariable(t *testing.T, text []byte) any {
 	return v
 }
 
-// FuzzJSON tries texts under good checksums: what is accepted is what Muster writes.
+// FuzzJSON tries texts with right checksums: only a text that Muster writes is accepted.
 func FuzzJSON(f *testing.F) {
 	for name := range kinds {
 		f.Add([]byte(genuine(f, name).JSON))
@@ -62,7 +62,7 @@ func FuzzJSON(f *testing.F) {
 	})
 }
 
-// FuzzHeader tries binary headers, with the checksums corrected or as they are.
+// FuzzHeader tries binary headers, with right checksums or unchanged ones.
 func FuzzHeader(f *testing.F) {
 	for name := range kinds {
 		b := genuine(f, name).Bytes()
@@ -91,8 +91,7 @@ func FuzzHeader(f *testing.F) {
 	})
 }
 
-// FuzzSuperblock tries superblocks on devices of any size: what is accepted is what Linux writes, but for two numbers
-// that fit.
+// FuzzSuperblock tries superblocks on devices of any size: only one that Linux writes is accepted, apart from two sizes that must fit.
 func FuzzSuperblock(f *testing.F) {
 	f.Add(writtenSuperblock(f)[:64], int64(writtenSize))
 	f.Add(luks2test.Superblock(1 << 40)[:64], int64(1<<40))

@@ -1,18 +1,14 @@
-// Package luks2 reads the header of a state disk as what it is: the work of a stranger.
+// Package luks2 checks the header of a state disk, which is untrusted input.
 //
-// Whoever has the disk in hand can write its header, and nothing in a LUKS2 header is
-// authenticated: its checksum has no key. A header may name a cipher that encrypts nothing,
-// a key derivation that any key satisfies, or a re-encryption that is "under way" and so
-// turns a disk into plaintext. Therefore nothing is judged here by what it means.
-// A header is accepted if it is what Muster writes, in every field, and refused otherwise
-// (B5); the few things that differ from disk to disk are a UUID, a label, a
-// counter, random salts, a digest, and which of two places the one key slot is in.
+// An attacker who has the disk can write its header, and nothing in a LUKS2 header is authenticated: its checksum has no key. A header may name a cipher
+// that does not encrypt, a key derivation that accepts any key, or a re-encryption "under way" that turns a disk into plaintext. Therefore this package
+// does not interpret a header. It accepts one that equals what Muster writes in every field, and refuses all others (B5). Only these differ from disk to
+// disk: a UUID, a label, a counter, random salts, a digest, and which of two places has the one key slot.
 //
 // [Parse] keeps a copy of the bytes that it has checked. Only that copy may be opened.
 //
-// The format is that of the LUKS2 On-Disk Format Specification, version 1.1.2: two
-// binary headers of 4096 bytes (section 2.1), each followed by a JSON area (section 3), then
-// the key slots' areas.
+// The format is that of the LUKS2 On-Disk Format Specification, version 1.1.2: two binary headers of 4096 bytes (section 2.1), each followed by a JSON
+// area (section 3), then the key slots' areas.
 package luks2
 
 import (
@@ -25,55 +21,55 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Where things are on a state disk, in bytes.
+// These are offsets and sizes on a state disk, in bytes.
 const (
-	// Size is that of all that comes before the data: two metadata areas and the key slots' areas.
+	// Size is the size of everything before the data: two metadata areas and the key slots' areas.
 	Size = 1 << 20
-	// MetadataSize is that of a binary header and its JSON area. The first is at 0, the second behind it.
+	// MetadataSize is the size of a binary header with its JSON area. The first is at 0, the second follows it.
 	MetadataSize = 16 << 10
-	// KeyslotsSize is that of the key slots' areas together, behind the metadata.
+	// KeyslotsSize is the size of the key slots' areas together, after the metadata.
 	KeyslotsSize = Size - 2*MetadataSize
-	// SectorSize is that of the encrypted sectors.
+	// SectorSize is the size of the encrypted sectors.
 	SectorSize = 4096
-	// binarySize is that of the binary header with its padding; what has a meaning ends at 512.
+	// binarySize is the size of the binary header with its padding; its fields end at 512.
 	binarySize = 4096
 	jsonSize   = MetadataSize - binarySize
-	// markSize is what a disk writes whole or not at all.
+	// markSize is the size that a disk writes completely or not at all.
 	markSize = 512
 )
 
-// What Muster writes.
+// These are the values that Muster writes.
 const (
-	// LabelNew says that the disk's key is not yet the cluster's: nothing of value is on it.
+	// LabelNew means that the cluster's key is not set yet: the disk has no data of value.
 	LabelNew = "muster-new"
-	// LabelState says that the disk's only key is the cluster's.
+	// LabelState means that the cluster's key is the disk's only key.
 	LabelState = "muster-state"
 	// Cipher encrypts the data and the key slot's area.
 	Cipher = "aes-xts-plain64"
-	// Hash is that of PBKDF2, of the anti-forensic splitter, and of the header's checksum.
+	// Hash is the hash of PBKDF2, of the anti-forensic splitter, and of the header's checksum.
 	Hash = "sha256"
-	// Iterations are those of PBKDF2 that Muster writes. Keys are random: more would only cost time.
+	// Iterations is the number of PBKDF2 iterations that Muster writes. Keys are random: more would only take time.
 	Iterations = 1000
-	// maxIterations is what a later version may have written: more only delays a boot.
+	// maxIterations is the highest number that a later version may have written: more would only delay a boot.
 	maxIterations = 100_000
-	// stripes are those of the anti-forensic splitter: LUKS_STRIPES.
+	// stripes is the number of stripes of the anti-forensic splitter: LUKS_STRIPES.
 	stripes = 4000
-	// maxEpoch is far above what a disk reaches, and far from where a counter turns over.
+	// maxEpoch is far above the epoch of any disk, and far below an overflow.
 	maxEpoch = 1 << 32
 )
 
-// Integrity says how a disk's data are protected against change. Its zero value is neither.
+// Integrity is how a disk's data are protected against change. Its zero value is not valid.
 type Integrity int
 
-// The two ways.
+// These are the two kinds.
 const (
 	// HMACSHA256 is dm-integrity below dm-crypt: each sector has a MAC.
 	HMACSHA256 Integrity = iota + 1
-	// NoIntegrity is encryption alone: who writes to the disk garbles it and is not noticed.
+	// NoIntegrity is encryption alone: a write to the disk garbles data and is not detected.
 	NoIntegrity
 )
 
-// KeySize gives the size of the volume key in bytes: 64 for AES-256-XTS, and 32 for HMAC.
+// KeySize returns the size of the volume key in bytes: 64 for AES-256-XTS, and 32 for HMAC.
 func (i Integrity) KeySize() int {
 	if i == HMACSHA256 {
 		return 96
@@ -81,12 +77,12 @@ func (i Integrity) KeySize() int {
 	return 64
 }
 
-// AreaSize gives the size of a key slot's area in bytes: the volume key in [stripes], in whole 4096 bytes.
+// AreaSize returns the size of a key slot's area in bytes: the volume key in [stripes], rounded up to 4096 bytes.
 func (i Integrity) AreaSize() int { return (i.KeySize()*stripes + 4095) / 4096 * 4096 }
 
-// A Header is one that Muster wrote, or one that can't be told from it.
+// A Header is one that Muster wrote, or an equivalent one.
 type Header struct {
-	// ID is the disk's: the header's UUID.
+	// ID is the disk's ID: the header's UUID.
 	ID keys.DiskID
 	// Label is [LabelNew] or [LabelState].
 	Label string
@@ -95,7 +91,7 @@ type Header struct {
 	raw   []byte
 }
 
-// Bytes gives the bytes that were checked, [Size] of them. They are not to be changed.
+// Bytes returns the bytes that were checked, [Size] of them. The caller must not change them.
 func (h *Header) Bytes() []byte { return h.raw }
 
 // magic of the first and of the second binary header (section 2.1).
@@ -119,8 +115,7 @@ type binaryHeader struct {
 
 const checksumOffset = markSize - 64
 
-// Parse checks the first [Size] bytes of a disk, which it copies before it looks at them. The error says what
-// is not as Muster writes it.
+// Parse copies the first [Size] bytes of a disk and checks them. The error names the field that differs from what Muster writes.
 func Parse(b []byte, want Integrity) (*Header, error) {
 	if want != HMACSHA256 && want != NoIntegrity {
 		return nil, fmt.Errorf("integrity %d is none", want)
@@ -128,7 +123,7 @@ func Parse(b []byte, want Integrity) (*Header, error) {
 	if len(b) != Size {
 		return nil, fmt.Errorf("want the first %d bytes, not %d", Size, len(b))
 	}
-	raw := bytes.Clone(b) // B5: what is checked is what is opened
+	raw := bytes.Clone(b) // B5: the checked bytes are those that are opened
 	first, err := parseMetadata(raw[:MetadataSize], 0)
 	if err != nil {
 		return nil, fmt.Errorf("first header: %w", err)
@@ -157,7 +152,7 @@ func Parse(b []byte, want Integrity) (*Header, error) {
 	return &Header{ID: first.id, Label: first.label, Epoch: first.epoch, raw: raw}, nil
 }
 
-// parsed is what one of the two headers says.
+// parsed is the content of one of the two headers.
 type parsed struct {
 	id    keys.DiskID
 	label string
@@ -165,7 +160,7 @@ type parsed struct {
 	json  []byte
 }
 
-// parseMetadata checks the binary header at place 0 or 1 and cuts the JSON text out of its area.
+// parseMetadata checks the binary header at place 0 or 1 and returns it with the JSON text of its area.
 func parseMetadata(b []byte, place int) (parsed, error) {
 	h, err := decode(b)
 	if err != nil {
@@ -186,7 +181,7 @@ func parseMetadata(b []byte, place int) (parsed, error) {
 	case h.HdrSize != MetadataSize:
 		return parsed{}, fmt.Errorf("size %d, want %d", h.HdrSize, MetadataSize)
 	case h.HdrOffset != uint64(place)*MetadataSize:
-		return parsed{}, fmt.Errorf("it says that it is at %d", h.HdrOffset)
+		return parsed{}, fmt.Errorf("its offset is %d", h.HdrOffset)
 	case h.SeqID == 0 || h.SeqID > maxEpoch:
 		return parsed{}, fmt.Errorf("epoch %d, want 1 to %d", h.SeqID, maxEpoch)
 	case !zero(h.Padding[:]) || !zero(b[markSize:binarySize]) || !zero(h.Checksum[sha256.Size:]):
@@ -209,7 +204,7 @@ func decode(b []byte) (h binaryHeader, err error) {
 	return h, err
 }
 
-// names checks what says whose header it is.
+// names checks the fields that identify the header, and returns its label and ID.
 func (h *binaryHeader) names(place int) (label string, id keys.DiskID, err error) {
 	if string(h.Magic[:]) != magic[place] || h.Version != 2 {
 		return "", id, errors.New("it is not a LUKS2 header")
@@ -224,14 +219,14 @@ func (h *binaryHeader) names(place int) (label string, id keys.DiskID, err error
 	if id, err = keys.ParseDiskID(uuid); err != nil {
 		return "", id, fmt.Errorf("UUID: %w", err)
 	}
-	// RFC 9562, section 5.4: random ones are all that Muster makes.
+	// RFC 9562, section 5.4: Muster makes only random UUIDs.
 	if variant := uuid[19]; uuid[14] != '4' || variant != '8' && variant != '9' && variant != 'a' && variant != 'b' {
 		return "", keys.DiskID{}, errors.New("UUID: want a random one (version 4)")
 	}
 	return label, id, nil
 }
 
-// checksum is that of a binary header and its JSON area, with the checksum's place zeroed (section 2.1).
+// checksum returns the checksum of a binary header and its JSON area, with the checksum's own field zeroed (section 2.1).
 func checksum(b []byte) [sha256.Size]byte {
 	h := sha256.New()
 	h.Write(b[:checksumOffset])
@@ -240,7 +235,7 @@ func checksum(b []byte) [sha256.Size]byte {
 	return [sha256.Size]byte(h.Sum(nil))
 }
 
-// text gives what is before the first NUL; only NULs may follow.
+// text returns the text before the first NUL; only NULs may follow.
 func text(b []byte) (string, error) {
 	end := bytes.IndexByte(b, 0)
 	if end < 0 || !zero(b[end:]) {
@@ -251,12 +246,11 @@ func text(b []byte) (string, error) {
 
 func zero(b []byte) bool { return bytes.Count(b, []byte{0}) == len(b) }
 
-// Blank says whether nothing was ever written where a header would be.
+// Blank reports whether no header was ever written.
 func Blank(b []byte) bool { return zero(b) }
 
-// New says whether the first sector alone says that the disk never became a cluster's, and which ID it
-// has. What else is on such a disk does not matter, and is never read: it is
-// formatted again. Who writes this on a disk of value destroys it, which who can write can do anyway.
+// New reports whether the first sector marks the disk as one that never became a cluster's, and returns its ID. The rest of such a disk is never read:
+// it is formatted again. An attacker who writes this mark to a disk destroys its data, but every writer can do that.
 func New(b []byte) (keys.DiskID, bool) {
 	if len(b) < markSize {
 		return keys.DiskID{}, false

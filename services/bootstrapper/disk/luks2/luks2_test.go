@@ -16,7 +16,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// genuine is a header with the JSON that cryptsetup 2.6.1 wrote for Muster, on a machine with device-mapper.
+// genuine returns a header with the JSON that cryptsetup 2.6.1 wrote for Muster, on a machine with device-mapper.
 func genuine(t testing.TB, name string) luks2test.Header {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join("testdata", "genuine-"+name+".json"))
@@ -80,8 +80,8 @@ func TestWhatWasCheckedIsACopy(t *testing.T) {
 	}
 }
 
-// Each file has the reason in its first line, a part of the error in its second, and JSON in the third. Apart
-// from the JSON the header is genuine, with good checksums.
+// Each file has the reason in its first line, a part of the error in its second, and JSON in the third. Apart from the JSON the header is genuine, with
+// right checksums.
 func TestHostileJSONIsRefused(t *testing.T) {
 	files, err := filepath.Glob("testdata/refused/*.txt")
 	if err != nil || len(files) < 60 {
@@ -121,7 +121,7 @@ const (
 	all    = 2 * luks2.MetadataSize
 )
 
-// both changes both binary headers, and corrects the checksums.
+// both returns a change of both binary headers that also corrects the checksums.
 func both(change func(m []byte)) func(b []byte) {
 	return func(b []byte) {
 		change(b[:second])
@@ -163,9 +163,9 @@ func TestHostileBinaryHeadersAreRefused(t *testing.T) {
 		"a bigger JSON area":                    {both(func(m []byte) { binary.BigEndian.PutUint64(m[8:], 32768) }), "size 32768"},
 		"a header of 2^64 bytes":                {both(func(m []byte) { binary.BigEndian.PutUint64(m[8:], 1<<64-1) }), "size 18446744073709551615"},
 		"a header of nothing":                   {both(func(m []byte) { binary.BigEndian.PutUint64(m[8:], 0) }), "size 0"},
-		"a header that is elsewhere":            {both(func(m []byte) { binary.BigEndian.PutUint64(m[256:], 1<<40) }), "it says that it is at"},
+		"a header that is elsewhere":            {both(func(m []byte) { binary.BigEndian.PutUint64(m[256:], 1<<40) }), "its offset is"},
 		"an epoch of nothing":                   {both(func(m []byte) { binary.BigEndian.PutUint64(m[16:], 0) }), "epoch 0"},
-		"an epoch that turns over":              {both(func(m []byte) { binary.BigEndian.PutUint64(m[16:], 1<<64-1) }), "epoch 18446744073709551615"},
+		"an epoch that overflows":               {both(func(m []byte) { binary.BigEndian.PutUint64(m[16:], 1<<64-1) }), "epoch 18446744073709551615"},
 		"another label":                         {both(put(24, "root", 48)), "label"},
 		"no label":                              {both(put(24, "", 48)), "label"},
 		"a label with a tail":                   {both(put(24, luks2.LabelState+"\x00x", 48)), "label"},
@@ -218,12 +218,12 @@ func TestEachLengthButOneIsRefused(t *testing.T) {
 	}
 }
 
-// Each bit of what is checked has a reason to be as it is: changed without the checksum, none passes.
+// Each checked bit matters: no header passes with a flipped bit and the old checksum.
 func TestEachFlippedBitIsRefused(t *testing.T) {
 	b := genuine(t, "hmac-sha256").Bytes()
 	for i := 0; i < all; i += 61 {
 		if i >= 8192 && i < second || i >= second+8192 {
-			i += 500 // zeroes all the way
+			i += 500 // all zeros
 		}
 		if i >= all {
 			break
@@ -241,7 +241,7 @@ func TestBlankAndNewDisksAreTold(t *testing.T) {
 	h.Label = luks2.LabelNew
 	isNew, state := h.Bytes(), genuine(t, "hmac-sha256").Bytes()
 	if id, ok := luks2.New(isNew); !ok || id.String() != h.UUID || luks2.Blank(isNew) {
-		t.Error("a new disk was not told", id, ok)
+		t.Error("a new disk was not recognized", id, ok)
 	}
 	clear(isNew[512:])
 	if _, ok := luks2.New(isNew); !ok {

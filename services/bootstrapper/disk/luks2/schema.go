@@ -10,15 +10,14 @@ import (
 	"strconv"
 )
 
-// maxDepth is deeper than Muster's metadata are.
+// maxDepth is more than the depth of Muster's metadata.
 const maxDepth = 8
 
-// object is a JSON object that had no name twice.
+// object is a JSON object without duplicate names.
 type object map[string]any
 
-// parseJSON reads one JSON object. cryptsetup reads the same text by another parser, so
-// whatever two parsers might read differently is refused: names given twice, escapes,
-// characters beyond printable ASCII, and anything after the end.
+// parseJSON reads one JSON object. cryptsetup reads the same text with another parser, so everything that two parsers might read differently is refused:
+// duplicate names, escapes, characters beyond printable ASCII, and text after the end.
 func parseJSON(b []byte) (any, error) {
 	for i, c := range b {
 		if c < ' ' || c > '~' || c == '\\' {
@@ -77,10 +76,10 @@ func value(d *json.Decoder, depth int) (any, error) {
 	return t, nil
 }
 
-// rule says of the value at a path what is wrong with it.
+// rule checks the value at a path.
 type rule func(path string, v any) error
 
-// fields is an object that has exactly these.
+// fields is a rule for an object with exactly these fields.
 type fields map[string]rule
 
 func (f fields) check(path string, v any) error {
@@ -114,7 +113,7 @@ func (f fields) check(path string, v any) error {
 	return nil
 }
 
-// is wants one of a few texts.
+// is returns a rule for one of a few texts.
 func is(want ...string) rule {
 	return func(path string, v any) error {
 		if s, ok := v.(string); !ok || !slices.Contains(want, s) {
@@ -124,7 +123,7 @@ func is(want ...string) rule {
 	}
 }
 
-// number wants a number, written in the one usual way, from least to most.
+// number returns a rule for a number from least to most, in canonical form.
 func number(least, most int64) rule {
 	return func(path string, v any) error {
 		n, ok := v.(json.Number)
@@ -139,7 +138,7 @@ func number(least, most int64) rule {
 	}
 }
 
-// random wants so many bytes in base64.
+// random returns a rule for so many bytes in base64.
 func random(size int) rule {
 	return func(path string, v any) error {
 		s, ok := v.(string)
@@ -151,7 +150,7 @@ func random(size int) rule {
 	}
 }
 
-// onlyZero wants the list ["0"].
+// onlyZero is a rule for the list ["0"].
 func onlyZero(path string, v any) error {
 	if a, ok := v.([]any); !ok || len(a) != 1 || a[0] != "0" {
 		return fmt.Errorf(`%s is not ["0"]`, path)
@@ -159,9 +158,8 @@ func onlyZero(path string, v any) error {
 	return nil
 }
 
-// metadata is all of the JSON that Muster writes (sections 3.1 to 3.6). There is one key slot, so no two
-// areas overlap, and its area is in one of two places, so none overlaps with metadata or
-// data. There is no token, no flag and no requirement, so no re-encryption is under way.
+// metadata returns the rule for all JSON that Muster writes (sections 3.1 to 3.6). There is one key slot, so no two areas overlap, and its area is in
+// one of two places, so it does not overlap with metadata or data. There is no token, no flag and no requirement, so no re-encryption is under way.
 func metadata(want Integrity) rule {
 	iterations := number(Iterations, maxIterations)
 	keySize := number(int64(want.KeySize()), int64(want.KeySize()))

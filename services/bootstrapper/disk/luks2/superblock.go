@@ -7,26 +7,26 @@ import (
 	"fmt"
 )
 
-// SuperblockSize is that of dm-integrity's superblock, in bytes. It is at [Size].
+// SuperblockSize is the size of dm-integrity's superblock, in bytes. It is at [Size].
 const SuperblockSize = 8 * sectorSize
 
-// What Linux writes as superblock when cryptsetup 2.6.1 formats a state disk (drivers/md/dm-integrity.c, initialize_superblock).
+// These are the values that Linux writes when cryptsetup 2.6.1 formats a state disk (drivers/md/dm-integrity.c, initialize_superblock).
 const (
-	sectorSize     = 512 // of all of device-mapper's numbers
+	sectorSize     = 512 // the unit of all of device-mapper's numbers
 	blockSectors   = SectorSize / sectorSize
 	integrityMagic = "integrt\x00"
-	// fixedPadding is all that cryptsetup asks for: SB_FLAG_FIXED_PADDING, and version 4 goes with it.
+	// fixedPadding is the only flag that cryptsetup sets: SB_FLAG_FIXED_PADDING, which requires version 4.
 	fixedPadding, integrityVersion = 8, 4
 	tagSize                        = 32
 	log2Interleave                 = 15
 	log2BlockSectors               = 3
-	// log2BitmapBlocks is written always, and used in another mode than Muster's.
+	// log2BitmapBlocks is always written, but only used in a mode other than Muster's.
 	log2BitmapBlocks = 12
-	// A section of the journal is 32 entries of 104 bytes, four in a sector, and the 32 blocks that they are for.
+	// A section of the journal is 32 entries of 104 bytes, four in a sector, and their 32 blocks.
 	sectionSectors = 8 + 32*blockSectors
-	// The journal takes a 128th of the device, to 64 MiB, and one section at least.
+	// The journal takes 1/128 of the device, at most 64 MiB, and at least one section.
 	journalShare, maxJournalSectors = 128, 131072
-	// MACs for 2^log2Interleave sectors come before these.
+	// MACs for 2^log2Interleave sectors precede these sectors.
 	macSectors = tagSize << (log2Interleave - log2BlockSectors) / sectorSize
 )
 
@@ -43,15 +43,14 @@ type superblock struct {
 	Log2BitmapBlocks uint8
 }
 
-// superblockEnd is where what has a meaning ends.
+// superblockEnd is where the fields end.
 const superblockEnd = 30
 
-// CheckSuperblock checks dm-integrity's superblock, the [SuperblockSize] bytes at [Size] of a device of so many bytes, against
-// what is there since Muster formatted the disk. The error says what differs. Only the journal's size and that of the
-// data are not fixed: a device may have grown. They must fit.
+// CheckSuperblock checks dm-integrity's superblock, the [SuperblockSize] bytes at [Size] of a device of so many bytes, against what Muster's formatting
+// wrote. The error names the field that differs. Only the sizes of the journal and the data may differ, since a device may have grown. They must fit.
 //
-// The kernel reads the superblock once more when the disk is opened. So this bounds what somebody can do who had the
-// disk in hand, and not what a disk can do that answers differently the second time.
+// The kernel reads the superblock again when the disk is opened. So this protects against an attacker who had the disk, but not against a disk that
+// returns other data the second time.
 func CheckSuperblock(b []byte, device int64) error {
 	if len(b) != SuperblockSize || device < Size {
 		return fmt.Errorf("want %d bytes of a device of more than %d, not %d of %d", SuperblockSize, Size, len(b), device)
@@ -61,7 +60,7 @@ func CheckSuperblock(b []byte, device int64) error {
 		return err
 	}
 	if string(s.Magic[:]) != integrityMagic {
-		// Of zeroes alone the kernel would make a new one, and forget what the journal holds.
+		// The kernel would replace a superblock of zeros by a new one, and lose the journal's content.
 		return errors.New("it is none of dm-integrity's")
 	}
 	for _, f := range []struct {
@@ -86,7 +85,7 @@ func CheckSuperblock(b []byte, device int64) error {
 	if most := max(1, min(maxJournalSectors, sectors/journalShare)/sectionSectors); s.JournalSections == 0 || uint64(s.JournalSections) > most {
 		return fmt.Errorf("%d sections of journal, want 1 to %d", s.JournalSections, most)
 	}
-	// No sum overflows: the data are compared before anything is added to them.
+	// No sum overflows: the data size is compared before anything is added to it.
 	room := sectors - Size/sectorSize
 	if n := s.DataSectors; n == 0 || n%blockSectors != 0 || n > room || integrityEnd(s.JournalSections, n) > room {
 		return fmt.Errorf("%d sectors of data, which do not fit into a device of %d", n, sectors)
@@ -94,7 +93,7 @@ func CheckSuperblock(b []byte, device int64) error {
 	return nil
 }
 
-// integrityEnd gives the sectors that dm-integrity takes for so many of data: calculate_device_limits in the kernel.
+// integrityEnd returns the sectors that dm-integrity needs for so many sectors of data: calculate_device_limits in the kernel.
 func integrityEnd(journalSections uint32, data uint64) uint64 {
 	runs := (data + 1<<log2Interleave - 1) >> log2Interleave
 	return SuperblockSize/sectorSize + uint64(journalSections)*sectionSectors + runs*macSectors + data

@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
 )
 
-// written is what Linux 6.1 and cryptsetup 2.6.1 wrote on a disk of 100 MiB; zeroes follow.
+// written is the superblock that Linux 6.1 and cryptsetup 2.6.1 wrote on a disk of 100 MiB; zeros follow.
 const (
 	written     = "696e746567727400040f200006000000c80a03000000000008000000030c0000"
 	writtenSize = 100 << 20
@@ -80,7 +80,7 @@ func TestAHostileSuperblockIsRefused(t *testing.T) {
 		"MACs without their place":                      {put32(24, 24), "flags: 24"},
 		"MACs elsewhere":                                {put32(24, 40), "flags: 40"},
 		"MACs at their old places":                      {put32(24, 0), "flags: 0"},
-		"a flag that nobody knows":                      {put32(24, 1<<31|8), "flags: "},
+		"an unknown flag":                               {put32(24, 1<<31|8), "flags: "},
 		"sectors of 512 bytes":                          {put8(28, 0), "sectors in a block, log2: 0"},
 		"a bitmap of single blocks":                     {put8(29, 0), "blocks of a bit, log2: 0"},
 		"something in the padding":                      {put8(30, 1), "follows its last field"},

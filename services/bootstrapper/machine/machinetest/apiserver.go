@@ -1,6 +1,5 @@
-// Package machinetest has a machine that follows a script, for tests of the bootstrapper:
-// files are real, kubeadm and systemctl are played, and the API server behind the
-// administrator's kubeconfig keeps objects in memory.
+// Package machinetest has a scripted machine for tests of the bootstrapper: files are real, kubeadm and systemctl are simulated, and the API server of
+// the administrator's kubeconfig keeps objects in memory.
 package machinetest
 
 import (
@@ -15,10 +14,9 @@ import (
 	"testing"
 )
 
-// APIServer stores objects as a Kubernetes API server does, as far as create, get and
-// update of single objects go. It checks nothing else of them.
+// APIServer stores objects as a Kubernetes API server does, for create, get and update of single objects. It does not validate them.
 type APIServer struct {
-	// Up, if set, says whether it runs. It is set before anybody asks.
+	// Up, if set, reports whether it runs. It is set before the first request.
 	Up func() bool
 
 	server *httptest.Server
@@ -29,7 +27,7 @@ type APIServer struct {
 	failing int
 }
 
-// NewAPIServer starts one; it stops with the test.
+// NewAPIServer starts an API server; it stops with the test.
 func NewAPIServer(t testing.TB) *APIServer {
 	t.Helper()
 	a := &APIServer{objects: map[string]map[string]any{}}
@@ -38,7 +36,7 @@ func NewAPIServer(t testing.TB) *APIServer {
 	return a
 }
 
-// Kubeconfig gives an administrator's kubeconfig for it.
+// Kubeconfig returns an administrator's kubeconfig for it.
 func (a *APIServer) Kubeconfig() []byte {
 	return fmt.Appendf(nil, `apiVersion: v1
 kind: Config
@@ -56,7 +54,7 @@ func (a *APIServer) FailNext(n int) {
 	a.failing = n
 }
 
-// Object gives the object at an API path like /api/v1/namespaces/x, nil if there is none.
+// Object returns the object at an API path like /api/v1/namespaces/x; nil: there is none.
 func (a *APIServer) Object(apiPath string) map[string]any {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -73,7 +71,7 @@ func (a *APIServer) Forget(apiPath string) {
 // ServeHTTP implements [http.Handler].
 func (a *APIServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if a.Up != nil && !a.Up() {
-		panic(http.ErrAbortHandler) // nobody listens: no answer at all
+		panic(http.ErrAbortHandler) // the connection is closed without an answer
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()

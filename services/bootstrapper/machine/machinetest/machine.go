@@ -26,17 +26,15 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// Machine plays kubeadm and systemctl on real files below Root. Like kubeadm itself it
-// refuses to run on what an earlier run left, so that a missing clean-up is found.
+// Machine simulates kubeadm and systemctl on real files below Root. Like kubeadm itself it fails on files that an earlier run left, so that a missing
+// clean-up is found.
 type Machine struct {
-	// Root stands for the root of the file system.
+	// Root is the root of the file system.
 	Root string
-	// API is what the administrator's kubeconfig leads to; one in another process has
-	// AdminConf, its kubeconfig, in its place.
+	// API is the API server of the administrator's kubeconfig. If it runs in another process, AdminConf, its kubeconfig, is set instead.
 	API       *APIServer
 	AdminConf []byte
-	// Step, if set, is called before each effect with its name; an error ends the program
-	// that was to have it, in the middle of its work.
+	// Step, if set, is called before each effect with its name; an error ends the simulated program in the middle of its work.
 	Step func(name string) error
 	// Units, if set, is a folder with a file for each unit that runs: they outlive this process.
 	Units string
@@ -48,14 +46,14 @@ type Machine struct {
 
 var _ machine.Machine = (*Machine)(nil)
 
-// Calls gives what was asked for so far, as in "kubeadm init" or "start kubelet.service".
+// Calls returns the calls so far, as in "kubeadm init" or "start kubelet.service".
 func (m *Machine) Calls() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.Clone(m.calls)
 }
 
-// Running says whether a unit was started and not stopped.
+// Running reports whether a unit was started and not stopped.
 func (m *Machine) Running(unit string) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -66,7 +64,7 @@ func (m *Machine) Running(unit string) bool {
 	return m.units[unit]
 }
 
-// Runs has a unit run that somebody else has started.
+// Runs marks a unit as running that another process has started.
 func (m *Machine) Runs(unit string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -89,7 +87,7 @@ func (m *Machine) set(unit string, runs bool) error {
 	return nil
 }
 
-// Reboot stops all units and clears what is in memory.
+// Reboot stops all units and clears files in memory.
 func (m *Machine) Reboot() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -102,17 +100,17 @@ func (m *Machine) Reboot() error {
 	return os.RemoveAll(m.on("/run"))
 }
 
-// Member says whether the machine is in the cluster's etcd.
+// Member reports whether the machine is in the cluster's etcd.
 func (m *Machine) Member() bool {
 	_, err := os.Stat(m.on(memberFile))
 	return err == nil
 }
 
-// memberFile stands for the cluster's etcd, which is elsewhere: neither a reset nor the end of this
-// process takes the machine out of it.
+// memberFile stands for the membership in the cluster's etcd, which is elsewhere: neither a reset nor the end of this process removes the machine from
+// it.
 const memberFile = "/cluster/etcd-member"
 
-// Images are those of Kubernetes that tests list.
+// Images returns the images of Kubernetes that tests list.
 func Images() versions.Images {
 	var refs []string
 	for i, name := range versions.ImageNames() {
@@ -120,12 +118,12 @@ func Images() versions.Images {
 	}
 	images, err := versions.ParseImages(refs)
 	if err != nil {
-		panic("machinetest: " + err.Error()) // the lines above are wrong
+		panic("machinetest: " + err.Error()) // the list above is wrong
 	}
 	return images
 }
 
-// LeaveEtcd takes the machine out of the cluster's etcd, as [etcd.Clean] does on a real one.
+// LeaveEtcd removes the machine from the cluster's etcd, as [etcd.Clean] does on a real one.
 func (m *Machine) LeaveEtcd(ctx context.Context) error {
 	m.note("leave etcd")
 	if err := m.step(ctx, "before the member is removed"); err != nil {
@@ -164,7 +162,7 @@ func (m *Machine) Unit(ctx context.Context, verb, unit string) error {
 	switch verb {
 	case "start", "restart":
 		if _, err := os.Stat(m.on(mayStart)); err != nil && unit == machine.UnitKubelet {
-			return nil // as systemd: a unit whose condition is not met is no failure
+			return nil // as systemd: a unit whose condition is not met does not fail
 		}
 		return m.set(unit, true)
 	case "stop":
@@ -211,7 +209,7 @@ func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string
 	return fmt.Errorf("kubeadm %q", args)
 }
 
-// proxyManifest is kube-proxy's, as far as anybody looks at it.
+// proxyManifest has the parts of kube-proxy's manifest that are read.
 const proxyManifest = `---
 apiVersion: v1
 kind: ServiceAccount
@@ -272,7 +270,7 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 		files = map[string]string{"/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/kubelet/kubeadm-flags.env": "flags"}
 	}
 	if verb == "join" && controlPlane(string(config)) {
-		if err := machine.WriteFile(m.on(memberFile), nil, 0o600, 0o700); err != nil { // before its manifest is there
+		if err := machine.WriteFile(m.on(memberFile), nil, 0o600, 0o700); err != nil { // before its manifest exists
 			return err
 		}
 		if err := m.step(ctx, "kubeadm join has added a member"); err != nil {
@@ -311,7 +309,7 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 // authority makes the cluster's authority, as `kubeadm init phase certs ca` does.
 func (m *Machine) authority() error {
 	if _, err := os.Stat(m.on("/etc/kubernetes/pki/ca.key")); err == nil {
-		return nil // it takes what is there
+		return nil // it keeps an existing one
 	}
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -337,7 +335,7 @@ func (m *Machine) authority() error {
 	return nil
 }
 
-// kubelet makes what the kubelet is to authenticate with, if it is not there: kubeadm's certificate is good for a year.
+// kubelet makes the kubelet's credentials, unless they exist: kubeadm's certificate is valid for a year.
 func (m *Machine) kubelet() error {
 	if _, err := os.Stat(m.on("/etc/kubernetes/kubelet.conf")); err == nil {
 		return nil
@@ -367,7 +365,7 @@ func (m *Machine) kubelet() error {
 
 func controlPlane(config string) bool { return strings.Contains(config, "controlPlane") }
 
-// preflight refuses what the real one refuses.
+// preflight fails where the real one fails.
 func (m *Machine) preflight(verb, config string) error {
 	for doc := range strings.SplitSeq(config, "---\n") {
 		var o map[string]any
@@ -412,7 +410,7 @@ func (m *Machine) reset(ctx context.Context) error {
 		return err
 	}
 	if m.Member() {
-		return errors.New("the disk of a member with a vote would be wiped: with one of two gone, etcd answers nobody")
+		return errors.New("the disk of a member with a vote would be wiped: with one of two gone, etcd has no quorum")
 	}
 	for _, f := range []string{"manifests", "pki", "admin.conf", "kubelet.conf"} {
 		if err := os.RemoveAll(m.on("/etc/kubernetes/" + f)); err != nil {

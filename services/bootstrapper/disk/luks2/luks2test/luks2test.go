@@ -1,5 +1,5 @@
-// Package luks2test writes LUKS2 headers without cryptsetup, genuine and hostile: a second
-// implementation, which cryptsetup itself opens, and which can write what cryptsetup would not.
+// Package luks2test writes genuine and hostile LUKS2 headers without cryptsetup: a second implementation, whose genuine headers cryptsetup opens, and
+// which can also write headers that cryptsetup would not.
 package luks2test
 
 import (
@@ -19,20 +19,20 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 )
 
-// Header is what a header says.
+// Header is the content of a header.
 type Header struct {
 	UUID, Label string
 	Epoch       uint64
 	// JSON is the text of both JSON areas.
 	JSON string
-	// Areas are the key slots' areas; they may be shorter than those are.
+	// Areas are the key slots' areas; they may be shorter than the space for them.
 	Areas []byte
 }
 
-// UUID of headers that say none.
+// UUID is the UUID of headers that set none.
 const UUID = "0f1e2d3c-4b5a-4968-8776-655443322110"
 
-// Bytes gives the header as it lies on a disk, both copies with good checksums.
+// Bytes returns the header as it is on a disk, both copies with right checksums.
 func (h Header) Bytes() []byte {
 	b := make([]byte, luks2.Size)
 	for i, magic := range []string{"LUKS\xba\xbe\x00\x02", "SKUL\xba\xbe\x00\x02"} {
@@ -52,14 +52,14 @@ func (h Header) Bytes() []byte {
 	return b
 }
 
-// Seal corrects the checksum of a binary header with its JSON area, as anybody can.
+// Seal corrects the checksum of a binary header with its JSON area, which needs no key.
 func Seal(metadata []byte) {
 	clear(metadata[448:512])
 	sum := sha256.Sum256(metadata)
 	copy(metadata[448:], sum[:])
 }
 
-// Genuine makes a header as Muster writes it, of a new random volume key that this key opens.
+// Genuine returns a header as Muster writes it, with a new random volume key that this key opens.
 func Genuine(t testing.TB, key []byte, integrity luks2.Integrity, label string) Header {
 	t.Helper()
 	volume, salt, digestSalt := random(integrity.KeySize()), random(32), random(32)
@@ -105,7 +105,7 @@ func Genuine(t testing.TB, key []byte, integrity luks2.Integrity, label string) 
 	return Header{UUID: UUID, Label: label, Epoch: 3, JSON: string(text), Areas: area}
 }
 
-// Replace changes the JSON text at the one place that has old.
+// Replace replaces old, which the JSON text has once.
 func (h Header) Replace(t testing.TB, old, with string) Header {
 	t.Helper()
 	if strings.Count(h.JSON, old) != 1 {

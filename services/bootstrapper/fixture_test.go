@@ -44,9 +44,8 @@ import (
 
 var errDead = errors.New("the machine is dead")
 
-// world is one machine with its disk, TPM and programs, which outlive its bootstrapper, and
-// the mirror that it installs from.
-type world struct {
+// fixture is one machine with its disk, TPM and programs, which outlive its bootstrapper, and its mirror.
+type fixture struct {
 	t       testing.TB
 	root    string
 	ca      *attesttest.CA
@@ -54,28 +53,28 @@ type world struct {
 	machine *machinetest.Machine
 	journal *journal.File
 	image   *metadata.Image
-	signer  ed25519.PrivateKey // whose public key the image has
+	signer  ed25519.PrivateKey // the image has its public key
 	meta    metadata.Machine
-	// unreadable is why the metadata can't be read.
+	// unreadable is the error of reading the metadata.
 	unreadable error
 	mirror     string
 	logged     *logBuffer
-	now        func() time.Time // the machine's clock; nil: the right time
-	screen     string           // file that is the machine's console; empty: it has none
-	// etcdDown, if set, says why the cluster's etcd does not answer.
+	now        func() time.Time // the machine's clock; nil: the real time
+	screen     string           // file that stands for the machine's console; empty: none
+	// etcdDown, if set, returns the error of the cluster's etcd.
 	etcdDown func() error
-	// adopted says that the administrator\'s kubeconfig names the address of a real control plane; the API server is ours.
+	// adopted means that the administrator's kubeconfig names the address of a real control plane; the API server is the fixture's.
 	adopted bool
-	// counter is the TPM's that counts; nil: tpm.
+	// counter is the TPM's counter; nil: that of tpm.
 	counter epoch.Counter
-	// linger is for tests that call again once a result was sent; 0: that of timing.
+	// linger is for tests that call again after a result was sent; 0: that of timing.
 	linger time.Duration
-	// stopReattesting ends what reattest began last.
+	// stopReattesting stops what the last reattest started.
 	stopReattesting func()
 
 	mu    sync.Mutex
-	left  int    // effects until the machine dies; negative: it lives
-	at    string // the effect at which it dies; empty: none
+	left  int    // effects until the machine stops; negative: it does not stop
+	at    string // the effect at which it stops; empty: none
 	steps []string
 	die   context.CancelFunc
 }
@@ -99,12 +98,12 @@ func (b *logBuffer) String() string {
 
 var kubeadmBinary = []byte("#!kubeadm")
 
-func newWorld(t testing.TB, name string) *world {
+func newFixture(t testing.TB, name string) *fixture {
 	t.Helper()
 	ca := attesttest.NewCA(t)
-	w := &world{t: t, root: t.TempDir(), ca: ca, tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), left: -1, logged: &logBuffer{}}
+	w := &fixture{t: t, root: t.TempDir(), ca: ca, tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), left: -1, logged: &logBuffer{}}
 	w.machine = &machinetest.Machine{Root: w.root, API: machinetest.NewAPIServer(t), Step: w.step}
-	// A static pod: without the kubelet there is none.
+	// The API server is a static pod: it runs only while the kubelet does.
 	w.machine.API.Up = func() bool { return w.machine.Running(machine.UnitKubelet) }
 	w.journal = journal.Open(filepath.Join(w.root, "journal"))
 	w.image = &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
@@ -117,13 +116,13 @@ func newWorld(t testing.TB, name string) *world {
 	return w
 }
 
-func (w *world) components() []*initv1.Component {
+func (w *fixture) components() []*initv1.Component {
 	sum := sha256.Sum256(kubeadmBinary)
 	return []*initv1.Component{{Url: w.mirror + "/kubeadm", Sha256: sum[:], Path: "/usr/local/bin/kubeadm", Mode: 0o755}}
 }
 
-// step counts an effect of the machine's, and may be its last.
-func (w *world) step(name string) error {
+// step counts an effect of the machine, and stops the machine if it is its last.
+func (w *fixture) step(name string) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.steps = append(w.steps, name)
@@ -137,24 +136,24 @@ func (w *world) step(name string) error {
 	return nil
 }
 
-// did says whether the machine has had the effect since dieAfter.
-func (w *world) did(name string) bool {
+// did reports whether the machine has had the effect since dieAfter.
+func (w *fixture) did(name string) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return slices.Contains(w.steps, name)
 }
 
-// dieAfter makes the machine die after n more effects.
-func (w *world) dieAfter(n int) {
+// dieAfter makes the machine stop after n more effects.
+func (w *fixture) dieAfter(n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.left, w.at, w.steps = n, "", nil
 }
 
-// The world's effects, each of which can be the last one: before it happened or after.
+// These are the fixture's effects. The machine can stop before or after each of them.
 type dyingJournal struct {
 	*journal.File
-	w *world
+	w *fixture
 }
 
 func (j dyingJournal) Save(r journal.Record) error {
@@ -169,7 +168,7 @@ func (j dyingJournal) Save(r journal.Record) error {
 
 type dyingTPM struct {
 	*attesttest.Machine
-	w *world
+	w *fixture
 }
 
 func (d dyingTPM) Measure(ctx context.Context, pcr int, data []byte) error {
@@ -182,7 +181,7 @@ func (d dyingTPM) Measure(ctx context.Context, pcr int, data []byte) error {
 	return d.w.step("after PCR 15 is extended")
 }
 
-// counted is the TPM that has the world's counter.
+// counted returns the TPM with the fixture's counter.
 func (d dyingTPM) counted() epoch.Counter {
 	if d.w.counter != nil {
 		return d.w.counter
@@ -208,11 +207,11 @@ func (d dyingTPM) IncrementCounter(ctx context.Context) (uint64, error) {
 	return n, errors.Join(err, d.w.step("after the counter is incremented"))
 }
 
-func (w *world) writeState(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
+func (w *fixture) writeState(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
 	if err := w.step("before the cluster's objects"); err != nil {
 		return err
 	}
-	if !w.machine.Running(machine.UnitKubelet) { // the API server is a pod of its
+	if !w.machine.Running(machine.UnitKubelet) { // the API server is a pod of the kubelet
 		return errors.New("the API server does not answer: no kubelet runs")
 	}
 	if w.adopted {
@@ -224,8 +223,8 @@ func (w *world) writeState(ctx context.Context, kubeconfig []byte, s clusterstat
 	return w.step("after the cluster's objects")
 }
 
-// cleanEtcd plays the cluster's etcd.
-func (w *world) cleanEtcd(ctx context.Context, t etcd.Target) ([]etcd.Member, error) {
+// cleanEtcd is the fake cluster's etcd.
+func (w *fixture) cleanEtcd(ctx context.Context, t etcd.Target) ([]etcd.Member, error) {
 	if len(t.ControlPlanes) != 1 || len(t.CAKey) == 0 || len(t.CACert) == 0 || !slices.Equal(t.Own, w.meta.Addresses) {
 		return nil, fmt.Errorf("asked to clean %v for %v", t.ControlPlanes, t.Own)
 	}
@@ -252,7 +251,7 @@ func verifier(roots []*x509.Certificate) (attest.Verifier, error) {
 	return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 }
 
-// running is one life of the bootstrapper.
+// running is one run of the bootstrapper.
 type running struct {
 	addr    string
 	metrics *prometheus.Registry
@@ -261,7 +260,7 @@ type running struct {
 }
 
 // boot starts the bootstrapper with its init server on a port of loopback.
-func (w *world) boot() *running {
+func (w *fixture) boot() *running {
 	w.t.Helper()
 	ctx, cancel := context.WithCancel(w.t.Context())
 	w.mu.Lock()
@@ -316,7 +315,7 @@ func (w *world) boot() *running {
 	return r
 }
 
-// end waits for the bootstrapper's own end.
+// end waits until the bootstrapper ends by itself.
 func (r *running) end(t testing.TB) error {
 	t.Helper()
 	select {
@@ -335,8 +334,8 @@ func (r *running) kill(t testing.TB) {
 	_ = r.end(t)
 }
 
-// owner is the caller of init: it judges the machine by a policy for what that booted.
-func (w *world) owner(r *running) (initv1connect.InitServiceClient, func()) {
+// owner returns a client of init that appraises the machine by a policy for what it booted.
+func (w *fixture) owner(r *running) (initv1connect.InitServiceClient, func()) {
 	w.t.Helper()
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: atls.NoAttester, Verifier: attesttest.Verifier(w.t, w.ca), PeerPurpose: attest.PurposeMachine,
@@ -348,14 +347,14 @@ func (w *world) owner(r *running) (initv1connect.InitServiceClient, func()) {
 	return initv1connect.NewInitServiceClient(rpc.HTTPClient(transport), "https://"+r.addr, rpc.ClientOptions()...), func() { _ = transport.Close() }
 }
 
-// outcome is what a caller of init saw.
+// outcome is the result that a caller of init received.
 type outcome struct {
 	progress []*initv1.Progress
 	result   *initv1.InitResult
 	err      error
 }
 
-func (w *world) init(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
+func (w *fixture) init(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
 	w.t.Helper()
 	client, done := w.owner(r)
 	defer done()
@@ -380,8 +379,8 @@ func (w *world) init(ctx context.Context, r *running, req *initv1.InitRequest) (
 	return out
 }
 
-// adopt is the other call of an owner.
-func (w *world) adopt(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
+// adopt sends the owner's adoption request.
+func (w *fixture) adopt(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
 	w.t.Helper()
 	client, done := w.owner(r)
 	defer done()
@@ -399,13 +398,13 @@ func (w *world) adopt(ctx context.Context, r *running, req *initv1.InitRequest) 
 	return out
 }
 
-// allowInit puts the hash of the init secret into the metadata.
-func (w *world) allowInit() {
+// allowInit writes the hash of the init secret into the metadata.
+func (w *fixture) allowInit() {
 	h := sha256.Sum256(bytes.Repeat([]byte{0xEE}, 32))
 	w.meta.InitSecretHash = &h
 }
 
-func (w *world) request() *initv1.InitRequest {
+func (w *fixture) request() *initv1.InitRequest {
 	req := &initv1.InitRequest{
 		IdempotencyKey: bytes.Repeat([]byte{1}, 16), InitSecret: bytes.Repeat([]byte{0xEE}, 32), RootSecret: bytes.Repeat([]byte{0xAB}, 32), Salt: bytes.Repeat([]byte{0xCD}, 32), MeasurementSalt: bytes.Repeat([]byte{0xDE}, 32), DiskSalt: bytes.Repeat([]byte{0xDF}, 32),
 		ClusterName: "demo", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", PodCidrs: []string{"10.244.0.0/16"}, ServiceCidrs: []string{"10.96.0.0/16"},
@@ -415,7 +414,7 @@ func (w *world) request() *initv1.InitRequest {
 	return req
 }
 
-func (w *world) record() journal.Record {
+func (w *fixture) record() journal.Record {
 	w.t.Helper()
 	r, err := w.journal.Load()
 	if err != nil {
@@ -424,13 +423,13 @@ func (w *world) record() journal.Record {
 	return r
 }
 
-func (w *world) exists(path string) bool {
+func (w *fixture) exists(path string) bool {
 	_, err := os.Stat(filepath.Join(w.root, path))
 	return err == nil
 }
 
-// reboot stops everything, and clears memory and the TPM's registers.
-func (w *world) reboot() {
+// reboot stops all processes, and clears memory and the TPM's registers.
+func (w *fixture) reboot() {
 	w.t.Helper()
 	if err := w.machine.Reboot(); err != nil {
 		w.t.Fatal(err)
@@ -453,7 +452,7 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-// counter gives the sum of a metric's samples that have all the label values.
+// counter returns the sum of a metric's samples that have all the label values.
 func counter(t testing.TB, r *prometheus.Registry, name string, labels ...string) float64 {
 	t.Helper()
 	families, err := r.Gather()
@@ -493,7 +492,7 @@ func ownerKey(t testing.TB) (ed25519.PublicKey, ed25519.PrivateKey) {
 	return pub, priv
 }
 
-// text is a result without what differs between two inits.
+// text returns a result as text, without the values that differ between two inits.
 func text(r *initv1.InitResult) string {
 	return fmt.Sprintf("%x %x %s %s %v %s", r.GetClusterId(), r.GetMachineId(), r.GetNodeName(), r.GetDiskId(), r.GetAddresses(), r.GetKubeconfig())
 }

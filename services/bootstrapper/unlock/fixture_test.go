@@ -54,11 +54,11 @@ var (
 
 // volume is a state disk whose key is known.
 type volume struct {
-	key []byte // nil: right
+	key []byte // nil: the right one
 
 	mu     sync.Mutex
 	state  disk.State
-	broken error // what looking at it gives
+	broken error // the error of State
 	opens  int
 	closed int
 	tried  int
@@ -118,7 +118,7 @@ func (v *volume) set(change func(*volume)) {
 	change(v)
 }
 
-// buffer is a log.
+// buffer holds a log.
 type buffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -136,42 +136,42 @@ func (b *buffer) Bytes() []byte {
 	return bytes.Clone(b.b.Bytes())
 }
 
-// world is one machine that has rebooted.
-type world struct {
-	t        testing.TB
-	ca       *attesttest.CA
-	machine  *attesttest.Machine
-	image    *metadata.Image
-	owner    ed25519.PrivateKey
-	disk     *volume
-	log      *buffer
-	screen   string
-	recovery unlock.Recovery
-	timing   unlock.Timing
-	judged   *journal.File // the policy that the key came under
-	desired  component.DesiredFile
-	root     string
+// fixture is one machine that has rebooted.
+type fixture struct {
+	t           testing.TB
+	ca          *attesttest.CA
+	machine     *attesttest.Machine
+	image       *metadata.Image
+	owner       ed25519.PrivateKey
+	disk        *volume
+	log         *buffer
+	screen      string
+	recovery    unlock.Recovery
+	timing      unlock.Timing
+	appraisedBy *journal.File // the policy by which the sender of the key was appraised
+	desired     component.DesiredFile
+	root        string
 
 	planes []*attesttest.Machine // that the cluster's policy lists as control planes
-	next   int                   // which of them like gives next
+	next   int                   // index of the one that like returns next
 
 	mu         sync.Mutex
 	meta       metadata.Machine
 	unreadable error
 }
 
-func newWorld(t testing.TB) *world {
+func newFixture(t testing.TB) *fixture {
 	t.Helper()
 	ca := attesttest.NewCA(t)
 	pub, priv, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{
+	w := &fixture{
 		t: t, ca: ca, machine: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: priv, disk: &volume{state: disk.StateLocked}, log: &buffer{},
 		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKey: pub, EKRoots: ca.Roots()},
 		meta:   metadata.Machine{Name: "node2", Role: "worker", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}},
-		screen: filepath.Join(t.TempDir(), "console"), judged: journal.Open(filepath.Join(t.TempDir(), "policy")), root: t.TempDir(), desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")),
+		screen: filepath.Join(t.TempDir(), "console"), appraisedBy: journal.Open(filepath.Join(t.TempDir(), "policy")), root: t.TempDir(), desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")),
 		planes: []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})},
 		timing: unlock.Timing{Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second},
 	}
@@ -182,14 +182,14 @@ func newWorld(t testing.TB) *world {
 	return w
 }
 
-func (w *world) metadata() (*metadata.Machine, error) {
+func (w *fixture) metadata() (*metadata.Machine, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	m := w.meta
 	return &m, w.unreadable
 }
 
-func (w *world) set(change func(*world)) {
+func (w *fixture) set(change func(*fixture)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	change(w)
@@ -199,7 +199,7 @@ func verifier(roots []*x509.Certificate) (attest.Verifier, error) {
 	return tpm2.NewVerifier(tpm2.VerifierConfig{Roots: func() []*x509.Certificate { return roots }, Now: time.Now})
 }
 
-func (w *world) config() unlock.Config {
+func (w *fixture) config() unlock.Config {
 	w.t.Helper()
 	c, err := console.Open(w.screen)
 	if err != nil {
@@ -208,12 +208,12 @@ func (w *world) config() unlock.Config {
 	w.t.Cleanup(func() { _ = c.Close() })
 	return unlock.Config{
 		Image: w.image, Metadata: w.metadata, Root: w.root, Disk: w.disk, TPM: w.machine, Attester: w.machine.Attester(attest.PurposeMachine), NewVerifier: verifier,
-		Policy: w.judged, Desired: w.desired, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
+		Policy: w.appraisedBy, Desired: w.desired, Recovery: w.recovery, Console: c, Timing: w.timing, Log: slog.New(slog.NewJSONHandler(w.log, nil)),
 	}
 }
 
-// lines are what the console shows.
-func (w *world) lines() []string {
+// lines returns what the console shows.
+func (w *fixture) lines() []string {
 	w.t.Helper()
 	b, err := os.ReadFile(w.screen)
 	if err != nil {
@@ -222,7 +222,7 @@ func (w *world) lines() []string {
 	return strings.Split(strings.TrimSuffix(string(b), "\r\n"), "\r\n")
 }
 
-// running is one life of an unlocker.
+// running is one run of an unlocker.
 type running struct {
 	*unlock.Unlocker
 	metrics *prometheus.Registry
@@ -230,12 +230,12 @@ type running struct {
 	done    chan error
 }
 
-func (w *world) boot() *running {
+func (w *fixture) boot() *running {
 	w.t.Helper()
 	return w.bootWith(w.config())
 }
 
-func (w *world) bootWith(cfg unlock.Config) *running {
+func (w *fixture) bootWith(cfg unlock.Config) *running {
 	w.t.Helper()
 	r := &running{metrics: prometheus.NewRegistry(), done: make(chan error, 1)}
 	cfg.Metrics = r.metrics
@@ -255,7 +255,7 @@ func (w *world) bootWith(cfg unlock.Config) *running {
 	return r
 }
 
-// end waits for its own end.
+// end waits until it ends by itself.
 func (r *running) end(t testing.TB) error {
 	t.Helper()
 	select {
@@ -277,14 +277,14 @@ func (r *running) families(t testing.TB) []*dto.MetricFamily {
 	return f
 }
 
-// told boots the machine, whose tries must fail for that reason in all places that there are.
-func (w *world) told(want attestv1.Reason) *running {
+// bootFailing boots the machine, whose attempts must fail with the reason in the metric and in the log.
+func (w *fixture) bootFailing(want attestv1.Reason) *running {
 	w.t.Helper()
 	r := w.boot()
 	begun := false
 	s := refusaltest.Service{
 		Families: func(t testing.TB) []*dto.MetricFamily {
-			if !begun { // it begins by itself: what it tells from the start on counts
+			if !begun { // it starts by itself: what it reports from then on counts
 				return nil
 			}
 			return r.families(t)
@@ -300,7 +300,7 @@ func (w *world) told(want attestv1.Reason) *running {
 	return r
 }
 
-// joinservice is a cluster's, on a machine of its own: real attested TLS, and a script for what it answers.
+// joinservice is a cluster's joinservice, on a machine of its own: real attested TLS, and scripted answers.
 type joinservice struct {
 	joinv1connect.UnimplementedJoinServiceHandler
 
@@ -354,9 +354,9 @@ func refuses(r attestv1.Reason, again time.Duration) func(*joinv1.IssueRejoinTic
 	}
 }
 
-// cluster starts a joinservice on a machine, which presents a policy that owner signed and that lists the machine, with the changes. It accepts what the
-// policy does, and the world's machine knows of it.
-func (w *world) cluster(on *attesttest.Machine, owner ed25519.PrivateKey, changes ...func(*attestv1.Policy)) *joinservice {
+// cluster starts a joinservice on a machine. It presents a policy that owner signed and that lists the machine, with the changes, and accepts what the
+// policy does. The fixture's machine has its address.
+func (w *fixture) cluster(on *attesttest.Machine, owner ed25519.PrivateKey, changes ...func(*attestv1.Policy)) *joinservice {
 	t := w.t
 	t.Helper()
 	j := &joinservice{answer: gives(right)}
@@ -400,12 +400,12 @@ func (w *world) cluster(on *attesttest.Machine, owner ed25519.PrivateKey, change
 			t.Error(err)
 		}
 	})
-	w.set(func(w *world) { w.meta.JoinEndpoints = append(w.meta.JoinEndpoints, j.addr) })
+	w.set(func(w *fixture) { w.meta.JoinEndpoints = append(w.meta.JoinEndpoints, j.addr) })
 	return j
 }
 
-// like gives another machine that boots the same, a control plane.
-func (w *world) like() *attesttest.Machine {
+// like returns another machine with the same boot measurements, a control plane.
+func (w *fixture) like() *attesttest.Machine {
 	w.t.Helper()
 	if w.next == len(w.planes) {
 		w.t.Fatal("there are no more control planes")
@@ -414,8 +414,8 @@ func (w *world) like() *attesttest.Machine {
 	return w.planes[w.next-1]
 }
 
-// logged waits for a line of the log that has the attribute, and gives its value.
-func (w *world) logged(name string) (value string) {
+// logged waits for a line of the log that has the attribute, and returns its value.
+func (w *fixture) logged(name string) (value string) {
 	w.t.Helper()
 	eventually(w.t, "the log has "+name, func() bool {
 		_, rest, ok := strings.Cut(string(w.log.Bytes()), `"`+name+`":"`)
@@ -440,8 +440,8 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-// lockedTo fails if PCR 15 of the machine says anything but that cluster.
-func (w *world) lockedTo(cluster keys.ClusterID) {
+// lockedTo fails unless PCR 15 of the machine is that of the cluster.
+func (w *fixture) lockedTo(cluster keys.ClusterID) {
 	w.t.Helper()
 	if got := w.machine.PCRs()[attest.LockPCR]; !bytes.Equal(got, attest.LockValue(crypto.SHA256, cluster)) {
 		w.t.Errorf("PCR 15 is %x, which is not that of cluster %s", got, cluster)

@@ -24,10 +24,10 @@ import (
 // plane is the files of one control plane.
 type plane struct {
 	root string
-	cfg  kubeadmapi.ClusterConfiguration // its algorithm and validity period alone
+	cfg  kubeadmapi.ClusterConfiguration // only its algorithm and validity period are used
 	// sync is [machine.Sync].
 	sync func(dirs ...string) error
-	// step is told what was done; tests end the program there by an error.
+	// step is called with each step that was done; tests end the program there by an error.
 	step func(what string) error
 }
 
@@ -45,7 +45,7 @@ func (p plane) prepare(now time.Time) error {
 		return err
 	}
 	part := p.on(Folder + ".part")
-	if err := os.RemoveAll(part); err != nil { // an earlier try, cut off
+	if err := os.RemoveAll(part); err != nil { // left by an earlier attempt
 		return err
 	}
 	if err := os.MkdirAll(filepath.Join(part, "pki", "etcd"), 0o700); err != nil {
@@ -81,8 +81,8 @@ func (p plane) prepare(now time.Time) error {
 	return p.step("prepared")
 }
 
-// renew writes a successor of the certificate was, with a key of its own, below dir, as `kubeadm certs renew` does. That itself takes the time
-// at which its process was started for now.
+// renew writes a successor of the certificate was, with a key of its own, below dir, as `kubeadm certs renew` does. That command takes the start time of
+// its process for the current time.
 func (p plane) renew(f file, was *x509.Certificate, dir string, now time.Time) error {
 	ca, key, err := certsphase.LoadCertificateAuthority(p.on(folder), withoutExt(f.ca))
 	if err != nil {
@@ -103,7 +103,7 @@ func (p plane) renew(f file, was *x509.Certificate, dir string, now time.Time) e
 	}
 	c, err := clientcmd.LoadFromFile(p.on(filepath.Join(folder, f.certificate)))
 	if err != nil {
-		return errors.New("it is no kubeconfig") // the cause could quote the key
+		return errors.New("it is no kubeconfig") // the cause could contain the key
 	}
 	u := c.AuthInfos[c.Contexts[c.CurrentContext].AuthInfo]
 	if u.ClientKeyData, err = keyutil.MarshalPrivateKeyToPEM(nextKey); err != nil {
@@ -113,7 +113,7 @@ func (p plane) renew(f file, was *x509.Certificate, dir string, now time.Time) e
 	return clientcmd.WriteToFile(*c, filepath.Join(dir, f.certificate))
 }
 
-// lifeOf returns how long new certificates live.
+// lifeOf returns the validity period of new certificates.
 func lifeOf(cfg kubeadmapi.ClusterConfiguration) time.Duration {
 	if cfg.CertificateValidityPeriod != nil {
 		return cfg.CertificateValidityPeriod.Duration
@@ -125,7 +125,8 @@ func withoutExt(path string) string { return strings.TrimSuffix(path, filepath.E
 
 func authorities() []string { return []string{clusterCA, etcdCA, frontProxyCA} }
 
-// checkAuthorities refuses to renew while an authority is not valid: with a clock that is far off, what is issued now would be of no use.
+// checkAuthorities returns an error while an authority is not valid by this machine's clock: certificates that are issued with a wrong clock are of no
+// use.
 func (p plane) checkAuthorities(now time.Time) error {
 	for _, ca := range authorities() {
 		c, err := load(p.on(filepath.Join(folder, ca)))
@@ -140,8 +141,8 @@ func (p plane) checkAuthorities(now time.Time) error {
 	return nil
 }
 
-// check refuses renewed certificates that would not do: without their key, of another authority than the one on the disk, for another
-// subject, or due again at once, which would restart everything for ever.
+// check refuses renewed certificates that can't be used: without their key, of another authority than that on the disk, for another subject, or due
+// again at once, which would restart the components without end.
 func (p plane) check(dir string, now time.Time) error {
 	for _, f := range files {
 		was, err := load(p.on(filepath.Join(folder, f.certificate)))
@@ -191,14 +192,14 @@ func (f file) verified(dir, authorities string) (*x509.Certificate, error) {
 func pairOf(path string) error {
 	c, err := clientcmd.LoadFromFile(path)
 	if err != nil {
-		return errors.New("it is no kubeconfig") // the cause could quote the key
+		return errors.New("it is no kubeconfig") // the cause could contain the key
 	}
 	u := c.AuthInfos[c.Contexts[c.CurrentContext].AuthInfo]
 	_, err = tls.X509KeyPair(u.ClientCertificateData, u.ClientKeyData)
 	return err
 }
 
-// place moves what was prepared to where it is used, each file by rename. Whatever a crash has left to move, the next call moves.
+// place moves the prepared files to their places, each by rename. A call after a crash moves the rest.
 func (p plane) place() error {
 	for _, f := range files {
 		for _, name := range []string{f.key, f.certificate} {
@@ -207,7 +208,7 @@ func (p plane) place() error {
 			}
 			err := os.Rename(p.on(filepath.Join(Folder, name)), p.on(filepath.Join(folder, name)))
 			if errors.Is(err, fs.ErrNotExist) {
-				continue // moved before, or not there on this machine
+				continue // moved before, or not used on this machine
 			}
 			if err != nil {
 				return err
@@ -220,7 +221,7 @@ func (p plane) place() error {
 	return p.sync(p.on(folder))
 }
 
-// finish forgets the renewal: all of it is in use.
+// finish removes the renewal's folder: all of it is in use.
 func (p plane) finish() error {
 	if err := os.RemoveAll(p.on(Folder)); err != nil {
 		return err
@@ -228,7 +229,7 @@ func (p plane) finish() error {
 	return p.sync(p.on(folder))
 }
 
-// Discard removes a renewal that was begun, for a machine whose certificates are about to be removed.
+// Discard removes an unfinished renewal, for a machine whose certificates are about to be removed.
 func Discard(root string) error {
 	return errors.Join(os.RemoveAll(filepath.Join(root, Folder)), os.RemoveAll(filepath.Join(root, Folder+".part")))
 }

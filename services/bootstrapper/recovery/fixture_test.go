@@ -30,7 +30,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is how long a condition may take on a machine that builds at the same time.
+// patience is how long a condition may take on a busy machine.
 const patience = 60 * time.Second
 
 const diskID = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
@@ -38,7 +38,7 @@ const diskID = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
 // lock is a disk that one key opens.
 type lock struct {
 	key []byte
-	// before, if not nil, runs before a key is tried, and can fail in the disk's place.
+	// before, if not nil, runs before a key is tried, and can return an error of the disk.
 	before func(context.Context) error
 
 	mu    sync.Mutex
@@ -103,17 +103,17 @@ func (b *logBuffer) bytes() []byte {
 	return bytes.Clone(b.buf.Bytes())
 }
 
-// world is a machine in its initramfs, with its recovery server on loopback, and its owner's secrets.
-type world struct {
-	t       testing.TB
-	own     attest.Attester // the machine's own evidence, for a joinservice
-	judge   func() (attest.Verifier, *attest.Policy)
-	lock    *lock
-	logged  *logBuffer
-	metrics *prometheus.Registry
-	server  *Server
-	addr    string
-	stop    func() error
+// fixture is a machine in its initramfs, with its recovery server on loopback, and its owner's secrets.
+type fixture struct {
+	t         testing.TB
+	own       attest.Attester // the machine's own evidence, for a joinservice
+	appraiser func() (attest.Verifier, *attest.Policy)
+	lock      *lock
+	logged    *logBuffer
+	metrics   *prometheus.Registry
+	server    *Server
+	addr      string
+	stop      func() error
 }
 
 var (
@@ -123,7 +123,7 @@ var (
 	ownerKey = ed25519.NewKeyFromSeed(bytes.Repeat([]byte{0xCD}, 32))
 )
 
-// signed is a request that an owner has signed for a disk.
+// signed returns a request that an owner has signed for a disk.
 func signed(key []byte, id string, cluster keys.ClusterID, owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
 	k, err := keys.ParseDisk(key)
 	if err != nil {
@@ -140,23 +140,23 @@ func request() *recoverv1.RecoverRequest { return signed(rightKey, diskID, clust
 
 func wrong() *recoverv1.RecoverRequest { return signed(wrongKey, diskID, cluster, ownerKey) }
 
-func newWorld(t testing.TB) *world {
+func newFixture(t testing.TB) *fixture {
 	t.Helper()
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
-	return newWorldOf(t, m.Attester(attest.PurposeMachine), func() (attest.Verifier, *attest.Policy) {
+	return newFixtureOf(t, m.Attester(attest.PurposeMachine), func() (attest.Verifier, *attest.Policy) {
 		return attesttest.Verifier(t, ca), attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m})
 	})
 }
 
-// newWorldOf makes one of a machine that attests by a, whom judge knows.
-func newWorldOf(t testing.TB, a attest.Attester, judge func() (attest.Verifier, *attest.Policy)) *world {
+// newFixtureOf returns a machine that attests by a, and that the owner's program appraises by appraiser.
+func newFixtureOf(t testing.TB, a attest.Attester, appraiser func() (attest.Verifier, *attest.Policy)) *fixture {
 	t.Helper()
 	id, err := keys.ParseDiskID(diskID)
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, own: a, judge: judge, lock: &lock{key: rightKey}, logged: &logBuffer{}, metrics: prometheus.NewRegistry()}
+	w := &fixture{t: t, own: a, appraiser: appraiser, lock: &lock{key: rightKey}, logged: &logBuffer{}, metrics: prometheus.NewRegistry()}
 	calls, err := rpc.NewMetrics(w.metrics)
 	if err != nil {
 		t.Fatal(err)
@@ -166,12 +166,12 @@ func newWorldOf(t testing.TB, a attest.Attester, judge func() (attest.Verifier, 
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.server.turns = newQueue(time.Now, 0) // wrong keys in a row, without a second between them
+	w.server.queue = newQueue(time.Now, 0) // wrong keys in a row, without a second between them
 	w.run()
 	return w
 }
 
-func (w *world) run() {
+func (w *fixture) run() {
 	l, err := new(net.ListenConfig).Listen(w.t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		w.t.Fatal(err)
@@ -188,15 +188,15 @@ func (w *world) run() {
 	})
 }
 
-// from gives a client whose address is that one of loopback's: a source of its own.
-func (w *world) from(ip string) *http.Client {
+// from returns a client with this loopback address, which is a source of its own.
+func (w *fixture) from(ip string) *http.Client {
 	w.t.Helper()
 	return w.fromDialer((&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}).DialContext)
 }
 
-func (w *world) fromDialer(dial func(ctx context.Context, network, addr string) (net.Conn, error)) *http.Client {
+func (w *fixture) fromDialer(dial func(ctx context.Context, network, addr string) (net.Conn, error)) *http.Client {
 	w.t.Helper()
-	verifier, policy := w.judge()
+	verifier, policy := w.appraiser()
 	transport, err := atls.NewTransport(atls.ClientConfig{
 		Attester: atls.NoAttester, Verifier: verifier, PeerPurpose: attest.PurposeMachine, DialContext: dial, Appraiser: policy.For(attest.Unlocked()),
 	})
@@ -207,8 +207,8 @@ func (w *world) fromDialer(dial func(ctx context.Context, network, addr string) 
 	return rpc.HTTPClient(transport)
 }
 
-// recover calls, and tells of each state.
-func (w *world) recover(ctx context.Context, c *http.Client, req *recoverv1.RecoverRequest, each func(recoverv1.State)) ([]recoverv1.State, error) {
+// recover calls Recover, and passes each state to each.
+func (w *fixture) recover(ctx context.Context, c *http.Client, req *recoverv1.RecoverRequest, each func(recoverv1.State)) ([]recoverv1.State, error) {
 	stream, err := recoverv1connect.NewRecoverServiceClient(c, "https://"+w.addr, rpc.ClientOptions()...).Recover(ctx, req)
 	if err != nil {
 		return nil, err
@@ -231,7 +231,7 @@ func (w *world) recover(ctx context.Context, c *http.Client, req *recoverv1.Reco
 	return states, stream.Err()
 }
 
-func (w *world) witnesses() refusaltest.Service {
+func (w *fixture) observations() refusaltest.Service {
 	return refusaltest.Service{
 		Families: func(t testing.TB) []*dto.MetricFamily {
 			families, err := w.metrics.Gather()
@@ -244,7 +244,7 @@ func (w *world) witnesses() refusaltest.Service {
 	}
 }
 
-// refusedPlaces are those of a recovery that is refused.
+// refusedPlaces returns where the refusal of a recovery is reported.
 func refusedPlaces() refusaltest.Places {
 	return refusaltest.Places{
 		Metric: []string{"muster_recovery_attempts_total"},
@@ -252,8 +252,8 @@ func refusedPlaces() refusaltest.Places {
 	}
 }
 
-// opens is what must work whatever strangers did.
-func (w *world) opens(t *testing.T, c *http.Client) {
+// opens checks that the owner's recovery works, whatever unattested clients did.
+func (w *fixture) opens(t *testing.T, c *http.Client) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -266,7 +266,7 @@ func (w *world) opens(t *testing.T, c *http.Client) {
 			t.Fatalf("the owner: %v", err)
 		}
 		select {
-		case <-time.After(10 * time.Millisecond): // the place in the queue is kept meanwhile
+		case <-time.After(10 * time.Millisecond): // its place in the queue is kept meanwhile
 		case <-ctx.Done():
 			t.Fatalf("the owner is kept out: %v", err)
 		}
@@ -277,7 +277,7 @@ func (w *world) opens(t *testing.T, c *http.Client) {
 	select {
 	case <-w.server.Recovered():
 	case <-ctx.Done():
-		t.Error("nobody is told that the disk is open")
+		t.Error("Recovered does not report that the disk is open")
 	}
 }
 

@@ -20,8 +20,8 @@ import (
 	"github.com/muster-k8s/muster/trust/atls"
 )
 
-// session opens one as a stranger does who believes anything, and stays silent.
-func (w *world) session(t *testing.T, ip string) (net.Conn, error) {
+// session opens a session as a client does that does not verify the machine, and sends nothing more.
+func (w *fixture) session(t *testing.T, ip string) (net.Conn, error) {
 	t.Helper()
 	dialer := &tls.Dialer{NetDialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(ip)}}, Config: &tls.Config{
 		MinVersion: tls.VersionTLS13, NextProtos: []string{atls.ALPN}, InsecureSkipVerify: true,
@@ -52,8 +52,8 @@ func (w *world) session(t *testing.T, ip string) (net.Conn, error) {
 	return conn, nil
 }
 
-// deaf asks for a recovery with wrong secrets, and takes so many bytes of the answer, no more.
-func (w *world) deaf(t *testing.T, ip string, window uint32) net.Conn {
+// slowClient requests a recovery with wrong secrets, and reads so many bytes of the answer and no more.
+func (w *fixture) slowClient(t *testing.T, ip string, window uint32) net.Conn {
 	t.Helper()
 	conn, err := w.session(t, ip)
 	if err != nil {
@@ -69,7 +69,7 @@ func (w *world) deaf(t *testing.T, ip string, window uint32) net.Conn {
 	for _, f := range [][2]string{
 		{":method", "POST"}, {":scheme", "http"}, {":authority", "muster"}, {":path", recoverv1connect.RecoverServiceRecoverProcedure}, {"content-type", "application/grpc+proto"}, {"te", "trailers"},
 	} {
-		_ = headers.WriteField(hpack.HeaderField{Name: f[0], Value: f[1]}) // a buffer takes all
+		_ = headers.WriteField(hpack.HeaderField{Name: f[0], Value: f[1]}) // a buffer never fails
 	}
 	_ = frames.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: window})
 	_ = frames.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: block.Bytes(), EndHeaders: true})
@@ -80,8 +80,7 @@ func (w *world) deaf(t *testing.T, ip string, window uint32) net.Conn {
 	return conn
 }
 
-// Whoever reads nothing of what it is told, or stops after the first or the second message, is tried like
-// anybody else, and holds up nobody.
+// A client that reads no message, or stops after the first or the second one, has its key tried like others, and delays no other client.
 func TestCallersThatDoNotReadHoldUpNobody(t *testing.T) {
 	message, err := proto.Marshal(&recoverv1.RecoverResponse{State: recoverv1.State_STATE_TRYING, DiskId: diskID})
 	if err != nil {
@@ -89,14 +88,14 @@ func TestCallersThatDoNotReadHoldUpNobody(t *testing.T) {
 	}
 	for messages := range 4 {
 		t.Run(strconv.Itoa(messages)+" messages are read", func(t *testing.T) {
-			w := newWorld(t)
+			w := newFixture(t)
 			const deaf = 5
 			for i := range deaf {
-				w.deaf(t, "127.0.3."+strconv.Itoa(i+1), uint32(messages*(5+len(message))))
+				w.slowClient(t, "127.0.3."+strconv.Itoa(i+1), uint32(messages*(5+len(message))))
 			}
 			w.opens(t, w.from("127.0.0.1"))
 			eventually(t, "each of their keys is tried too", func() bool { _, tried := w.lock.state(); return tried == deaf+1 })
-			// Some of them still hold their streams: the machine boots all the same.
+			// Some of these clients still hold their streams: the machine boots anyway.
 			began := time.Now()
 			if err := w.stop(); err != nil {
 				t.Error(err)

@@ -18,16 +18,16 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// joiner is a machine that becomes a control plane, and its joinservice.
-func joiner(t *testing.T) (*world, *joinservice) {
+// joiner returns a machine that becomes a control plane, and its joinservice.
+func joiner(t *testing.T) (*fixture, *joinservice) {
 	t.Helper()
 	w, j := worker(t)
 	w.meta.Role = "control-plane"
 	return w, j
 }
 
-// holdKubeadm lets `kubeadm join` wait in the middle until release is called.
-func (w *world) holdKubeadm() (reached chan struct{}, release func()) {
+// holdKubeadm makes `kubeadm join` wait in the middle until release is called.
+func (w *fixture) holdKubeadm() (reached chan struct{}, release func()) {
 	reached, hold := make(chan struct{}), make(chan struct{})
 	w.machine.Step = func(name string) error {
 		if name == "kubeadm join begins" {
@@ -45,8 +45,8 @@ func TestAControlPlaneKeepsItsTurnAndGivesItBack(t *testing.T) {
 	reached, release := w.holdKubeadm()
 	r := w.boot()
 	<-reached
-	eventually(t, "it is renewed", func() bool { n, _ := j.turns(); return n >= 3 })
-	if _, ended := j.turns(); ended != 0 {
+	eventually(t, "it is renewed", func() bool { n, _ := j.leases(); return n >= 3 })
+	if _, ended := j.leases(); ended != 0 {
 		t.Error("it ended before kubeadm did")
 	}
 	release()
@@ -54,7 +54,7 @@ func TestAControlPlaneKeepsItsTurnAndGivesItBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.isNode(t)
-	if _, ended := j.turns(); ended != 1 {
+	if _, ended := j.leases(); ended != 1 {
 		t.Errorf("it ended %d times", ended)
 	}
 	for _, q := range j.renewals {
@@ -69,12 +69,12 @@ func TestAWorkerHasNoTurn(t *testing.T) {
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)
 	}
-	if renewed, ended := j.turns(); renewed+ended > 0 || slices.Contains(w.machine.Calls(), "leave etcd") {
+	if renewed, ended := j.leases(); renewed+ended > 0 || slices.Contains(w.machine.Calls(), "leave etcd") {
 		t.Errorf("renewed %d, ended %d, calls %v", renewed, ended, w.machine.Calls())
 	}
 }
 
-// The joinservice that gave the ticket may be gone: any other will do.
+// The joinservice that issued the ticket may be gone: any other one renews the lease.
 func TestATurnIsRenewedByAnotherJoinservice(t *testing.T) {
 	w, _ := joiner(t)
 	pub, priv := ownerKey(t)
@@ -90,18 +90,18 @@ func TestATurnIsRenewedByAnotherJoinservice(t *testing.T) {
 	reached, release := w.holdKubeadm()
 	r := w.boot()
 	<-reached
-	eventually(t, "the other one renews it", func() bool { n, _ := second.turns(); return n >= 2 })
-	if n, _ := first.turns(); n == 0 {
+	eventually(t, "the other one renews it", func() bool { n, _ := second.leases(); return n >= 2 })
+	if n, _ := first.leases(); n == 0 {
 		t.Error("the first was not asked")
 	}
 	release()
 	if err := r.end(t); err != nil {
 		t.Fatal(err)
 	}
-	_, one := first.turns()
-	_, two := second.turns()
+	_, one := first.leases()
+	_, two := second.leases()
 	if one+two == 0 {
-		t.Error("nobody was told of the end")
+		t.Error("no joinservice was notified of the end")
 	}
 	if !strings.Contains(w.logged.String(), "could not be renewed; trying again") {
 		t.Error("the log does not say so")
@@ -113,9 +113,9 @@ func TestALostTurnIsToldAndKubeadmGoesOn(t *testing.T) {
 		err  error
 		want string
 	}{
-		"another machine has it": {attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "x"), "turn to become a control plane was lost"},
-		"it is unknown":          {attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "x"), "turn to become a control plane was lost"},
-		"nobody answers":         {attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "x"), "may have been lost: it was not renewed in time"},
+		"another machine has it": {attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "x"), "join lease was lost"},
+		"it is unknown":          {attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "x"), "join lease was lost"},
+		"none answers":           {attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "x"), "may have been lost: it was not renewed in time"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, j := joiner(t)
@@ -124,7 +124,7 @@ func TestALostTurnIsToldAndKubeadmGoesOn(t *testing.T) {
 			reached, release := w.holdKubeadm()
 			r := w.boot()
 			<-reached
-			eventually(t, "told", func() bool { return strings.Contains(w.logged.String(), answer.want) })
+			eventually(t, "logged", func() bool { return strings.Contains(w.logged.String(), answer.want) })
 			release()
 			if err := r.end(t); err != nil {
 				t.Fatal(err)
@@ -137,7 +137,7 @@ func TestALostTurnIsToldAndKubeadmGoesOn(t *testing.T) {
 	}
 }
 
-// A machine that fails lets the next one in at once, and others that wait do not wait longer each time.
+// A machine that fails ends its lease at once, and its pauses before the next attempt stay short.
 func TestAFailedControlPlaneGivesItsTurnBackAndComesAgain(t *testing.T) {
 	w, j := joiner(t)
 	fails, busy := 1, 4
@@ -149,7 +149,7 @@ func TestAFailedControlPlaneGivesItsTurnBackAndComesAgain(t *testing.T) {
 		return nil
 	}
 	j.script(func(context.Context, *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
-		if _, ended := j.turns(); ended == 1 && busy > 0 {
+		if _, ended := j.leases(); ended == 1 && busy > 0 {
 			busy--
 			return nil, attest.RefuseFor(10*time.Millisecond, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "another")
 		}
@@ -160,7 +160,7 @@ func TestAFailedControlPlaneGivesItsTurnBackAndComesAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.isNode(t)
-	if _, ended := j.turns(); ended != 2 || !w.machine.Member() {
+	if _, ended := j.leases(); ended != 2 || !w.machine.Member() {
 		t.Errorf("ended %d times, in etcd: %t", ended, w.machine.Member())
 	}
 	if counter(t, r.metrics, "muster_join_attempts_total", "CONTROL_PLANE_BUSY") != 4 {
@@ -173,7 +173,7 @@ func TestAFailedControlPlaneGivesItsTurnBackAndComesAgain(t *testing.T) {
 	}
 }
 
-// While etcd can't be asked nothing is reset: the disk of a member that has a vote stays.
+// While etcd can't be asked, nothing is reset: the disk of a voting member stays.
 func TestNothingIsResetWhileEtcdCannotBeAsked(t *testing.T) {
 	w, _ := joiner(t)
 	fails := 1
@@ -204,7 +204,7 @@ func TestNothingIsResetWhileEtcdCannotBeAsked(t *testing.T) {
 	}
 }
 
-// A reboot in the middle of the join: etcd may need this member before anybody can give a ticket.
+// A reboot in the middle of the join: etcd may need this member before any joinservice can issue a ticket.
 func TestAControlPlaneThatWasCutOffStartsItsEtcdBeforeItAsks(t *testing.T) {
 	w, j := joiner(t)
 	w.machine.Step = func(name string) error {
@@ -236,14 +236,14 @@ func TestAControlPlaneThatWasCutOffStartsItsEtcdBeforeItAsks(t *testing.T) {
 
 func TestATicketOfAControlPlaneSaysWhoRunsEtcd(t *testing.T) {
 	for name, change := range map[string]func(*joinv1.IssueJoinTicketResponse){
-		"nobody": func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneAddresses = nil },
+		"none":   func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneAddresses = nil },
 		"a name": func(r *joinv1.IssueJoinTicketResponse) { r.ControlPlaneAddresses = []string{"cp1"} },
 		"too many": func(r *joinv1.IssueJoinTicketResponse) {
 			r.ControlPlaneAddresses = slices.Repeat([]string{"192.168.77.21"}, 65)
 		},
-		"no turn":           func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = nil },
-		"a turn of no time": func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(0) },
-		"an endless turn":   func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(time.Hour) },
+		"no lease":           func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = nil },
+		"a lease of no time": func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(0) },
+		"an endless lease":   func(r *joinv1.IssueJoinTicketResponse) { r.LeaseLifetime = durationpb.New(time.Hour) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, j := joiner(t)
@@ -262,7 +262,7 @@ func TestATicketOfAControlPlaneSaysWhoRunsEtcd(t *testing.T) {
 	}
 }
 
-// Keys are for root alone, certificates as kubeadm leaves them.
+// Keys are readable only by root, certificates have the modes that kubeadm sets.
 func TestAControlPlanesFilesHaveTheirModes(t *testing.T) {
 	w, _ := joiner(t)
 	reached, release := w.holdKubeadm()
