@@ -170,7 +170,7 @@ func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
 				continue
 			}
 			if other.minFirmware != root.minFirmware {
-				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another minFirmwareVersion: say the same in both", i, j)
+				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another minFirmwareVersion: set the same value in both", i, j)
 			}
 			if other.kind != root.kind {
 				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], with another kind: list an authority with one kind only, since each kind of key would make a TPM another machine", i, j)
@@ -274,7 +274,7 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate, for a key of kind %s, leads to %q, which is no root of the policy for that kind", c.EKKind(), c.EKRoot().Subject)
 	}
 	if c.AKKind() != AKECC && slices.ContainsFunc(p.roots, func(r ekRoot) bool { return r.kind != EKRSA2048 && r.kind != anyEK }) { // A8
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the attestation key is RSA, and the policy has roots for ECC keys: a TPM that has both could hide behind the other key that it is known already")
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the attestation key is RSA, and the policy has roots for ECC keys: with another key, a TPM that is already enrolled could enroll as a second machine")
 	}
 	if err := p.revoked.check(c.EKChain()); err != nil {
 		return Appraisal{}, err

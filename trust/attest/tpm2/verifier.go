@@ -197,7 +197,7 @@ func (p *pending) Complete(r *attestv1.Response) (attest.Claims, error) {
 		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the challenge was answered before")
 	}
 	if !hmac.Equal(ActivationMAC(secret, p.binding), r.GetMac()) {
-		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the AK %x does not live in the TPM of machine %s", p.facts.AKName, attest.MachineIDOf(p.facts.EKPublic))
+		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the AK %x is not in the TPM of machine %s", p.facts.AKName, attest.MachineIDOf(p.facts.EKPublic))
 	}
 	p.verifier.known.add(p.pair, p.verifier.now())
 	return attest.NewClaims(checked.Seal(*p.facts)), nil
