@@ -108,7 +108,7 @@ func TestAChangeOfAnyPartShows(t *testing.T) {
 func TestAPolicyCanBeMadeOfThePredictions(t *testing.T) {
 	b := image(t, nil)
 	// A root that tests of policies use.
-	root, err := os.ReadFile(filepath.FromSlash("../../owner/policyfile/testdata/ek-root.pem"))
+	root, err := os.ReadFile(filepath.FromSlash("../../policyfile/testdata/ek-root.pem"))
 	if err != nil {
 		t.Fatal(err)
 	}
