@@ -39,7 +39,7 @@ func main() {
 }
 
 func run(ctx context.Context, args []string) error {
-	// The lab's own processes; nobody types these.
+	// The lab's own processes; these are not for users.
 	if len(args) == 2 {
 		switch args[0] {
 		case "machine-enter":

@@ -42,7 +42,7 @@ const essentialPackages = "?and(?essential,?not(?exact-name(apt)))"
 // refresh ends errors about a lock file that does not match.
 const refresh = "`make vm-lock` writes a lock file of what there is now, for you to look at"
 
-// leftOut are paths that no package may fill: nobody reads them on a node.
+// leftOut are paths that no package may fill: they have no reader on a node.
 var leftOut = []string{"/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/usr/share/bash-completion/*", "/usr/share/lintian/*"}
 
 // defaultSources are Debian's own; apt checks signatures with the keyring, independent of the mirror.

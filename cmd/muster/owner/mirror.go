@@ -28,7 +28,7 @@ type Wanted struct {
 	Path string `json:"path,omitempty"`
 	// Size in bytes; 0 if it was not fetched.
 	Size int64 `json:"size,omitempty"`
-	// Problem is what is wrong at the mirror; empty if nothing is, or nobody looked.
+	// Problem is the fault of the mirror; empty if there is none, or if it was not checked.
 	Problem string `json:"problem,omitempty"`
 }
 
