@@ -172,7 +172,7 @@ func ParseImage(b []byte) (*Image, error) {
 		return nil, errors.New("insecure.noOwnerKey: there is an ownerKey, so take this out")
 	}
 	if img.OwnerKey == nil && img.LowestPolicySerial > 0 {
-		return nil, errors.New("lowestPolicySerial has no effect without ownerKey: write the owner's key, or remove lowestPolicySerial")
+		return nil, errors.New("lowestPolicySerial: it has no effect without ownerKey: write the owner's key, or remove lowestPolicySerial")
 	}
 	roots, err := parseRoots(f.EKRoots)
 	if err != nil {
