@@ -160,7 +160,7 @@ func (b *Bootstrapper) linger(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	case <-wait.C:
-		b.node.Log.WarnContext(ctx, "no client fetched the init's result; the administrator's kubeconfig is at "+machine.AdminConf)
+		b.node.Log.WarnContext(ctx, "no client fetched the init's result", "kubeconfig", machine.AdminConf)
 		return nil
 	case <-b.init.Sent():
 	}

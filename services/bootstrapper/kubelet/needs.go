@@ -23,11 +23,11 @@ const lifeMargin = 15 * time.Minute
 type Need int
 
 const (
-	// NeedNone: its certificates are good.
+	// NeedNone means that its certificates are good.
 	NeedNone Need = iota
-	// NeedSoon: it can still use them. They are near their end, or valid for longer than a node's may be.
+	// NeedSoon means that it can still use them; they are near their end, or valid for longer than a node's may be.
 	NeedSoon
-	// NeedNow: it can't authenticate with them.
+	// NeedNow means that it can't authenticate with them.
 	NeedNow
 )
 
