@@ -31,7 +31,6 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-
 // Kube reads and writes for joinservice. Create it before [clusterview.Cluster.Serve] runs.
 type Kube struct {
 	cluster   *clusterview.Cluster
