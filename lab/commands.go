@@ -85,24 +85,24 @@ func addNodeCommand(open opener) *cobra.Command {
 	f := cmd.Flags()
 	f.IntVar(&n.Number, "number", 0, "1 to 240; the address is 192.168.77.(10+number) (default: the one in the name)")
 	f.StringVar(&n.Role, "role", "worker", "control-plane or worker, for its metadata and the load balancer")
-	f.StringVar(&n.InitSecretHash, "init-secret-hash", "", "SHA-256 of the init secret, hex: this machine may be initialised")
+	f.StringVar(&n.InitSecretHash, "init-secret-hash", "", "SHA-256 of the init secret, hex: this machine may be initialized")
 	f.StringSliceVar(&n.JoinEndpoints, "join-endpoint", nil, "joinservice to ask, host:port")
 	f.BoolVar(&n.TamperBootstrapper, "tamper-bootstrapper", false, "change one byte of its bootstrapper")
-	f.BoolVar(&n.ForeignEK, "foreign-ek", false, "give it a TPM from a CA that no root vouches for")
+	f.BoolVar(&n.ForeignEK, "foreign-ek", false, "give it a TPM from a CA that no listed root certifies")
 	f.BoolVar(&n.NoBootstrapper, "no-bootstrapper", false, "an attacker's machine: nothing of Muster, all Kubernetes programs")
 	f.BoolVar(&n.PullImages, "pull-images", false, "begin without container images")
 	return cmd
 }
 
 func execCommand(open opener) *cobra.Command {
-	return simple("exec NAME -- COMMAND [ARG...]", "Run a command in a machine, or on the owner's seat", cobra.MinimumNArgs(2), open,
+	return simple("exec NAME -- COMMAND [ARG...]", "Run a command in a machine, or on the owner's workstation", cobra.MinimumNArgs(2), open,
 		func(cmd *cobra.Command, l *driver.Lab, args []string) error {
 			return l.Exec(cmd.Context(), args[0], args[1:]...)
 		})
 }
 
 func shellCommand(open opener) *cobra.Command {
-	return simple("shell NAME", "Open a shell in a machine, or on the owner's seat", cobra.ExactArgs(1), open,
+	return simple("shell NAME", "Open a shell in a machine, or on the owner's workstation", cobra.ExactArgs(1), open,
 		func(cmd *cobra.Command, l *driver.Lab, args []string) error {
 			return l.Exec(cmd.Context(), args[0], "/bin/bash", "-i")
 		})

@@ -50,7 +50,7 @@ func intruderCommand() *cobra.Command {
 	f.StringVar(&c.Certificate, "certificate", "", "a node's certificate without its key (PEM)")
 	f.StringVar(&c.Serving, "serving", "", "its serving certificate without its key (PEM)")
 	f.StringVar(&c.Ticket, "ticket", "", "its ticket's ID, hexadecimal")
-	f.StringVar(&c.EKRoots, "ek-roots", "", "roots that vouch for TPMs (PEM)")
+	f.StringVar(&c.EKRoots, "ek-roots", "", "roots that certify TPMs (PEM)")
 	f.StringVar(&c.Victim, "victim", "", "whose ticket it is")
 	f.StringVar(&c.Token, "token", "", "a bootstrap token to try with")
 	return cmd

@@ -62,7 +62,7 @@ func vmStartCommand(open opener) *cobra.Command {
 	f.IntVar(&v.MemoryMiB, "memory", 0, "MiB (default 2048)")
 	f.IntVar(&v.Number, "number", 0, "1 to 240; the address is 192.168.77.(10+number) (default: the one in the name)")
 	f.StringVar(&v.Role, "role", "worker", "control-plane or worker, for its metadata and the load balancer")
-	f.StringVar(&v.InitSecretHash, "init-secret-hash", "", "SHA-256 of the init secret, hex: this machine may be initialised")
+	f.StringVar(&v.InitSecretHash, "init-secret-hash", "", "SHA-256 of the init secret, hex: this machine may be initialized")
 	f.StringSliceVar(&v.JoinEndpoints, "join-endpoint", nil, "joinservice to ask, host:port")
 	f.BoolVar(&v.SecureBoot, "secure-boot", false, "give it firmware that starts what "+driver.SecureBootKey+" signed, and nothing else")
 	f.StringVar(&v.Hardware.Firmware, "firmware", "", "flash image of other firmware code, for this boot")
@@ -70,7 +70,7 @@ func vmStartCommand(open opener) *cobra.Command {
 	f.StringVar(&v.Hardware.Disk, "disk", "", "raw image of one more disk, read-only, for this boot")
 	f.DurationVar(&v.ClockOffset, "clock-offset", 0, "how far its firmware's clock is ahead of this host's, whenever it gets power")
 	f.StringSliceVar(&v.NTP, "ntp", nil, "address of a time server, for its config medium")
-	f.BoolVar(&v.ForeignEK, "foreign-ek", false, "give it a TPM from a CA that no root vouches for")
+	f.BoolVar(&v.ForeignEK, "foreign-ek", false, "give it a TPM from a CA that no listed root certifies")
 	return cmd
 }
 

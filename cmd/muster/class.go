@@ -51,7 +51,7 @@ discard the class, remove it from the file.`,
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "the machine, HOST:PORT of its bootstrapper")
 	f.StringVar(&policy, "policy", "", "policy to change (default: that of the owner's folder)")
-	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: no drivers but those that it has now, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not judged")
+	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: no drivers but those that it has now, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not checked")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait")
 	return cmd
 }

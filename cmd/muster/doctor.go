@@ -41,7 +41,7 @@ What can only be seen on a machine itself, "bootstrapper doctor" looks at there.
 		},
 	}
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "look at this machine, HOST[:PORT], that is in no cluster yet (default port 9000)")
-	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to judge by (default: that of the owner's folder)")
+	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to verify with (default: that of the owner's folder)")
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long all checks together may take")
 	return cmd
 }

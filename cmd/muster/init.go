@@ -144,7 +144,7 @@ func (a *app) initDone(dir *ownerdir.Dir) error {
 	_, err = fmt.Fprintf(a.stdout, `Cluster %s %s. Its first node is %s, machine %s.
   export KUBECONFIG=%s
   muster status --directory %s
-Keep %s and a copy of it: without it nobody can change the policy or recover the cluster.
+Keep %s and a copy of it: without it you can't change the policy or recover the cluster.
 `, c.Name, done, c.FirstMachine.NodeName, c.FirstMachine.ID, filepath.Join(abs, ownerdir.AdminConf), dir.Path(), abs)
 	return err
 }

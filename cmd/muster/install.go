@@ -12,7 +12,7 @@ func (a *app) installCommand() *cobra.Command {
 booted, as at init; then it takes the node lock and gives its administrator's kubeconfig. kubeadm does not run. From then on
 machines join by attestation only, with tickets that have a short-lived bootstrap token, and Nodes that are there go on.
 
-Whoever had the cluster before has it still: no machine of it but that one was judged. docs/join-credentials.md says what to
+Whoever had the cluster before has it still: only that one machine of it was appraised. docs/join-credentials.md says what to
 take from them. Running the same command again goes on where it stopped.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.init(cmd.Context(), f) },

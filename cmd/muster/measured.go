@@ -33,8 +33,8 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringSliceVar(&p.roots, "ek-root", nil, "authority that issues EK certificates, PEM file with one or more")
 	f.BoolVar(&p.operator, "operator", false, "the authorities of --ek-root issue for your machines only")
-	f.StringVar(&p.key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they vouch for: ecc-p256, ecc-p384 or rsa-2048")
-	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine; without any, all that a root vouches for")
+	f.StringVar(&p.key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they certify: ecc-p256, ecc-p384 or rsa-2048")
+	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine; without any, all that a listed root certifies")
 	f.StringSliceVar(&p.control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
 	f.StringArrayVar(&p.classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
 	f.StringSliceVar(&p.networks, "node-cidr", nil, "network of node addresses")
@@ -42,8 +42,8 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.Uint64Var(&p.t.Serial, "serial", 1, "serial of the policy, higher than that of the one it replaces")
 	f.BoolVar(&p.t.AllowPlainState, "allow-plain-state", false, "insecure: accept machines whose state is not on an encrypted disk")
 	f.BoolVar(&p.t.AnyFirmware, "any-firmware", false, "insecure: accept any firmware, and any driver that it loads")
-	f.BoolVar(&p.t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root vouches for")
-	f.StringVar(&p.builder, "builder-key", "", "public key of the image's builder, a file of ssh-keygen -t ed25519: take only what SHA256SUMS.sig beside it vouches for")
+	f.BoolVar(&p.t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root certifies")
+	f.StringVar(&p.builder, "builder-key", "", "public key of the image's builder, a file of ssh-keygen -t ed25519: take only what SHA256SUMS.sig beside it signs")
 	f.StringVarP(&p.out, "out", "o", "", "file to write; standard output if left out")
 }
 

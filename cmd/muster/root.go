@@ -126,7 +126,7 @@ func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 		return err
 	}
 	if err != nil {
-		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is judged by what stands there; muster status writes it again.\n", dir.File(ownerdir.KnownFile), err)
+		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is checked against that file; muster status writes it again.\n", dir.File(ownerdir.KnownFile), err)
 	}
 	return nil
 }

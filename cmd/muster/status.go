@@ -27,7 +27,7 @@ func (a *app) statusCommand() *cobra.Command {
 recently, certificates and when they end, the policy and its insecure switches, and at the end what needs attention.
 The exit code is 0 if the cluster could be asked and is not older than what it said before; with --check it is 1 if anything needs attention.
 
-With --endpoint it asks one machine that is in no cluster yet what it waits for. The machine is judged as muster verify does;
+With --endpoint it asks one machine that is in no cluster yet what it waits for. The machine is verified as by muster verify;
 if the policy does not accept it, the answer is shown as unproven.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -74,7 +74,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait for the API server or the machine")
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "ask this machine, HOST[:PORT], that is in no cluster yet (default port 9000)")
-	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to judge by (default: that of the owner's folder)")
+	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to verify with (default: that of the owner's folder)")
 	cmd.Flags().BoolVar(&check, "check", false, "exit with 1 if anything needs attention")
 	return cmd
 }
@@ -166,11 +166,11 @@ func yes(b bool) string {
 func policyText(p *clusterapi.PolicyStatus) string {
 	switch {
 	case p == nil:
-		return "none: nobody is admitted"
+		return "none: no machine is admitted"
 	case p.Accepted:
 		return fmt.Sprintf("serial %d, generation %d", p.Serial, p.Generation)
 	case p.Reason == "":
-		return fmt.Sprintf("generation %d is not yet judged by the services", p.Newest)
+		return fmt.Sprintf("generation %d is not yet checked by the services", p.Newest)
 	default:
 		return fmt.Sprintf("generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
 	}

@@ -29,7 +29,7 @@ func (a *app) machineStatus(ctx context.Context, endpoint, policy string) error 
 
 func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 	if !s.Proven {
-		fmt.Fprintf(a.stdout, "UNPROVEN: the policy does not accept this machine (%s), so this is what anybody could say.\n%s\n\n", s.Problem.Reason, s.Problem.Message)
+		fmt.Fprintf(a.stdout, "UNPROVEN: the policy does not accept this machine (%s), so nothing below is proven.\n%s\n\n", s.Problem.Reason, s.Problem.Message)
 	}
 	line := func(name, format string, args ...any) {
 		fmt.Fprintf(a.stdout, "%-12s %s\n", name, fmt.Sprintf(format, args...))
@@ -71,9 +71,9 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 	case len(s.JoinEndpoints) > 0:
 		line("Tries", "%s", strings.Join(s.JoinEndpoints, ", "))
 	case s.InitAllowed:
-		line("Tries", "nobody: it waits for muster init")
+		line("Tries", "no joinservice: it waits for muster init")
 	default:
-		line("Tries", "nobody: its metadata name no joinEndpoints and allow no init")
+		line("Tries", "no joinservice: its metadata name no joinEndpoints and allow no init")
 	}
 	if s.Skew.Abs() >= owner.SkewWarn {
 		line("Clock", "%s off ours", s.Skew.Round(time.Second))

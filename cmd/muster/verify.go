@@ -53,7 +53,7 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&policy, "policy", "", "policy to judge by (default: that of the owner's folder)")
+	f.StringVar(&policy, "policy", "", "policy to verify with (default: that of the owner's folder)")
 	f.StringVar(&purpose, "purpose", string(attest.PurposeMachine), "what the evidence must have been made for")
 	f.StringVar(&clusterID, "cluster-id", "", "cluster that the machine may be locked to (default: that of the owner's folder)")
 	f.BoolVar(&events, "event-log", false, "show the event log")
@@ -93,7 +93,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 		return cfg, err
 	}
 	if policyPath == "" {
-		return cfg, errors.New("no policy to judge by: give --policy or --directory")
+		return cfg, errors.New("no policy to verify with: give --policy or --directory")
 	}
 	if text, err = os.ReadFile(policyPath); err != nil {
 		return cfg, err

@@ -41,7 +41,7 @@ var dashboards = []dashboard{
 		{"Refused machines", "cps", "By reason: POLICY_REFUSED after an image changed, EK_UNTRUSTED for another make of TPM; others deserve a look at once.", one(rate(`muster_atls_setups_total{side="server",outcome="refused"}`, "reason"), "{{reason}}")},
 		{"Tickets", "cps", "By role and outcome.", one(rate("muster_join_tickets_total", "role, reason"), "{{role}} {{reason}}")},
 		{"Tickets given back", "cps", "By outcome.", one(rate("muster_join_returns_total", "reason"), "{{reason}}")},
-		{"Keys for machines that rebooted", "cps", "By role and outcome. DISK_MISMATCH and NAME_TAKEN: somebody moved a disk.", one(rate("muster_rejoin_tickets_total", "role, reason"), "{{role}} {{reason}}")},
+		{"Keys for machines that rebooted", "cps", "By role and outcome. DISK_MISMATCH and NAME_TAKEN: a disk was moved.", one(rate("muster_rejoin_tickets_total", "role, reason"), "{{role}} {{reason}}")},
 		{"Turns of control planes", "cps", "Renewals and ends, by outcome.", one(rate("muster_join_lease_renewals_total", "reason"), "{{reason}}")},
 
 		{"Time of a ticket, 99th percentile", "s", "Stages of a ticket; total is what the machine waits.", one(p99("muster_join_stage_seconds_bucket", "stage"), "{{stage}}")},
@@ -49,7 +49,7 @@ var dashboards = []dashboard{
 		{"Time of a call, 99th percentile", "s", "", one(p99("muster_rpc_duration_seconds_bucket", "procedure"), "{{procedure}}")},
 
 		{"Calls", "reqps", "By procedure, code and reason.", one(rate("muster_rpc_requests_total", "procedure, code, reason"), "{{procedure}} {{code}} {{reason}}")},
-		{"Key service", "reqps", "WORKLOAD_IDENTITY and WORKLOAD_NODE: somebody who is not joinservice asks.", one(rate("muster_kms_calls_total", "purpose, reason"), "{{purpose}} {{reason}}")},
+		{"Key service", "reqps", "WORKLOAD_IDENTITY and WORKLOAD_NODE: a client other than joinservice asks.", one(rate("muster_kms_calls_total", "purpose, reason"), "{{purpose}} {{reason}}")},
 		{"Requests of kubelets for certificates", "reqps", "Approved, denied, or waiting.", one(rate("muster_node_certificate_requests_total", "signer, reason"), "{{signer}} {{reason}}")},
 
 		{"Connections closed before TLS", "cps", "source_…: one address; the others: too many in all.", one(rate("muster_atls_dropped_total", "cause"), "{{cause}}")},
@@ -75,8 +75,8 @@ var dashboards = []dashboard{
 		{"Machines that are locked", "none", "1 once an init or a join has taken the node lock.", one(`muster_node_locked`, "{{instance}}")},
 		{"Tries to join", "cps", "By outcome.", one(rate("muster_join_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
 		{"Tries to unlock the state disk", "cps", "By outcome, of machines that wait in the initramfs. Another reason than ACCEPTED: look at the machine's console.", one(rate("muster_unlock_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
-		{"Files changed on the state disk", "none", "Removed or written anew at the start, since the cluster does not list them. Above 0: somebody was root on that node.", one(`muster_state_disk_findings`, "{{instance}}")},
-		{"Tries to init", "cps", "By outcome; INIT_SECRET_INVALID: somebody guesses.", one(rate("muster_init_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
-		{"Recoveries", "cps", "By outcome; RECOVERY_SECRET_INVALID: wrong files, or somebody guesses.", one(rate("muster_recovery_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
+		{"Files changed on the state disk", "none", "Removed or written anew at the start, since the cluster does not list them. Above 0: an intruder was root on that node.", one(`muster_state_disk_findings`, "{{instance}}")},
+		{"Tries to init", "cps", "By outcome; INIT_SECRET_INVALID: a client guesses.", one(rate("muster_init_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
+		{"Recoveries", "cps", "By outcome; RECOVERY_SECRET_INVALID: wrong files, or a client guesses.", one(rate("muster_recovery_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
 	}},
 }

@@ -29,7 +29,7 @@ func (c configOptions) make() ([]byte, error) {
 		return nil, fmt.Errorf("image.yaml: %w", err)
 	}
 	if img.StateDisk.Mode != metadata.DiskLUKS && !c.plain {
-		return nil, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that anybody can read; -allow-plain-state builds such an image")
+		return nil, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that is not encrypted; -allow-plain-state builds such an image")
 	}
 	if img.NoOwnerKey && !c.noOwner {
 		return nil, errors.New("image.yaml: insecure.noOwnerKey: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-key KEY names the owner, -allow-no-owner-key builds such an image")

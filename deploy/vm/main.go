@@ -72,7 +72,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags.StringVar(&o.config.file, "config", "", "image.yaml to put into the image, instead of one that is made here")
 	flags.StringVar(&o.config.ownerKey, "owner-key", "", "owner's public key for image.yaml, Ed25519 in base64")
 	flags.Uint64Var(&o.config.lowestSerial, "lowest-policy-serial", 0, "lowest serial of a policy that machines with this image accept, for image.yaml")
-	flags.StringVar(&o.config.ekRoots, "ek-roots", "", "PEM file of the authorities that vouch for TPMs, for image.yaml")
+	flags.StringVar(&o.config.ekRoots, "ek-roots", "", "PEM file of the authorities that certify TPMs, for image.yaml")
 	flags.BoolVar(&o.config.plain, "allow-plain-state", false, "insecure: allow an image.yaml whose state disk is not encrypted")
 	flags.BoolVar(&o.config.noOwner, "allow-no-owner-key", false, "insecure: allow an image.yaml without the owner's key")
 	flags.StringVar(&o.add, "add", "", "folder whose files are put into the root, at the same path, owner root; for example etc/containerd/certs.d")

@@ -63,7 +63,7 @@ func bringUp(t *testing.T, planes int) *cluster {
 	}
 	c.say(t, "machines have booted")
 	c.Init(t, "planes")
-	c.say(t, "node1 is initialised")
+	c.say(t, "node1 is initialized")
 	for i := 2; i <= planes; i++ {
 		c.Muster(t, "enroll", node(i), "--role", "control-plane", "--machine-id", ids[i])
 	}

@@ -39,7 +39,7 @@ func (l *ledger) log(t *testing.T) {
 
 // The ends of B3 for a machine with an encrypted disk: each of these became a node afterwards.
 const (
-	endAgain    = "retryable: formatted again, joined or initialised anew"
+	endAgain    = "retryable: formatted again, joined or initialized anew"
 	endRejoin   = "node: got its key from a joinservice"
 	endRecovery = "locked: waited for `muster recover`, which opened it"
 )

@@ -251,7 +251,7 @@ func (s *seat) stage(folder string) string {
 func (s *seat) has(folder string, p *program) {
 	s.t.Helper()
 	eventually(s.t, folder+" has the cluster's kubeconfig", func() bool {
-		if s.stage(folder) == "initialised" {
+		if s.stage(folder) == "initialized" {
 			return true // the following steps need a whole cluster, and are not tested here
 		}
 		select {

@@ -48,7 +48,7 @@ func TestDemonstration(t *testing.T) {
 	}
 	t.Run("the policy's image is the manifest's", c.policyIsTheManifests)
 	t.Run("node2's certificate is good with node2's key", c.keyMakesTheDifference)
-	t.Run("the owner's seat has the owner's programs", c.ownersSeat)
+	t.Run("the owner's workstation has the owner's programs", c.ownersWorkstation)
 	t.Run("the owner enrolls a control plane beforehand", c.enroll)
 	for _, name := range []string{"node3", "node4", "node9"} {
 		t.Run(name+" is admitted once its one fault is repaired", func(t *testing.T) {
@@ -173,7 +173,7 @@ func (c *cluster) keyMakesTheDifference(t *testing.T) {
 	}
 }
 
-func (c *cluster) ownersSeat(t *testing.T) {
+func (c *cluster) ownersWorkstation(t *testing.T) {
 	for _, argv := range [][]string{{"muster", "version"}, {"muster", "status", "--output", "json"}, {"kubectl", "version", "--client"}} {
 		if out, err := c.At(t.Context(), driver.Owner, "", argv...); err != nil || out == "" {
 			t.Errorf("%v: %q %v", argv, out, err)

@@ -59,7 +59,7 @@ func bringUp(t *testing.T) *fixture {
 	if _, err := w.AddNode(t.Context(), driver.Node{Name: "node1", Role: "control-plane", InitSecretHash: w.hash}); err != nil {
 		t.Fatal(err)
 	}
-	w.initialise(t, "192.168.77.11")
+	w.initialize(t, "192.168.77.11")
 	return w
 }
 
@@ -152,9 +152,9 @@ func (w *fixture) acceptFirmware(t *testing.T, address string) {
 	})
 }
 
-// initialise makes a cluster of the machine at that address. An owner whose command stops repeats it, as its help
+// initialize makes a cluster of the machine at that address. An owner whose command stops repeats it, as its help
 // says; an emulated control plane may need that.
-func (w *fixture) initialise(t *testing.T, address string, more ...string) {
+func (w *fixture) initialize(t *testing.T, address string, more ...string) {
 	t.Helper()
 	args := append([]string{"muster", "init", "--name", "vm", "--endpoint", address + ":9000", "--init-secret-file", w.secret, "--owner-key-file", w.key, "--policy", "policy.yaml",
 		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,

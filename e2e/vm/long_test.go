@@ -239,7 +239,7 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	w.says(t, "node5", "can make it the first of a new one", 2*joinTime)
 	w.reachable(t, "node5", node5, "waiting for init")
 	w.addClass(t, "vm", node5, "--policy", "policy.yaml")
-	w.initialise(t, node5, "--timeout", "40m")
+	w.initialize(t, node5, "--timeout", "40m")
 	marker := w.mark(t, "node5")
 	until(t, joinTime, func(ctx context.Context) error { // its disk has the state of the cluster
 		known, err := w.epoch(ctx)

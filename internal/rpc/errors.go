@@ -34,7 +34,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_AK_TEMPLATE:          {connect.CodePermissionDenied, false, "Use Muster's attester: the attestation key of another agent is not accepted."},
 	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "`muster verify HOST` shows the chain and the reason. If `tpm2.revoked` lists a part of it, keep the machine out. Otherwise, if its authority is one of yours, add it to `tpm2.ekRoots` with the kind of the machine's endorsement key, and run `muster policy apply`."},
 	attestv1.Reason_REASON_ACTIVATION_FAILED:    {connect.CodePermissionDenied, false, "Treat it as an attack. If the machine's TPM was exchanged, reboot it."},
-	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine. If it is refused again, `muster verify HOST` says why: its firmware writes a wrong event log, or somebody changed the log."},
+	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine. If it is refused again, `muster verify HOST` says why: its firmware writes a wrong event log, or the log was changed."},
 	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "Reboot the machine. If you cleared its TPM: `muster replace NAME --tpm ID`, with its own ID, which `kubectl get attestednode NAME -o jsonpath='{.spec.machineID}'` prints."},
 	attestv1.Reason_REASON_POLICY_REFUSED:       {connect.CodePermissionDenied, false, "`muster verify HOST` shows what differs. If it is new firmware of yours: `muster policy add-class NAME --from HOST`. If it is a new image of yours, add it to `tpm2.images`. Then `muster policy apply`. Otherwise do not trust the machine until you know why."},
 	attestv1.Reason_REASON_BANNED:               {connect.CodePermissionDenied, false, "If the ban was a mistake: `kubectl patch attestednode NAME --type merge -p '{\"spec\":{\"banned\":false}}'`, then reboot the machine. If its enrollment is being deleted: wait, or `muster forget NAME`."},
@@ -48,7 +48,7 @@ var reasons = map[attestv1.Reason]onWire{
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
 	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},
-	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If nobody changed the policy, the cluster was set back: docs/recovery.md."},
+	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If the policy was not changed, the cluster was set back: docs/recovery.md."},
 	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to the image's ownerKey."},
 
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},

@@ -120,7 +120,7 @@ func TestFiguresGoBetweenTheMarksOfThePage(t *testing.T) {
 }
 
 func TestTablesNameEveryStageOnce(t *testing.T) {
-	stages := map[string]float64{"init: judge the joinservice": 1}
+	stages := map[string]float64{"init: verify the joinservice": 1}
 	for _, s := range append(append([]stage{}, initStages...), joinStages...) {
 		stages[s.name] = 1
 	}

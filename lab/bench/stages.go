@@ -18,7 +18,7 @@ type stage struct{ name, mark string }
 
 // Stages of `muster init` until the machine is a node, from the machine's progress in the output of the CLI.
 var initStages = []stage{
-	{"init: judge the machine", "machine "},
+	{"init: verify the machine", "machine "},
 	{"init: node lock", "the machine is locked"},
 	{"init: state disk", "the state disk is open"},
 	{"init: components", "components are installed"},
@@ -31,7 +31,7 @@ var initStages = []stage{
 // Stages of a join, from the bootstrapper's log.
 var joinStages = []stage{
 	{"join: start", "asking "},
-	{"join: attested TLS", "joinservice judged"},
+	{"join: attested TLS", "joinservice verified"},
 	{"join: ticket and node lock", "the machine is locked"},
 	{"join: state disk", "the state disk is open"},
 	{"join: components", "components are installed"},
@@ -82,7 +82,7 @@ func (r *run) initStages(s *Sample, start time.Time, printed []byte) error {
 			return fmt.Errorf("muster init printed %q: %w", line, err)
 		}
 		events = append(events, event{e.Time, e.Text})
-		if e.Event == "done" && !strings.HasPrefix(e.Step, "judge the machine") && !strings.HasPrefix(e.Step, "initialise") {
+		if e.Event == "done" && !strings.HasPrefix(e.Step, "verify the machine") && !strings.HasPrefix(e.Step, "initialize") {
 			s.Stages["init: "+e.Step] = e.Seconds
 		}
 	}

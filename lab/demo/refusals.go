@@ -27,7 +27,7 @@ func (r *run) refuseTampered(ctx context.Context) error {
 }
 
 func (r *run) refuseForeign(ctx context.Context) error {
-	return r.refuseMachine(ctx, driver.Node{Name: "node4", JoinEndpoints: []string{node1Joinservice}, ForeignEK: true}, "a machine whose TPM no root vouches for", "EK_UNTRUSTED")
+	return r.refuseMachine(ctx, driver.Node{Name: "node4", JoinEndpoints: []string{node1Joinservice}, ForeignEK: true}, "a machine whose TPM no listed root certifies", "EK_UNTRUSTED")
 }
 
 // refuseMachine boots a machine and waits until the joinservice has refused it with the reason, in the machine's own
@@ -416,7 +416,7 @@ func (r *run) unchanged(ctx context.Context) error {
 	for line := range strings.Lines(csrs) {
 		f := strings.Fields(line)
 		if len(f) == 3 && !slices.Contains(r.report.Nodes, strings.TrimPrefix(f[1], "system:node:")) && !r.forTicket(f[0], f[1]) {
-			return fmt.Errorf("somebody else asked for a certificate: %s", line)
+			return fmt.Errorf("another client asked for a certificate: %s", line)
 		}
 	}
 	// Requests are deleted some minutes after they were used, so the audit log has the grants.
@@ -430,7 +430,7 @@ func (r *run) unchanged(ctx context.Context) error {
 			continue
 		}
 		if rec.Node != "node2" && rec.Node != "node5" {
-			return fmt.Errorf("somebody else was given something: %s", rec.line)
+			return fmt.Errorf("another client was given something: %s", rec.line)
 		}
 		issued[rec.Node] = true
 	}

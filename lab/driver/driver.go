@@ -278,7 +278,7 @@ func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err 
 		return nil, nil, fmt.Errorf("no machine %q runs; lab status lists them", where)
 	}
 	if s.Machines[i].VM {
-		return nil, nil, fmt.Errorf("machine %q is virtual and lets nobody in; lab vm console %s shows what it says", where, where)
+		return nil, nil, fmt.Errorf("machine %q is virtual and has no way in; lab vm console %s shows what it says", where, where)
 	}
 	env = []string{"PATH=" + machine.Path, "HOME=/root", "LANG=C.UTF-8", "TERM=" + os.Getenv("TERM")}
 	return []string{"-t", strconv.Itoa(s.Machines[i].Init.PID), "--all", "--wdns=/root", "--"}, env, nil

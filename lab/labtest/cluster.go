@@ -33,7 +33,7 @@ type Cluster struct {
 	Root string
 }
 
-// First makes an init secret in the owner's folder and gives node1, which may be initialised with it.
+// First makes an init secret in the owner's folder and gives node1, which may be initialized with it.
 func (c *Cluster) First(t *testing.T) driver.Node {
 	t.Helper()
 	var secret [32]byte
@@ -79,7 +79,7 @@ func (c *Cluster) InitArgs(name string) []string {
 	}
 }
 
-// Run runs a command in a machine or on the owner's seat and gives what it printed on each stream; an error
+// Run runs a command in a machine or on the owner's workstation and gives what it printed on each stream; an error
 // has both.
 func (c *Cluster) Run(ctx context.Context, where, stdin string, argv ...string) (out, problems string, err error) {
 	cmd, err := c.Command(ctx, where, argv...)
@@ -110,7 +110,7 @@ func (c *Cluster) Must(t *testing.T, where, stdin string, argv ...string) string
 	return out
 }
 
-// Muster runs the owner's program on the owner's seat, and shows all that it prints.
+// Muster runs the owner's program on the owner's workstation, and shows all that it prints.
 func (c *Cluster) Muster(t *testing.T, args ...string) string {
 	t.Helper()
 	out, progress, err := c.Run(t.Context(), driver.Owner, "", append([]string{"muster"}, args...)...)

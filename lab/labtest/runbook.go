@@ -33,7 +33,7 @@ func Runbooks(t *testing.T, root string) map[string]string {
 	return out
 }
 
-// Block executes a block of docs/runbooks.md as it stands there: on the owner's seat, with kubectl as the owner, or on a
+// Block executes a block of docs/runbooks.md as it stands there: on the owner's workstation, with kubectl as the owner, or on a
 // machine. The variables (NAME=VALUE) are those that the page names. It gives what the block printed.
 func (c *Cluster) Block(t *testing.T, where, title string, variables ...string) string {
 	t.Helper()

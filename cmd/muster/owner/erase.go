@@ -58,11 +58,11 @@ func diskToErase(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, 
 	if disk := known.Nodes[p.Name].Disk.ID; disk != "" && p.Enrollment == nil {
 		return disk, nil
 	}
-	return "", withRemedy(fmt.Errorf("nobody knows the disk of %s", p.Name), "Name it: muster forget --erase --disk UUID. kubectl get attesteddisks lists all.")
+	return "", withRemedy(fmt.Errorf("no record names the disk of %s", p.Name), "Name it: muster forget --erase --disk UUID. kubectl get attesteddisks lists all.")
 }
 
 func (d *Departure) planErase() {
-	d.Plan = append(d.Plan, fmt.Sprintf("erase disk %s: delete its salt from the cluster, known.json and cluster.json, so that nobody can derive its key any more", d.erase))
+	d.Plan = append(d.Plan, fmt.Sprintf("erase disk %s: delete its salt from the cluster, known.json and cluster.json, so that its key can never be derived again", d.erase))
 	d.Warnings = append(d.Warnings, "what is on disk "+d.erase+" can't be read again, and this can't be taken back")
 }
 
@@ -73,7 +73,7 @@ func (d *Departure) doErase(ctx context.Context, out *Removed, note func(string)
 	if err := d.kube.EraseDisk(ctx, d.erase); err != nil {
 		return withRemedy(err, again)
 	}
-	note("salt of disk " + d.erase + " deleted from the cluster: nobody gets its key any more")
+	note("salt of disk " + d.erase + " deleted from the cluster: its key is never given out again")
 	files, err := d.dir.EraseDisk(d.erase)
 	if err != nil {
 		return withRemedy(err, again)

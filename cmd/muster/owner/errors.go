@@ -42,7 +42,7 @@ func remedy(err error) string {
 		return r.remedy
 	}
 	if len(attest.MismatchesOf(err)) > 0 {
-		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy; if not, somebody changed what it boots."
+		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy; if not, what it boots was changed."
 	}
 	switch {
 	case errors.Is(err, ownerdir.ErrOtherCluster):

@@ -135,10 +135,10 @@ func (i *initializer) machine(ctx context.Context) error {
 		target.Only = &id
 		target.Locks = append(target.Locks, attest.LockedTo(i.clusterID))
 	}
-	if err := i.step("judge the machine", func() (string, error) { return i.appraise(ctx, &target) }); err != nil {
+	if err := i.step("verify the machine", func() (string, error) { return i.appraise(ctx, &target) }); err != nil {
 		return err
 	}
-	name := "initialise the first machine"
+	name := "initialize the first machine"
 	if c.Adopted {
 		name = "adopt the first machine"
 	}

@@ -90,7 +90,7 @@ func TestAMachineThatIsRefusedIsSentNothing(t *testing.T) {
 		"another image": {
 			machine: attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"}), want: attestv1.Reason_REASON_POLICY_REFUSED, say: "PCR 4",
 		},
-		"a TPM that no root vouches for": {
+		"a TPM that no listed root certifies": {
 			machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), want: attestv1.Reason_REASON_EK_UNTRUSTED,
 		},
 		"a machine of another cluster": {

@@ -72,7 +72,7 @@ func (i *initializer) install(ctx context.Context) error {
 			defer cancel()
 			return "", kube.ServicesReady(ctx, i.Report.Update)
 		}},
-		{"judge the joinservice", func() (string, error) { return i.joinservice(ctx) }},
+		{"verify the joinservice", func() (string, error) { return i.joinservice(ctx) }},
 	}
 	for _, s := range steps {
 		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
@@ -186,7 +186,7 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 			return err
 		}
 		for _, name := range others {
-			i.Report.Update(name + " may go on as a node, though nobody attested its machine")
+			i.Report.Update(name + " may go on as a node, though its machine never attested")
 		}
 	}
 	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)

@@ -71,7 +71,7 @@ func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 	if err := r.load(); err != nil {
 		return nil, err
 	}
-	if err := step(cfg.Report, "judge the machine", func() (string, error) { return r.appraise(ctx) }); err != nil {
+	if err := step(cfg.Report, "verify the machine", func() (string, error) { return r.appraise(ctx) }); err != nil {
 		return nil, err
 	}
 	if r.revival != nil {

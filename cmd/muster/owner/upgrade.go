@@ -95,7 +95,7 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 	}
 	out := &Upgraded{Plan: u.plan, Revision: u.last.Version}
 	if u.plan.Empty() {
-		err := u.init.step("judge Muster's services", func() (string, error) {
+		err := u.init.step("verify Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, u.Patience, "Muster's services are not ready")
 			defer cancel()
 			return "", u.ready(ctx)

@@ -241,7 +241,7 @@ func TestStepsGoBackOnlyByCleaningUp(t *testing.T) {
 
 // A disk of a node with another TPM still belongs to the same cluster, and to no init any more.
 func TestADiskThatMovesToAnotherTPMStaysWithItsCluster(t *testing.T) {
-	for name, claim := range map[string]journal.Record{"joined": joinClaim(1), "initialised": initClaim(1, 2)} {
+	for name, claim := range map[string]journal.Record{"joined": joinClaim(1), "initialized": initClaim(1, 2)} {
 		for _, step := range []journal.Step{journal.StepLocked, journal.StepKubeadm, journal.StepDone} {
 			t.Run(name+", "+step.String(), func(t *testing.T) {
 				file := journal.Open(filepath.Join(t.TempDir(), "journal"))

@@ -61,7 +61,7 @@ func (k *Kube) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, er
 	case err != nil:
 		return Salt{}, false, clusterview.Unavailable("read AttestedDisk "+c.Disk, err)
 	case d.Spec.Erased: // K4
-		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: nobody gets its key any more", c.Disk)
+		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: its key is never given out again", c.Disk)
 	case d.Spec.MachineID != c.Machine.String(): // J2
 		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, enrolled or not; `muster replace NODE --tpm` gives it to another machine, `muster forget --erase --disk %s` ends its key", c.Disk, d.Spec.MachineID, c.Disk)
 	}

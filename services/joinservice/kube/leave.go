@@ -286,7 +286,7 @@ func (k *Kube) held(ctx context.Context, node string) (string, error) {
 	if err != nil || count == 0 {
 		return "", err
 	}
-	return fmt.Sprintf("%s; %d in all. Remove finalizers that nobody acts on: kubectl patch --type merge -p '{\"metadata\":{\"finalizers\":null}}'", first, count), nil
+	return fmt.Sprintf("%s; %d in all. Remove finalizers that no controller acts on: kubectl patch --type merge -p '{\"metadata\":{\"finalizers\":null}}'", first, count), nil
 }
 
 // ignoreGone returns nil for an object that another replica has deleted, also if a new one has its name.

@@ -43,11 +43,11 @@ func (s *Status) attention(now time.Time) []Attention {
 	s.servicesAttention(add)
 	switch p := s.Policy; {
 	case p == nil:
-		add("policy", "Run muster policy apply.", "there is none, so nobody is admitted")
+		add("policy", "Run muster policy apply.", "there is none, so no machine is admitted")
 	case !p.Accepted && p.Reason != "":
 		add("policy", "Correct it, count its serial up and run muster policy apply.", "generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
 	case !p.Accepted:
-		add("policy", "Look at the pods of muster-joinservice: they judge it within seconds.", "generation %d is not yet judged by the services", p.Newest)
+		add("policy", "Look at the pods of muster-joinservice: they check it within seconds.", "generation %d is not yet checked by the services", p.Newest)
 	}
 	if behind := s.Behind(); behind != "" {
 		add("cluster", BehindRemedy, "%s", behind)
@@ -123,13 +123,13 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	}
 	switch {
 	case n.AppraisedAt == nil:
-		add(about, journal(n.Name, "muster-attester"), "it was never judged")
+		add(about, journal(n.Name, "muster-attester"), "it was never appraised")
 	case n.Accepted != nil && !*n.Accepted:
 		add(about, "joinservice's log says what differs: kubectl -n "+Namespace+" logs -l app.kubernetes.io/name=muster-joinservice --prefix --tail=-1. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
 	case now.Sub(*n.AppraisedAt) > verdictOld:
 		add(about, "Until it attests, it gets no new certificates. "+journal(n.Name, "muster-attester"), "the last verdict is %s old", now.Sub(*n.AppraisedAt).Round(time.Second))
 	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.AppraisedAt) > verdictOld/2:
-		add(about, journal(n.Name, "muster-attester"), "it was judged by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
+		add(about, journal(n.Name, "muster-attester"), "it was appraised by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
 	}
 	for _, c := range n.ControlPlane {
 		if left := c.Expires.Sub(now); left < 0 || left < c.Expires.Sub(*c.Renews)/2 {

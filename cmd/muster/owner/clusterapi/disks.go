@@ -80,7 +80,7 @@ func mayTake(d *v1alpha1.AttestedDisk, machine string, from ...string) error {
 		return nil
 	}
 	if d.Spec.Erased { // K4
-		return attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: nobody gets its key any more", d.Name)
+		return attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: its key is never given out again", d.Name)
 	}
 	for _, m := range append(from, machine) {
 		if d.Spec.MachineID == m {

@@ -369,7 +369,7 @@ func (c *Client) deletePods(ctx context.Context, node string, report func(string
 	if len(left.Items) > 0 {
 		pod := left.Items[0]
 		return errors.Join(fmt.Errorf("%d pods of %s are still there, such as %s/%s with finalizers %q: the machine's certificate reads their Secrets until they are gone. "+
-			"Remove finalizers that nobody acts on, kubectl -n %s patch pod %s --type merge -p '{\"metadata\":{\"finalizers\":null}}', and run this again",
+			"Remove finalizers that no controller acts on, kubectl -n %s patch pod %s --type merge -p '{\"metadata\":{\"finalizers\":null}}', and run this again",
 			len(left.Items), node, pod.Namespace, pod.Name, pod.Finalizers, pod.Namespace, pod.Name), failed)
 	}
 	return nil

@@ -100,7 +100,7 @@ type NodeStatus struct {
 	Deleting    bool       `json:"deleting,omitempty"`
 	Accepted    *bool      `json:"accepted,omitempty"`
 	Reason      string     `json:"reason,omitempty"`
-	AppraisedAt *time.Time `json:"judgedAt,omitempty"`
+	AppraisedAt *time.Time `json:"appraisedAt,omitempty"`
 	// Cloned reports that a second machine has attested with this one's TPM, and where both are; empty: none has.
 	Cloned     string `json:"cloned,omitempty"`
 	Serial     int64  `json:"policySerial,omitempty"`

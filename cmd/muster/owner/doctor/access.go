@@ -78,7 +78,7 @@ func (d *doctor) access(ctx context.Context) error {
 			refused++
 		}
 		if e.Unattested {
-			d.Add(CheckAccess, checkup.Warn, "Replace it by a machine that joins by attestation, and let go of it: muster forget "+name+". To remove its line by hand would leave its certificates to whoever has the name next.", "%s was a node before Muster was here: it may write, and nobody attested its machine", name)
+			d.Add(CheckAccess, checkup.Warn, "Replace it by a machine that joins by attestation, and let go of it: muster forget "+name+". To remove its line by hand would leave its certificates to whoever has the name next.", "%s was a node before Muster was here: it may write, and its machine never attested", name)
 		}
 		if !known[name] && (e.Member && !e.Unattested || e.ControlPlane && !e.Unattested) {
 			d.Add(CheckAccess, checkup.Fail, remedy, "%s is listed as a node that may write, and is not enrolled", name)

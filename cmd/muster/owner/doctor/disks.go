@@ -39,7 +39,7 @@ func (d *doctor) disks(ctx context.Context) error {
 	for _, n := range nodes.Items {
 		used[n.Spec.DiskID] = true
 		if n.Spec.DiskID != "" && !salted[n.Spec.DiskID] && !n.ShutOut() {
-			d.Add(CheckDisks, checkup.Fail, "Its machine can't open the disk after its next reboot. If nobody meant that, put the salt of known.json back (docs/leaving.md, \"Erase\"); else forget the node and give it another disk.",
+			d.Add(CheckDisks, checkup.Fail, "Its machine can't open the disk after its next reboot. If that was not intended, put the salt of known.json back (docs/leaving.md, \"Erase\"); else forget the node and give it another disk.",
 				"the cluster has no salt of the disk of %s, %s", n.Name, n.Spec.DiskID)
 		}
 	}
@@ -53,7 +53,7 @@ func (d *doctor) disks(ctx context.Context) error {
 			continue
 		}
 		if slices.Contains(known.Erased, disk.Name) { // K4
-			d.Add(CheckDisks, checkup.Fail, "Erase it again: muster forget --erase --disk "+disk.Name+". Find out what came back with it: etcd was restored, or somebody wrote the object.",
+			d.Add(CheckDisks, checkup.Fail, "Erase it again: muster forget --erase --disk "+disk.Name+". Find out what came back with it: etcd was restored, or the object was written by hand.",
 				"disk %s was erased, and the cluster has a salt of it again", disk.Name)
 		}
 		if age := d.Now().Sub(disk.CreationTimestamp.Time); !used[disk.Name] && age > oldDisk {
@@ -67,7 +67,7 @@ func (d *doctor) disks(ctx context.Context) error {
 		return nil
 	}
 	slices.Sort(old)
-	d.Add(CheckDisks, checkup.OK, "muster forget --erase --disk UUID, of those that nobody needs any more: what is on them can't be read again.",
+	d.Add(CheckDisks, checkup.OK, "muster forget --erase --disk UUID, of those that are no longer needed: what is on them can't be read again.",
 		"%d, of which %d are no enrolled machine's: %s", len(all.Items), len(old), strings.Join(old[:min(len(old), maxOldDisks)], ", "))
 	return nil
 }

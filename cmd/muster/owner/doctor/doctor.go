@@ -114,7 +114,7 @@ func (d *doctor) each(ctx context.Context, checks ...func(context.Context) error
 	}
 }
 
-const restoreFolder = "Restore the folder from your copy: it holds what nobody can make anew."
+const restoreFolder = "Restore the folder from your copy: what it holds can't be made anew."
 
 func (d *doctor) folder() bool {
 	dir, err := ownerdir.View(d.Folder)
@@ -134,7 +134,7 @@ func (d *doctor) folder() bool {
 		d.Add(CheckFolder, checkup.Warn, "Run muster init again: it goes on where it stopped.", "init got to the stage %s only", c.Stage)
 	}
 	if d.Clean(CheckFolder) {
-		d.OK(CheckFolder, "%s is complete, and nobody else can read it", d.Folder)
+		d.OK(CheckFolder, "%s is complete, and only you can read it", d.Folder)
 	}
 	return true
 }
@@ -230,7 +230,7 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	const other = "Use the folder of the owner who initialised this cluster. docs/operate.md says what to do if it is lost."
+	const other = "Use the folder of the owner who initialized this cluster. docs/operate.md says what to do if it is lost."
 	if d.release != nil {
 		values, _ := d.release.Config["owner"].(map[string]any)
 		if have, _ := values["publicKey"].(string); have != base64.StdEncoding.EncodeToString(public) {
@@ -239,7 +239,7 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 	}
 	p, err := d.kube.Policy(ctx)
 	if clusterapi.Absent(err) {
-		d.Add(CheckOwnerKey, checkup.Fail, "Run muster policy apply.", "the cluster has no policy, so nobody is admitted")
+		d.Add(CheckOwnerKey, checkup.Fail, "Run muster policy apply.", "the cluster has no policy, so no machine is admitted")
 		return nil
 	}
 	if err != nil {

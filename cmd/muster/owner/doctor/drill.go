@@ -188,7 +188,7 @@ func (d *doctor) recoverable(ctx context.Context) error {
 		}
 	})
 	if err == nil && found == 0 && d.policy != nil && d.Clean(CheckControlPlanes) {
-		d.Add(CheckControlPlanes, checkup.Fail, "Run muster doctor: a cluster has control planes.", "none is enrolled that could be judged")
+		d.Add(CheckControlPlanes, checkup.Fail, "Run muster doctor: a cluster has control planes.", "no enrolled control plane could be checked")
 	}
 	return err
 }

@@ -121,7 +121,7 @@ func (d *doctor) object(ctx context.Context, check string, want *unstructured.Un
 			continue
 		}
 		if !contains(value, have.Object[field]) {
-			d.Add(check, checkup.Fail, again, "%s is not as the chart made it: somebody changed %s", name, field)
+			d.Add(check, checkup.Fail, again, "%s is not as the chart made it: %s was changed", name, field)
 		}
 	}
 	return nil

@@ -23,7 +23,7 @@ const (
 	// StageRequested: a machine was accepted and may hold the secrets. No other machine receives them.
 	StageRequested Stage = "requested"
 	// StageInitialized: there is a cluster of one machine.
-	StageInitialized Stage = "initialised"
+	StageInitialized Stage = "initialized"
 	// StageInstalled: Muster's services run in it.
 	StageInstalled Stage = "installed"
 )

@@ -52,16 +52,16 @@ type Session struct {
 	client    *http.Client
 
 	mu     sync.Mutex
-	judged *Result
+	result *Result
 }
 
 // Open prepares a session. The first request dials.
 func Open(t Target) (*Session, error) {
 	if t.Policy == nil {
-		return nil, errors.New("peerdial: Policy is missing: without one nobody is accepted (A3)")
+		return nil, errors.New("peerdial: Policy is missing: without one no peer is accepted (A3)")
 	}
 	if len(t.Locks) == 0 {
-		return nil, errors.New("peerdial: Locks are missing: without one nobody is accepted (A3)")
+		return nil, errors.New("peerdial: Locks are missing: without one no peer is accepted (A3)")
 	}
 	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: t.Policy.EKRoots, Now: time.Now})
 	if err != nil {
@@ -75,7 +75,7 @@ func Open(t Target) (*Session, error) {
 	s.transport, err = atls.NewTransport(atls.ClientConfig{
 		Attester:    atls.NoAttester,
 		Verifier:    verifier,
-		Appraiser:   &judge{inner: inner, only: t.Only, keep: s.keep},
+		Appraiser:   &appraiser{inner: inner, only: t.Only, keep: s.keep},
 		PeerPurpose: t.Purpose,
 		DialContext: t.DialContext,
 	})
@@ -96,10 +96,10 @@ func (s *Session) Client() *http.Client { return s.client }
 func (s *Session) Result() (Result, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.judged == nil {
+	if s.result == nil {
 		return Result{}, false
 	}
-	return *s.judged, true
+	return *s.result, true
 }
 
 // Close ends all connections.
@@ -108,11 +108,11 @@ func (s *Session) Close() error { return s.transport.Close() }
 func (s *Session) keep(j Result) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.judged = &j
+	s.result = &j
 }
 
 // appraise appraises by the policy, and by the one machine that the session may have begun with.
-type judge struct {
+type appraiser struct {
 	inner attest.Appraiser
 	keep  func(Result)
 
@@ -120,7 +120,7 @@ type judge struct {
 	only *attest.MachineID
 }
 
-func (j *judge) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
+func (j *appraiser) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
 	a, err := j.inner.Appraise(ctx, c)
 	if err == nil {
 		if err = j.pin(c.Machine()); err != nil {
@@ -131,7 +131,7 @@ func (j *judge) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal
 	return a, err
 }
 
-func (j *judge) pin(id attest.MachineID) error {
+func (j *appraiser) pin(id attest.MachineID) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.only == nil {

@@ -23,7 +23,7 @@ func output(format progress.Format) string {
 		now = now.Add(time.Second)
 		return now
 	}})
-	r.Begin("judge the machine")
+	r.Begin("verify the machine")
 	r.Update("asking")
 	r.Update("asking")
 	r.Update("its text \x1b[2J and more than a terminal's line can hold, so it is cut")
@@ -37,10 +37,10 @@ func output(format progress.Format) string {
 
 func TestPlainIsOneLinePerEvent(t *testing.T) {
 	got := output(progress.Plain)
-	want := `   2.0s  judge the machine …
-   3.0s  judge the machine: asking
-   4.0s  judge the machine: its text  [2J and more than a terminal's line can hold, so it is cut
-   5.0s  judge the machine: done in 4.0s (machine 0123)
+	want := `   2.0s  verify the machine …
+   3.0s  verify the machine: asking
+   4.0s  verify the machine: its text  [2J and more than a terminal's line can hold, so it is cut
+   5.0s  verify the machine: done in 4.0s (machine 0123)
    7.0s  init …
    8.0s  init: failed after 2.0s
 `
@@ -65,7 +65,7 @@ func TestJSONIsOneObjectPerLine(t *testing.T) {
 
 func TestTheBarMovesAndLeavesTheStepsBehind(t *testing.T) {
 	got := output(progress.Bar)
-	for _, want := range []string{"[····················] 0/2", "[██████████··········] 1/2", "✓ judge the machine", "✗ init", "…"} {
+	for _, want := range []string{"[····················] 0/2", "[██████████··········] 1/2", "✓ verify the machine", "✗ init", "…"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%q is missing in\n%q", want, got)
 		}
