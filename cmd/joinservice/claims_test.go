@@ -113,7 +113,7 @@ func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 		}
 		got := map[int]bool{}
 		var mu sync.Mutex
-		for len(got) == 0 { // both may be refused, see package kube, and would try again
+		for len(got) == 0 { // both may be refused, see package enroll, and would try again
 			var all sync.WaitGroup
 			for i, ask := range clients {
 				all.Go(func() {

@@ -164,7 +164,7 @@ func TestForbiddenSaysNoWhereItShould(t *testing.T) {
 	for _, pair := range [][2]string{
 		{"cmd/kms", "services/kms"},
 		{"cmd/muster", "cmd/muster/owner"},
-		{"services/joinservice", "services/joinservice/kube"},
+		{"services/joinservice", "services/joinservice/enroll"},
 		{"trust/atls", "gen/muster/attest/v1"},
 		{"e2e/attack", "trust/attest/attesttest"},
 	} {

@@ -11,7 +11,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/ownerorder"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/certificates"
 	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -40,41 +40,41 @@ func (s *Service) RenewAdministrator(ctx context.Context, req *joinv1.RenewAdmin
 
 // administrator returns a certificate, a zero one if the caller must wait for it, or a refusal; it does not use the errors
 // of the protocol.
-func (s *Service) administrator(ctx context.Context, remote string, wire *joinv1.AdministratorOrder) (kube.Certificate, error) {
+func (s *Service) administrator(ctx context.Context, remote string, wire *joinv1.AdministratorOrder) (certificates.Certificate, error) {
 	now := s.now()
 	if err := s.limits.admin.Allow(admission.SourceOfAddress(remote), now); err != nil {
-		return kube.Certificate{}, attest.RefuseFor(time.Second, attestv1.Reason_REASON_BUSY, "%w", err)
+		return certificates.Certificate{}, attest.RefuseFor(time.Second, attestv1.Reason_REASON_BUSY, "%w", err)
 	}
 	order, err := ownerorder.Parse(wire)
 	if err != nil {
-		return kube.Certificate{}, err
+		return certificates.Certificate{}, err
 	}
 	info, err := s.cfg.Cluster()
 	if err != nil {
-		return kube.Certificate{}, err
+		return certificates.Certificate{}, err
 	}
 	if err := order.Verify(s.cfg.Owner, info.ClusterID, now); err != nil { // J9
-		return kube.Certificate{}, err
+		return certificates.Certificate{}, err
 	}
 	a := &attempt{id: newTicketID(), began: now}
 	a.record.Request = order.Name()
-	cert, filed, err := s.cfg.Kube.Ordered(ctx, order)
+	cert, filed, err := s.cfg.Certificates.Ordered(ctx, order)
 	switch {
 	case err != nil:
-		return kube.Certificate{}, err
+		return certificates.Certificate{}, err
 	case cert.Leaf != nil:
 		a.record.Serials = []string{cert.Leaf.SerialNumber.Text(16)}
 		if err := s.write(a, "administrator renewed"); err != nil { // J3
-			return kube.Certificate{}, err
+			return certificates.Certificate{}, err
 		}
 		s.cfg.Log.InfoContext(ctx, "an administrator's certificate is handed out by the owner's order", "request", order.Name(), "remote", remote, "serial", a.record.Serials[0])
 		return cert, nil
 	case filed:
-		return kube.Certificate{}, nil
+		return certificates.Certificate{}, nil
 	}
 	if err := s.write(a, "administrator ordered"); err != nil { // J3: nothing is filed without a record
-		return kube.Certificate{}, err
+		return certificates.Certificate{}, err
 	}
 	s.cfg.Log.InfoContext(ctx, "the owner has ordered an administrator's certificate", "request", order.Name(), "remote", remote)
-	return kube.Certificate{}, s.cfg.Kube.FileOrder(ctx, order)
+	return certificates.Certificate{}, s.cfg.Certificates.FileOrder(ctx, order)
 }

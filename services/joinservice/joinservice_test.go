@@ -33,7 +33,7 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 	if _, err := New(Config{}); err == nil {
 		t.Error("a service without anything was made")
 	}
-	if _, err := NewRefusals(nil, nil, nil, nil); err == nil {
+	if _, err := NewRefusals(nil, nil, nil, nil, nil); err == nil {
 		t.Error("refusals without an appraiser were made")
 	}
 }

@@ -16,7 +16,7 @@ import (
 	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -43,7 +43,7 @@ func NewKeyService(client *http.Client, url, tokenFile string) *KeyService {
 }
 
 // Disk returns the key of a disk.
-func (k *KeyService) Disk(ctx context.Context, id keys.DiskID, salt kube.Salt) (keys.Disk, error) {
+func (k *KeyService) Disk(ctx context.Context, id keys.DiskID, salt enroll.Salt) (keys.Disk, error) {
 	ctx, done, err := k.call(ctx)
 	if err != nil {
 		return keys.Disk{}, err

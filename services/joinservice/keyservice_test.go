@@ -11,7 +11,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -52,7 +52,7 @@ func TestAKeyThatFollowsFromAnotherVersionOfTheRootIsRefused(t *testing.T) {
 		"half a key":                     {&kmsv1.DeriveDiskKeyResponse{Key: key[:16], RootVersion: 2}, attestv1.Reason_REASON_INTERNAL},
 	} {
 		s.answer = tt.answer
-		got, err := NewKeyService(server.Client(), server.URL, token).Disk(t.Context(), disk, kube.Salt{Salt: keys.DiskSalt{3}, Root: 2})
+		got, err := NewKeyService(server.Client(), server.URL, token).Disk(t.Context(), disk, enroll.Salt{Salt: keys.DiskSalt{3}, Root: 2})
 		if reason := attest.ReasonOf(err); err != nil && reason != tt.want || err == nil != (tt.want == attestv1.Reason_REASON_ACCEPTED) || err != nil && got.Expose() != nil {
 			t.Errorf("%s: got %v, want %s", name, err, attest.ReasonName(tt.want))
 		}

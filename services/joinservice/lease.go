@@ -9,13 +9,13 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/joinlease"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // joinLease returns the join Lease for a control plane, if it is free; nil for a worker.
-func (s *Service) joinLease(ctx context.Context, a *attempt, c kube.Claim) (*joinlease.Acquisition, error) {
+func (s *Service) joinLease(ctx context.Context, a *attempt, c enroll.Claim) (*joinlease.Acquisition, error) {
 	if c.Role != v1alpha1.RoleControlPlane {
 		return nil, nil //nolint:nilnil // workers may join at any time
 	}

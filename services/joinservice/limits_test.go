@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/certificates"
 	"github.com/muster-k8s/muster/services/joinservice/limit"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -34,7 +34,7 @@ func TestWhatOneMachineIsGrantedADayIsAsLargeAsDocumented(t *testing.T) {
 	records := 2*tickets + // "ticket decided", "ticket issued"
 		min(tickets, leaseRate.Most(day)) + // "turn ended", once for each ticket
 		returnRate.Most(day) + rejoinRate.Most(day) + 2*renewalRate.Most(day) +
-		kube.MostApproved(day)
+		certificates.MostApproved(day)
 	bytes := float64(records) * audit.MaxRecord
 	text, err := os.ReadFile("../../docs/operate.md")
 	if err != nil {

@@ -11,13 +11,11 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 const (
-	// maxEvidenceAge is how old evidence may be to count as current.
-	maxEvidenceAge = time.Minute
 	// maxReattestInterval is how often nodes attest if the maximum age of verdicts has its default.
 	maxReattestInterval = 5 * time.Minute
 )
@@ -46,7 +44,7 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		return err
 	}
 	appraisal, err := s.cfg.Members.Appraise(ctx, peer.Claims())
-	var boot kube.Boot
+	var boot enroll.Boot
 	if err == nil {
 		boot, err = bootOf(ctx, peer, req.GetBootSecret())
 	}
@@ -60,7 +58,7 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		status.Certificates = reported(req)
 		var end func()
 		if end, err = s.limits.recording.Begin(ctx); err == nil {
-			a.record.Node, err = s.cfg.Kube.Reattest(ctx, peer.Machine(), boot, status)
+			a.record.Node, err = s.cfg.Enrollments.Reattest(ctx, peer.Machine(), boot, status)
 			end()
 		}
 	}
@@ -90,7 +88,7 @@ func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer,
 		return
 	}
 	v := v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(a.began)}
-	if werr := s.cfg.Kube.WriteVerdict(ctx, peer.Machine(), v); werr != nil {
+	if werr := s.cfg.Enrollments.WriteVerdict(ctx, peer.Machine(), v); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", a.record.Machine, "reason", v.Reason, "err", werr)
 	}
 }
@@ -100,12 +98,4 @@ func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer,
 // Its verdict expires meanwhile.
 func refutes(r attestv1.Reason) bool {
 	return r == attestv1.Reason_REASON_POLICY_REFUSED || r == attestv1.Reason_REASON_EK_UNTRUSTED || r == attestv1.Reason_REASON_CLOCK_WENT_BACK
-}
-
-// fresh requires current evidence (J7): a connection can stay open long after the evidence was shown.
-func fresh(verified, now time.Time) error {
-	if age := now.Sub(verified); age > maxEvidenceAge {
-		return attest.Refuse(attestv1.Reason_REASON_VERDICT_OLD, "the connection's evidence is %s old, and may be %s", age.Round(time.Second), maxEvidenceAge)
-	}
-	return nil
 }

@@ -12,7 +12,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
+	"github.com/muster-k8s/muster/services/joinservice/records"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -24,11 +25,12 @@ const queueSize = 256
 // AttestedNode gets the verdict, which keeps its kubelet from renewing its certificates. This is done in the background and
 // may be dropped under a flood; no grant depends on it.
 type Refusals struct {
-	appraiser  attest.Appraiser
-	kube       *kube.Kube
-	unattested *audit.UnattestedRefusals
-	log        *slog.Logger
-	bad        chan badVerdict
+	appraiser   attest.Appraiser
+	enrollments *enroll.Enrollments
+	records     *records.Records
+	unattested  *audit.UnattestedRefusals
+	log         *slog.Logger
+	bad         chan badVerdict
 }
 
 type badVerdict struct {
@@ -37,11 +39,11 @@ type badVerdict struct {
 }
 
 // NewRefusals returns Refusals whose verdicts are those of appraiser. unattested counts the dropped ones.
-func NewRefusals(appraiser attest.Appraiser, k *kube.Kube, unattested *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
-	if appraiser == nil || k == nil || unattested == nil || l == nil {
+func NewRefusals(appraiser attest.Appraiser, e *enroll.Enrollments, waiting *records.Records, unattested *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
+	if appraiser == nil || e == nil || waiting == nil || unattested == nil || l == nil {
 		return nil, errors.New("joinservice: every argument of NewRefusals is required")
 	}
-	return &Refusals{appraiser: appraiser, kube: k, unattested: unattested, log: l, bad: make(chan badVerdict, queueSize)}, nil
+	return &Refusals{appraiser: appraiser, enrollments: e, records: waiting, unattested: unattested, log: l, bad: make(chan badVerdict, queueSize)}, nil
 }
 
 // Appraise implements [attest.Appraiser].
@@ -70,7 +72,7 @@ func (r *Refusals) Observe(s atls.SetUp) {
 	if m, ok := errors.AsType[*refusedMachine](s.Err); ok {
 		machine = m.machine.String()
 		if reason := attest.ReasonOf(s.Err); reason != attestv1.Reason_REASON_EK_UNTRUSTED { // no root of the policy certifies its TPM
-			r.kube.Refused(waiting.Entry{Machine: machine, Reason: reasonOf(s.Err), Address: host(s.Remote), Last: time.Now()})
+			r.records.Refused(waiting.Entry{Machine: machine, Reason: reasonOf(s.Err), Address: host(s.Remote), Last: time.Now()})
 		}
 	}
 	r.unattested.Connection(s, machine)
@@ -81,7 +83,7 @@ func (r *Refusals) Serve(ctx context.Context) error {
 	for {
 		select {
 		case v := <-r.bad:
-			if err := r.kube.WriteVerdict(ctx, v.machine, v.verdict); err != nil && ctx.Err() == nil {
+			if err := r.enrollments.WriteVerdict(ctx, v.machine, v.verdict); err != nil && ctx.Err() == nil {
 				r.log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", v.machine, "reason", v.verdict.Reason, "err", err)
 			}
 		case <-ctx.Done():

@@ -9,7 +9,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/versions"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -48,9 +48,9 @@ func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
 }
 
 // parseRejoin checks the form of a request: REQUEST_INVALID.
-func parseRejoin(req *joinv1.IssueRejoinTicketRequest) (c kube.Claim, disk keys.DiskID, err error) {
-	invalid := func(format string, args ...any) (kube.Claim, keys.DiskID, error) {
-		return kube.Claim{}, keys.DiskID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
+func parseRejoin(req *joinv1.IssueRejoinTicketRequest) (c enroll.Claim, disk keys.DiskID, err error) {
+	invalid := func(format string, args ...any) (enroll.Claim, keys.DiskID, error) {
+		return enroll.Claim{}, keys.DiskID{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, format, args...)
 	}
 	if !nodecert.IsName(req.GetNodeName()) {
 		return invalid("node_name is no DNS label of at most 63 characters")
@@ -63,7 +63,7 @@ func parseRejoin(req *joinv1.IssueRejoinTicketRequest) (c kube.Claim, disk keys.
 		return invalid("disk_id: %w", err)
 	}
 	// A plain disk has no key that opens it.
-	return kube.Claim{Node: req.GetNodeName(), Role: role, Disk: disk.String(), DiskMode: v1alpha1.DiskModeLUKS}, disk, nil
+	return enroll.Claim{Node: req.GetNodeName(), Role: role, Disk: disk.String(), DiskMode: v1alpha1.DiskModeLUKS}, disk, nil
 }
 
 // rejoin returns a ticket or a refusal; it does not use the errors of the protocol.
@@ -127,15 +127,15 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.write(a, "rejoin ticket issued"); err != nil { // J3
 		return nil, err
 	}
-	if err := s.cfg.Kube.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all steps that take time
+	if err := s.cfg.Enrollments.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all steps that take time
 		return nil, err
 	}
-	s.cfg.Kube.Rejoined(peer.Machine())
+	s.cfg.Records.Rejoined(peer.Machine())
 	return &rejoinTicket{id: a.id, disk: key, info: info, authorities: authorities}, nil
 }
 
 // mayRejoin compares the machine with the policy in force and with its enrollment.
-func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim kube.Claim) (*kube.Rejoining, error) {
+func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, claim enroll.Claim) (*enroll.Rejoining, error) {
 	// A key must be given to the machine as it is now, not as it was a while ago.
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil { // J2
 		return nil, err
@@ -153,5 +153,5 @@ func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, c
 	if !p.Policy.AllowsRole(string(claim.Role)) {
 		return nil, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
 	}
-	return s.cfg.Kube.Rejoin(ctx, claim)
+	return s.cfg.Enrollments.Rejoin(ctx, claim)
 }

@@ -8,7 +8,8 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/certificates"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -28,7 +29,7 @@ func (s *Service) RenewNodeCertificates(ctx context.Context, req *joinv1.RenewNo
 }
 
 // renewCertificates returns certificates or a refusal; it does not use the errors of the protocol.
-func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1.RenewNodeCertificatesRequest) (client, serving kube.Certificate, err error) {
+func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1.RenewNodeCertificatesRequest) (client, serving certificates.Certificate, err error) {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok {
 		return client, serving, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
@@ -60,8 +61,8 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 		return client, serving, err
 	}
 	both, issueCtx := errgroup.WithContext(ctx)
-	both.Go(func() (err error) { client, err = s.cfg.Kube.Issue(issueCtx, asked.client); return err }) // J5: for keys that never leave the machine
-	both.Go(func() (err error) { serving, err = s.cfg.Kube.Issue(issueCtx, asked.serving); return err })
+	both.Go(func() (err error) { client, err = s.cfg.Certificates.Issue(issueCtx, asked.client); return err }) // J5: for keys that never leave the machine
+	both.Go(func() (err error) { serving, err = s.cfg.Certificates.Issue(issueCtx, asked.serving); return err })
 	if err := both.Wait(); err != nil {
 		return client, serving, err
 	}
@@ -72,7 +73,7 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 	if err := s.write(a, "certificates renewed"); err != nil { // J3
 		return client, serving, err
 	}
-	s.cfg.Kube.Admitted(peer.Machine(), a.record.Node, client.Leaf.NotAfter, serving.Leaf.NotAfter)
+	s.cfg.Records.Admitted(peer.Machine(), a.record.Node, client.Leaf.NotAfter, serving.Leaf.NotAfter)
 	return client, serving, nil
 }
 
@@ -94,7 +95,7 @@ func parseRenewal(req *joinv1.RenewNodeCertificatesRequest) (r renewalRequest, e
 }
 
 // mayRenew compares the machine with the policy in force and with its enrollment. The verdict is that of this session (J7).
-func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r renewalRequest, secret []byte) (*kube.Renewal, error) {
+func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r renewalRequest, secret []byte) (*enroll.Renewal, error) {
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
 		return nil, err
 	}
@@ -108,6 +109,6 @@ func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r 
 	if err != nil {
 		return nil, err
 	}
-	claim := kube.Claim{Machine: peer.Machine(), Node: r.client.Node, Addresses: r.serving.Addresses, Boot: boot} // J1: the peer's
-	return s.cfg.Kube.Renewable(ctx, claim, statusOf(a, peer))
+	claim := enroll.Claim{Machine: peer.Machine(), Node: r.client.Node, Addresses: r.serving.Addresses, Boot: boot} // J1: the peer's
+	return s.cfg.Enrollments.Renewable(ctx, claim, statusOf(a, peer))
 }

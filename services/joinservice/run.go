@@ -21,8 +21,13 @@ import (
 	"github.com/muster-k8s/muster/internal/service"
 	"github.com/muster-k8s/muster/internal/service/evidence"
 	"github.com/muster-k8s/muster/internal/service/policy"
+	"github.com/muster-k8s/muster/services/joinservice/access"
+	"github.com/muster-k8s/muster/services/joinservice/certificates"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/joinlease"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/records"
+	"github.com/muster-k8s/muster/services/joinservice/state"
+	"github.com/muster-k8s/muster/services/joinservice/sweeping"
 	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -53,12 +58,12 @@ type Options struct {
 	VerdictMaxAge time.Duration
 	// Credential is what tickets contain for kubeadm to discover the cluster.
 	Credential token.Credential
-	// CertificateLife is how long nodes' certificates are valid, at least [kube.MinCertificateLife] and what the cluster's
+	// CertificateLife is how long nodes' certificates are valid, at least [state.MinCertificateLife] and what the cluster's
 	// signer gives when a kubelet renews.
 	CertificateLife time.Duration
 	// Leases are the waits for kubelets' Leases.
-	Leases kube.Leases
-	// VanishedAfter and ReleaseAfter define when nodes have vanished, see [kube.SweepConfig].
+	Leases enroll.Leases
+	// VanishedAfter and ReleaseAfter define when nodes have vanished, see [sweeping.Config].
 	VanishedAfter, ReleaseAfter time.Duration
 	// PKI is the folder of the control plane's PKI files.
 	PKI string
@@ -90,22 +95,35 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	k, err := kube.New(m.Cluster, o.Audit, o.Log, o.CertificateLife, o.Leases)
+	st, err := state.New(m.Cluster, o.Audit, o.Log, o.CertificateLife)
 	if err != nil {
 		return err
 	}
-	approver, err := k.NewApprover(o.Audit, m.RefusalLimits, m.Policy, o.VerdictMaxAge, m.Registry)
+	list, err := access.Watch(st)
 	if err != nil {
 		return err
 	}
-	enforcer, err := k.NewEnforcer()
+	requests, err := certificates.Watch(st, list)
 	if err != nil {
 		return err
 	}
-	sweeper, err := k.NewSweeper(kube.SweepConfig{VanishedAfter: o.VanishedAfter, ReleaseAfter: o.ReleaseAfter, VerdictMaxAge: o.VerdictMaxAge, Audit: o.Audit, Metrics: m.Registry})
+	enrollments, err := enroll.New(st, list, requests, o.Leases)
 	if err != nil {
 		return err
 	}
+	approver, err := requests.NewApprover(list, m.RefusalLimits, m.Policy, o.VerdictMaxAge, m.Registry)
+	if err != nil {
+		return err
+	}
+	enforcer, err := sweeping.NewEnforcer(st, list, requests)
+	if err != nil {
+		return err
+	}
+	sweeper, err := sweeping.NewSweeper(st, list, requests, enrollments, sweeping.Config{VanishedAfter: o.VanishedAfter, ReleaseAfter: o.ReleaseAfter, VerdictMaxAge: o.VerdictMaxAge, Metrics: m.Registry})
+	if err != nil {
+		return err
+	}
+	waiting := records.New(st, enrollments)
 	parts, tokens := m.Parts(), token.NewIssuer(m.Cluster, o.Log)
 	if o.Credential == token.CredentialToken {
 		sweeper, err := tokens.NewSweeper()
@@ -130,13 +148,13 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
-	refusals, err := NewRefusals(joiners, k, m.UnattestedRefusals, o.Log)
+	refusals, err := NewRefusals(joiners, enrollments, waiting, m.UnattestedRefusals, o.Log)
 	if err != nil {
 		return err
 	}
 	toKMS, err := atls.NewTransport(atls.ClientConfig{
 		Attester: o.Attester, Verifier: m.Verifier, Appraiser: servers /* A7 */, PeerPurpose: attest.PurposeKMS, Observe: m.RPC.SetUp,
-		DialContext: k.DialService(&net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}),
+		DialContext: st.DialService(&net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}),
 	})
 	if err != nil {
 		return err
@@ -147,7 +165,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	svc, err := New(Config{
-		Policy: m.Policy, Appraiser: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Kube: k, JoinLease: joinlease.New(m.Cluster, o.Log), Tokens: tokens, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
+		Policy: m.Policy, Appraiser: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Enrollments: enrollments, Certificates: requests, Records: waiting, JoinLease: joinlease.New(m.Cluster, o.Log), Tokens: tokens, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
 		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
 		PKI:  o.PKI, Audit: o.Audit, RefusalLimits: m.RefusalLimits, UnattestedRefusals: m.UnattestedRefusals, Log: o.Log, Metrics: m.Registry,
 	})
@@ -178,7 +196,8 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		probes.Part(),
 		serve.Part{Name: "rpc", Run: server.Run},
 		serve.Part{Name: "refusals", Run: refusals.Serve},
-		serve.Part{Name: "records for the owner", Run: k.ServeRecords},
+		serve.Part{Name: "records for the owner", Run: waiting.Serve},
+		serve.Part{Name: "used certificate requests", Run: requests.Serve},
 		serve.Part{Name: "approver", Run: approver.Serve},
 		serve.Part{Name: "vanished nodes", Run: sweeper.Serve},
 		serve.Part{Name: "bans", Run: func(ctx context.Context) error {

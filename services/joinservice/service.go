@@ -28,7 +28,6 @@ package joinservice
 import (
 	"context"
 	"crypto/ed25519"
-	"crypto/rand"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -37,8 +36,6 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"google.golang.org/protobuf/types/known/durationpb"
-	"google.golang.org/protobuf/types/known/timestamppb"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
@@ -47,16 +44,13 @@ import (
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/service/policy"
-	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/joinservice/certificates"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/joinlease"
-	"github.com/muster-k8s/muster/services/joinservice/kube"
+	"github.com/muster-k8s/muster/services/joinservice/records"
 	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/keys"
 )
-
-// ticketIDSize is the length of a ticket's ID in bytes.
-const ticketIDSize = 16
 
 // Config lists what a Service needs. All fields are required.
 type Config struct {
@@ -73,8 +67,12 @@ type Config struct {
 	Interval time.Duration
 	// Owner is the public key that policies and orders are signed with.
 	Owner ed25519.PublicKey
-	// Kube reads and writes enrollments, and gets certificates signed.
-	Kube *kube.Kube
+	// Enrollments decides on names, disks and addresses, and records that.
+	Enrollments *enroll.Enrollments
+	// Certificates gets certificates signed.
+	Certificates *certificates.Requests
+	// Records takes what the owner sees of machines that wait.
+	Records *records.Records
 	// JoinLease manages the Lease by which machines become control planes one after another.
 	JoinLease *joinlease.Manager
 	// Tokens makes bootstrap tokens.
@@ -144,7 +142,7 @@ func New(cfg Config) (*Service, error) {
 // IssueJoinTicket implements the RPC: it translates the request, decides, and translates the result.
 func (s *Service) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoinTicketRequest) (*joinv1.IssueJoinTicketResponse, error) {
 	a := &attempt{id: newTicketID(), began: s.now()}
-	t, err := s.issue(ctx, a, req)
+	t, err := s.issueTicket(ctx, a, req)
 	role := roleName(req.GetRole())
 	s.tickets.WithLabelValues(role, reasonOf(err)).Inc()
 	if err != nil {
@@ -190,7 +188,7 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 	if _, err := s.cfg.JoinLease.End(ctx, peer.Machine(), a.id); attest.ReasonOf(err) == attestv1.Reason_REASON_API_UNAVAILABLE {
 		return err
 	}
-	node, err := s.cfg.Kube.Withdraw(ctx, peer.Machine(), a.id)
+	node, err := s.cfg.Enrollments.Withdraw(ctx, peer.Machine(), a.id)
 	a.record.Node = node
 	if err != nil {
 		return err
@@ -233,8 +231,8 @@ func (s *Service) write(a *attempt, event string) error {
 func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
-	if c, ok := errors.AsType[*kube.Clone](err); ok { // J11
-		s.cfg.Kube.ReportClone(ctx, c)
+	if c, ok := errors.AsType[*enroll.Clone](err); ok { // J11
+		s.cfg.Enrollments.ReportClone(ctx, c)
 	}
 	s.cfg.Log.WarnContext(ctx, "refused", "event", event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)
 	if werr := s.cfg.RefusalLimits.Write(r.Machine, r); werr != nil {
@@ -244,45 +242,3 @@ func (s *Service) refuse(ctx context.Context, a *attempt, event string, err erro
 
 // reasonOf names the reason in err that a caller gets (R1).
 func reasonOf(err error) string { return attest.ReasonName(rpc.ReasonOf(err)) }
-
-func newTicketID() string {
-	b := make([]byte, ticketIDSize)
-	_, _ = rand.Read(b) // never fails
-	return hex.EncodeToString(b)
-}
-
-// ticket is the answer to a machine that joins.
-type ticket struct {
-	id              string
-	disk            keys.Disk
-	salt            kube.Salt
-	info            *clusterinfo.Info
-	ca              []byte
-	client, serving kube.Certificate
-	files           []*joinv1.ControlPlaneFile
-	token           *token.Token  // nil: the certificate is used instead
-	lease           time.Duration // of a control plane's Lease; 0 for a worker
-	controlPlanes   []string      // the others
-}
-
-func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
-	id, _ := hex.DecodeString(t.id) // generated here, so valid hex
-	expires := t.client.Leaf.NotAfter
-	if t.serving.Leaf.NotAfter.Before(expires) {
-		expires = t.serving.Leaf.NotAfter
-	}
-	out := &joinv1.IssueJoinTicketResponse{
-		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
-		KubernetesVersion: t.info.KubernetesVersion, ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, CaCertificate: t.ca,
-		KubeletClientCertificate: t.client.PEM, KubeletServingCertificate: t.serving.PEM,
-		Components: versions.NewList(t.info.Components...).Wire(), ControlPlaneFiles: t.files, ExpiresAt: timestamppb.New(expires),
-		ControlPlaneAddresses: t.controlPlanes, Images: t.info.Images,
-	}
-	if t.token != nil {
-		out.BootstrapToken = t.token.Expose()
-	}
-	if t.lease > 0 {
-		out.LeaseLifetime = durationpb.New(t.lease)
-	}
-	return out
-}

@@ -2,10 +2,7 @@ package joinservice
 
 import (
 	"context"
-	"net"
 	"time"
-
-	"connectrpc.com/connect"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
@@ -29,28 +26,12 @@ func (s *Service) waits(ctx context.Context, a *attempt, err error) {
 	}
 	e := waiting.Entry{Machine: peer.Machine().String(), Node: a.record.Node, Role: a.record.Role, Reason: reasonOf(err), Last: time.Now()}
 	e.Address = caller(ctx)
-	s.cfg.Kube.Refused(e)
+	s.cfg.Records.Refused(e)
 }
 
 // admitted removes a machine from that list, and notes when its certificates end.
 func (s *Service) admitted(ctx context.Context, a *attempt, t *ticket) {
 	if peer, ok := attest.PeerFrom(ctx); ok {
-		s.cfg.Kube.Admitted(peer.Machine(), a.record.Node, t.client.Leaf.NotAfter, t.serving.Leaf.NotAfter)
+		s.cfg.Records.Admitted(peer.Machine(), a.record.Node, t.client.Leaf.NotAfter, t.serving.Leaf.NotAfter)
 	}
-}
-
-// caller returns the address that a request came from; empty if it is not known.
-func caller(ctx context.Context) string {
-	call, ok := connect.CallInfoForHandlerContext(ctx)
-	if !ok {
-		return ""
-	}
-	return host(call.Peer().Addr)
-}
-
-func host(addr string) string {
-	if h, _, err := net.SplitHostPort(addr); err == nil {
-		return h
-	}
-	return addr
 }

@@ -1,0 +1,130 @@
+package enroll
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
+	"github.com/muster-k8s/muster/services/joinservice/state"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// disks maps disks to machines, from the informer. It may be out of date, so it only shows when to read the API, and
+// decides nothing.
+type disks struct {
+	mu    sync.RWMutex
+	owner map[string]string // machine ID by disk ID
+}
+
+func newDisks() *disks { return &disks{owner: map[string]string{}} }
+
+func (d *disks) set(o *v1alpha1.AttestedDisk) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.owner[o.Name] = o.Spec.MachineID
+}
+
+func (d *disks) remove(o *v1alpha1.AttestedDisk) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.owner, o.Name)
+}
+
+// of returns the machine that has the disk; empty if none is known.
+func (d *disks) of(disk string) string {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	return d.owner[disk]
+}
+
+// Salt is the input of a disk key beside the disk's ID: the disk's salt, and the version of the root secret.
+type Salt struct {
+	Salt keys.DiskSalt
+	Root keys.Version
+}
+
+// holdsDisk reads from the API whether the machine has the disk already, and the disk's salt. It returns DISK_MISMATCH if
+// another machine has it, DISK_ERASED if it was erased.
+func (es *Enrollments) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, err error) {
+	d := &v1alpha1.AttestedDisk{}
+	err = es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: c.Disk}, d)
+	switch {
+	case apierrors.IsNotFound(err):
+		return Salt{}, false, nil
+	case err != nil:
+		return Salt{}, false, clusterview.Unavailable("read AttestedDisk "+c.Disk, err)
+	case d.Spec.Erased: // K4
+		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: its key is never given out again", c.Disk)
+	case d.Spec.MachineID != c.Machine.String(): // J2
+		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, enrolled or not; `muster replace NODE --tpm` gives it to another machine, `muster forget --erase --disk %s` ends its key", c.Disk, d.Spec.MachineID, c.Disk)
+	}
+	salt.Root = keys.Version(d.Spec.RootVersion)
+	if salt.Salt, err = keys.ParseDiskSalt(d.Spec.Salt); err != nil {
+		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "AttestedDisk %s: %w", c.Disk, err)
+	}
+	return salt, true, nil
+}
+
+// SaltOf returns the salt of the machine's disk, or a new one if no machine has the disk yet; [Enrollments.ClaimDisk] records
+// that. Errors are refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
+func (es *Enrollments) SaltOf(ctx context.Context, c Claim) (Salt, error) {
+	if es.disks.of(c.Disk) == "" { // ClaimDisk detects an outdated view
+		return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
+	}
+	salt, held, err := es.holdsDisk(ctx, c)
+	if held || err != nil {
+		return salt, err
+	}
+	return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
+}
+
+// ClaimDisk assigns the disk with this salt to the machine, or finds that it is assigned. If several machines ask at
+// several replicas, one gets it, since the API server creates an object once. The assignment is permanent: a disk of one
+// machine is never given to another, even if the enrollment ends (J2). Errors are refusals: DISK_MISMATCH, DISK_ERASED,
+// API_UNAVAILABLE.
+func (es *Enrollments) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
+	for range state.WriteAttempts {
+		d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: c.Disk}, Spec: v1alpha1.AttestedDiskSpec{
+			MachineID: c.Machine.String(), Salt: salt.Salt.String(), RootVersion: int32(salt.Root),
+		}}
+		err := es.state.Cluster.Client.Create(ctx, d)
+		if err == nil {
+			return nil
+		}
+		if !apierrors.IsAlreadyExists(err) {
+			return clusterview.Unavailable("create AttestedDisk "+c.Disk, err)
+		}
+		have, held, err := es.holdsDisk(ctx, c)
+		switch {
+		case err != nil:
+			return err
+		case held && have != salt: // K4: the derived key is not the disk's
+			return clusterview.Unavailable("create AttestedDisk "+c.Disk, errors.New("another ticket of the machine did so meanwhile, with another salt"))
+		case held:
+			return nil
+		}
+	}
+	return clusterview.Unavailable("create AttestedDisk "+c.Disk, errors.New("it comes and goes"))
+}
+
+// StillHas checks that the disk still has its salt and belongs to the machine. It is the last check before the key is sent,
+// so that none is sent for a disk that was erased while the key was being derived (K4). Errors are refusals: DISK_ERASED,
+// DISK_MISMATCH, API_UNAVAILABLE.
+func (es *Enrollments) StillHas(ctx context.Context, c Claim, salt Salt) error {
+	have, held, err := es.holdsDisk(ctx, c)
+	if err != nil {
+		return err
+	}
+	if !held || have != salt {
+		return attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the salt of disk %s was deleted meanwhile", c.Disk)
+	}
+	return nil
+}

@@ -1,0 +1,66 @@
+package enroll
+
+import (
+	"context"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Rejoin checks that the claim, whose addresses are ignored, matches the machine's enrollment. It reads the enrollment from
+// the API, so that a name that the owner has just given away opens no disk any more, at any replica. A released enrollment
+// counts while it is held for its machine, which could get the same key by joining. A disk without an AttestedDisk has no
+// salt, and so no key that could open it. Errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH, BANNED,
+// ROLE_REFUSED, DISK_MISMATCH, DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It changes
+// nothing: [Rejoining.Record] must be called before the key is sent.
+func (es *Enrollments) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
+	own := &v1alpha1.AttestedNode{}
+	if err := es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
+		own = nil
+	} else if err != nil {
+		return nil, clusterview.Unavailable("read AttestedNode "+c.Node, err)
+	}
+	if es.Vacant(own) || own != nil && es.Begun(own) {
+		own = nil
+	}
+	if own == nil || own.Spec.MachineID != c.Machine.String() {
+		return nil, es.notAs(c, own)
+	}
+	if own.Spec.DiskID == "" && !own.ShutOut() { // J2: its disk is not known, so it has none
+		return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine is enrolled, but has not joined with a disk yet; it asks for the key of %s", c.Disk)
+	}
+	if err := checkOwn(c, own); err != nil { // J2
+		return nil, err
+	}
+	for _, other := range es.state.Cluster.Nodes.ByDisk(c.Disk) { // J2
+		if other.Name != c.Node && !es.Vacant(other) && !es.holds(own, other) {
+			return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q as well", c.Disk, other.Name)
+		}
+	}
+	salt, held, err := es.holdsDisk(ctx, c) // J2
+	if err == nil && !held {                // K4: the key of a new salt would open nothing
+		err = attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s has no AttestedDisk, so its salt is gone; your known.json may have it", c.Disk)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &Rejoining{enrollments: es, node: own, claim: c, Salt: salt}, nil
+}
+
+// notAs refuses a machine that is not enrolled under the name; own is the enrollment of the name, or nil.
+func (es *Enrollments) notAs(c Claim, own *v1alpha1.AttestedNode) error {
+	for _, other := range es.state.Cluster.Nodes.ByMachine(c.Machine) {
+		if other.Name != c.Node && !es.Vacant(other) && !es.Begun(other) {
+			return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %q, and asks as %q", other.Name, c.Node)
+		}
+	}
+	if own != nil { // J4
+		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "node name %q is enrolled to machine %s", c.Node, own.Spec.MachineID)
+	}
+	return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "neither machine %s nor node %q is enrolled: erase its state disk if it should join anew", c.Machine, c.Node)
+}

@@ -1,0 +1,121 @@
+package enroll_test
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"math/big"
+	"sync"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
+	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// J4, J7: what the owner does while the certificate is being signed counts, also if no older one is revoked.
+func TestABanDuringARenewalKeepsTheCertificate(t *testing.T) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: time.Now(), NotAfter: time.Now().Add(time.Hour)}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := x509.ParseCertificate(der)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tt := range map[string]struct {
+		meanwhile func(t *testing.T, n *v1alpha1.AttestedNode)
+		want      attestv1.Reason
+	}{
+		"nothing happens": {func(*testing.T, *v1alpha1.AttestedNode) {}, attestv1.Reason_REASON_ACCEPTED},
+		"it is banned": {func(t *testing.T, n *v1alpha1.AttestedNode) {
+			t.Helper()
+			n.Spec.Banned = true
+			if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+				t.Fatal(err)
+			}
+		}, attestv1.Reason_REASON_BANNED},
+		"it is forgotten": {func(t *testing.T, n *v1alpha1.AttestedNode) {
+			t.Helper()
+			if err := roomtest.Shared.Client.Delete(t.Context(), n); err != nil {
+				t.Fatal(err)
+			}
+		}, attestv1.Reason_REASON_BANNED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			roomtest.Shared.Reset(t)
+			k := roomtest.New(t)
+			c := roomtest.Claim(1)
+			roomtest.Enroll(t, k, c, "a")
+			r, err := k.Renewable(t.Context(), c, roomtest.Ticket("b"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			tt.meanwhile(t, roomtest.Shared.Node(t, c.Node))
+			got := attestv1.Reason_REASON_ACCEPTED
+			if err := r.Allow(t.Context(), cert); err != nil {
+				got = attest.ReasonOf(err)
+			}
+			if got != tt.want {
+				t.Errorf("%s, want %s", got, tt.want)
+			}
+		})
+	}
+}
+
+// lookingAtLease runs a function when a Lease is read for the first time.
+type lookingAtLease struct {
+	client.Client
+	once *sync.Once
+	do   func()
+}
+
+func (l lookingAtLease) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	if _, ok := o.(*coordinationv1.Lease); ok {
+		l.once.Do(l.do)
+	}
+	return l.Client.Get(ctx, key, o, opts...)
+}
+
+// J11: while one replica checks whether the previous boot has ended, another replica records another boot.
+func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
+	roomtest.Shared.Reset(t)
+	k, other := roomtest.New(t), roomtest.New(t)
+	c := roomtest.Claim(1)
+	c.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
+	roomtest.Enroll(t, k, c, "a")
+	roomtest.Seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+	between, later := c.Boot, c
+	between.Reset, later.Boot.Reset = 2, 3
+	k.State.Cluster.Client = lookingAtLease{k.State.Cluster.Client, &sync.Once{}, func() {
+		if _, err := other.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
+			t.Error(err)
+		}
+	}}
+	if _, err := k.Renewable(t.Context(), later, roomtest.Ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+		t.Errorf("%v, want API_UNAVAILABLE", err)
+	}
+	if b := roomtest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 2 || b.EarlierEnded {
+		t.Errorf("recorded is %+v", b)
+	}
+	if _, err := k.Renewable(t.Context(), later, roomtest.Ticket("b")); err != nil { // after it has checked again
+		t.Error(err)
+	}
+	if b := roomtest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 3 || !b.EarlierEnded {
+		t.Errorf("recorded is %+v", b)
+	}
+}

@@ -1,0 +1,173 @@
+// Package records keeps what the owner sees of waiting machines and of nodes' certificates.
+package records
+
+import (
+	"context"
+	"encoding/json"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
+	"github.com/muster-k8s/muster/services/joinservice/state"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// recordEvery is how often the noted entries are written. It also keeps these writes, on which nothing depends, from
+	// delaying a ticket or its return.
+	recordEvery = 5 * time.Second
+	// refreshAfter is the age at which an entry of the same refusal is written again.
+	refreshAfter = time.Minute
+	// sweepEvery is how often expired entries are searched.
+	sweepEvery = 10 * time.Minute
+)
+
+// Records is data for the owner on which nothing depends: waiting machines, and when nodes' certificates end. It is kept in
+// memory, at most one entry for each machine and node, and written in the background.
+type Records struct {
+	state       *state.State
+	enrollments *enroll.Enrollments
+
+	mu    sync.Mutex
+	wait  map[string]*waiting.Entry // by machine; nil: the machine was admitted
+	certs map[string]enroll.Expiry  // by node
+}
+
+// New returns empty Records.
+func New(s *state.State, e *enroll.Enrollments) *Records {
+	return &Records{state: s, enrollments: e, wait: map[string]*waiting.Entry{}, certs: map[string]enroll.Expiry{}}
+}
+
+// Refused notes that a machine with genuine evidence was refused. The only other data from the caller are what it asked for
+// and its address.
+func (r *Records) Refused(e waiting.Entry) {
+	if e.Node == "" {
+		if id, err := attest.ParseMachineID(e.Machine); err == nil {
+			for _, n := range r.state.Cluster.Nodes.ByMachine(id) {
+				e.Node, e.Role = n.Name, string(n.Spec.Role)
+			}
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if _, known := r.wait[e.Machine]; !known && len(r.wait) >= waiting.Max {
+		return // the list has no room for more either
+	}
+	r.wait[e.Machine] = &e
+}
+
+// Admitted notes that a machine has a ticket, and when the certificates in it end.
+func (r *Records) Admitted(m attest.MachineID, node string, clientEnd, servingEnd time.Time) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.wait[m.String()] = nil
+	r.certs[node] = enroll.Expiry{Client: clientEnd, Serving: servingEnd}
+}
+
+// Rejoined notes that a machine got its disk's key after a reboot: it is removed from the list.
+func (r *Records) Rejoined(m attest.MachineID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.wait[m.String()] = nil
+}
+
+// Serve writes the noted entries until ctx ends. After a failure it tries
+// again with the next entries; a lost record only affects a line of `muster status`.
+func (r *Records) Serve(ctx context.Context) error {
+	if err := r.state.Cluster.Await(ctx); err != nil {
+		return err
+	}
+	tick := time.NewTicker(recordEvery)
+	defer tick.Stop()
+	swept := time.Now()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+		r.mu.Lock()
+		wait, certs := r.wait, r.certs
+		r.wait, r.certs = map[string]*waiting.Entry{}, map[string]enroll.Expiry{}
+		r.mu.Unlock()
+		if len(wait) > 0 || time.Since(swept) > sweepEvery {
+			swept = time.Now()
+			if err := r.writeWaiting(ctx, wait, swept); err != nil && ctx.Err() == nil {
+				r.state.Log.WarnContext(ctx, "who waits cannot be written", "configmap", waiting.ConfigMap, "err", err)
+			}
+		}
+		for node, e := range certs {
+			if err := r.enrollments.WriteExpiry(ctx, node, e); err != nil && ctx.Err() == nil {
+				r.state.Log.WarnContext(ctx, "when a node's certificates end cannot be written", "node", node, "err", err)
+			}
+		}
+	}
+}
+
+// writeWaiting updates the ConfigMap with one read and at most one write. A merge patch of some keys cannot overwrite
+// another replica's.
+func (r *Records) writeWaiting(ctx context.Context, news map[string]*waiting.Entry, now time.Time) error {
+	m := &corev1.ConfigMap{}
+	if err := r.state.Cluster.Client.Get(ctx, client.ObjectKey{Namespace: clusterinfo.Namespace, Name: waiting.ConfigMap}, m); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	patch := waitingPatch(m.Data, news, now)
+	if len(patch) == 0 {
+		return nil
+	}
+	b, err := json.Marshal(map[string]any{"data": patch})
+	if err != nil {
+		return err
+	}
+	return r.state.Cluster.Client.Patch(ctx, m, client.RawPatch(types.MergePatchType, b))
+}
+
+// waitingPatch returns the keys that change, nil for those to delete.
+func waitingPatch(have map[string]string, news map[string]*waiting.Entry, now time.Time) map[string]any {
+	patch := map[string]any{}
+	entries, bad := waiting.Parse(have)
+	for _, key := range bad {
+		patch[key] = nil
+	}
+	known := map[string]waiting.Entry{}
+	for _, e := range entries {
+		if e.Expired(now) {
+			patch[e.Machine] = nil
+			continue
+		}
+		known[e.Machine] = e
+	}
+	for machine, e := range news {
+		old, listed := known[machine]
+		switch {
+		case e == nil && listed:
+			patch[machine] = nil
+			delete(known, machine)
+		case e == nil:
+		case !listed && len(known) >= waiting.Max:
+			// Listed machines stay: otherwise many machines could displace the one that the owner looks for.
+		default:
+			next := *e
+			next.Since = e.Last
+			if next.Node == "" { // it was refused before it sent its name, and has sent it before
+				next.Node, next.Role = old.Node, old.Role
+			}
+			if listed && old.Reason == next.Reason {
+				next.Since = old.Since
+				if old.Node == next.Node && old.Role == next.Role && next.Last.Sub(old.Last) < refreshAfter {
+					continue
+				}
+			}
+			if text, err := next.Encode(); err == nil {
+				patch[machine], known[machine] = text, next
+			}
+		}
+	}
+	return patch
+}

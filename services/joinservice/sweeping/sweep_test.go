@@ -1,0 +1,571 @@
+package sweeping
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
+	"github.com/muster-k8s/muster/services/joinservice/certificates"
+	"github.com/muster-k8s/muster/services/joinservice/enroll"
+	"github.com/muster-k8s/muster/services/joinservice/nodecert"
+	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/state"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// sweepFixture is a replica whose Sweeper runs when its test calls it.
+type sweepFixture struct {
+	*replica
+	*Sweeper
+	clock *roomtest.Clock
+	audit string
+}
+
+func newSweepFixture(t *testing.T) *sweepFixture {
+	t.Helper()
+	roomtest.Shared.Reset(t)
+	if err := roomtest.Shared.Client.DeleteAllOf(t.Context(), &corev1.Event{}, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+		t.Fatal(err)
+	}
+	b := &sweepFixture{clock: roomtest.NewClock(), audit: filepath.Join(t.TempDir(), "audit.jsonl")}
+	log, err := audit.Open(b.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = log.Close() })
+	b.replica = newReplica(t, func(k *roomtest.Rooms) { k.State.Now, k.State.Audit = b.clock.Now, log })
+	enforce(t, b.Enforcer)
+	b.Sweeper = b.sweeper(t)
+	return b
+}
+
+// sweeper returns a Sweeper with the rules of these tests.
+func (r *replica) sweeper(t *testing.T) *Sweeper {
+	t.Helper()
+	s, err := NewSweeper(r.State, r.List, r.Rooms.Requests, r.Enrollments, Config{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Metrics: prometheus.NewRegistry()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// after advances the clock and sweeps, once the replica's view of w1 is the API server's.
+func (b *sweepFixture) after(t *testing.T, d time.Duration) {
+	t.Helper()
+	b.clock.Pass(d)
+	b.current(t)
+	b.pass(t.Context())
+	b.current(t)
+}
+
+func (b *sweepFixture) current(t *testing.T) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		live, view := roomtest.Shared.Node(t, "w1"), b.State.Cluster.Nodes.ByName("w1")
+		same := live == nil && view == nil || live != nil && view != nil && live.ResourceVersion == view.ResourceVersion
+		e, _ := b.List.Entry("w1")
+		return membertest.Want(same && e.Equal(roomtest.Shared.Access(t).Entry("w1")), "the replica's view is old")
+	})
+}
+
+func (b *sweepFixture) vanished(t *testing.T, how string) {
+	t.Helper()
+	c := meta.FindStatusCondition(roomtest.Shared.Node(t, "w1").Status.Conditions, v1alpha1.ConditionVanished)
+	switch {
+	case how == "" && c != nil && c.Status != metav1.ConditionFalse:
+		t.Errorf("reported as vanished: %+v", c)
+	case how != "" && (c == nil || c.Status != metav1.ConditionTrue || c.Reason != how || c.Message == ""):
+		t.Errorf("condition %+v, want %s", c, how)
+	}
+	for _, each := range []string{vanishedNeverCame, vanishedNodeGone, vanishedSilent} {
+		want := 0.0
+		if each == how {
+			want = 1
+		}
+		if got := testutil.ToFloat64(b.Sweeper.vanished.WithLabelValues(each)); got != want {
+			t.Errorf("the metric says %v have vanished as %s, want %v", got, each, want)
+		}
+	}
+	if how != "" {
+		b.event(t, how)
+	}
+}
+
+func (b *sweepFixture) event(t *testing.T, reason string) {
+	t.Helper()
+	l := &corev1.EventList{}
+	if err := roomtest.Shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range l.Items {
+		if e.InvolvedObject.Kind == "AttestedNode" && e.InvolvedObject.Name == "w1" && e.Reason == reason {
+			return
+		}
+	}
+	t.Errorf("no event %s", reason)
+}
+
+func (b *sweepFixture) recorded(t *testing.T, event string) bool {
+	t.Helper()
+	text, err := os.ReadFile(b.audit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		var r audit.Record
+		if json.Unmarshal([]byte(line), &r) == nil && r.Event == event && r.Node == "w1" && r.Machine != "" {
+			return true
+		}
+	}
+	return false
+}
+
+func (b *sweepFixture) attests(t *testing.T) {
+	t.Helper()
+	b.current(t)
+	v := v1alpha1.AttestedNodeStatus{LastVerdict: &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.NewTime(b.clock.Now())}}
+	// A verdict of the future is written by hand: the clock is the test's.
+	n := roomtest.Shared.Node(t, "w1")
+	n.Status.LastVerdict = v.LastVerdict
+	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (b *sweepFixture) object(t *testing.T, there bool) {
+	t.Helper()
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
+	var err error
+	if there {
+		err = roomtest.Shared.Client.Create(t.Context(), n)
+	} else {
+		err = roomtest.Shared.Client.Delete(t.Context(), n)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		return membertest.Want(b.State.HasNode("w1") == there, "the replica does not see the Node's change")
+	})
+}
+
+func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
+	b := newSweepFixture(t)
+	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	roomtest.Shared.GiveDisk(t, roomtest.DiskOne, roomtest.Claim(1).Machine)
+	b.object(t, true)
+	b.after(t, 5*time.Minute)
+	b.attests(t)
+	b.after(t, 30*time.Minute)
+	b.vanished(t, "")
+	b.object(t, false)
+	b.after(t, 0)
+	b.after(t, 59*time.Minute)
+	b.vanished(t, "")
+	b.after(t, 2*time.Minute)
+	b.vanished(t, vanishedNodeGone)
+	other := roomtest.Claim(2)
+	b.after(t, 24*time.Hour)
+	if n := roomtest.Shared.Node(t, "w1"); n == nil || n.Status.Ticket == nil || b.recorded(t, "deletion decided") {
+		t.Fatalf("deleted too early: %+v", n)
+	}
+	if err := b.Check(t.Context(), other); err == nil {
+		t.Error("another machine could have the name while certificates of the one before may live")
+	}
+	b.after(t, 2*time.Hour)
+	roomtest.Gone(t)
+	if !b.recorded(t, "deletion decided") {
+		t.Error("no record")
+	}
+	b.event(t, "Deleted")
+	if err := b.Check(t.Context(), other); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH { // J2
+		t.Errorf("another machine's disk: %v", err)
+	}
+	other.Disk = roomtest.DiskTwo
+	if err := b.Check(t.Context(), other); err != nil {
+		t.Errorf("another machine cannot have the name: %v", err)
+	}
+}
+
+func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
+	for name, back := range map[string]func(t *testing.T, b *sweepFixture){
+		"as a Node":      func(t *testing.T, b *sweepFixture) { b.object(t, true); b.attests(t); b.after(t, 0); b.vanished(t, "") },
+		"with a verdict": func(t *testing.T, b *sweepFixture) { b.attests(t) },
+		"with another ticket": func(t *testing.T, b *sweepFixture) {
+			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.Now()) })
+		},
+		"banned, which stays a ban": func(t *testing.T, _ *sweepFixture) { roomtest.Ban(t, true) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newSweepFixture(t)
+			roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+			b.after(t, 61*time.Minute)
+			b.vanished(t, vanishedNeverCame)
+			b.clock.Pass(24 * time.Hour)
+			back(t, b)
+			b.after(t, 2*time.Hour)
+			if n := roomtest.Shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
+				t.Errorf("enrollment %+v", n)
+			}
+		})
+	}
+}
+
+func (b *sweepFixture) status(t *testing.T, change func(*v1alpha1.AttestedNodeStatus)) {
+	t.Helper()
+	n := roomtest.Shared.Node(t, "w1")
+	change(&n.Status)
+	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Enrollments of the owner, and control planes, are reported and never removed.
+func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
+	for name, role := range map[string]v1alpha1.Role{"a worker": v1alpha1.RoleWorker, "a control plane": v1alpha1.RoleControlPlane} {
+		t.Run(name, func(t *testing.T) {
+			b := newSweepFixture(t)
+			c := roomtest.Claim(1)
+			c.Role = role
+			roomtest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
+			if role == v1alpha1.RoleControlPlane { // not even one that is marked as created by a ticket
+				n := roomtest.Shared.Node(t, "w1")
+				n.Annotations = map[string]string{v1alpha1.EnrolledByTicket: "true"}
+				n.Status.LastVerdict = nil
+				if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+					t.Fatal(err)
+				}
+				b.object(t, true) // otherwise it counts as begun
+			}
+			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may appear at any time
+			b.vanished(t, "")
+			roomtest.Enroll(t, b.Rooms, c, "a")
+			if role == v1alpha1.RoleControlPlane {
+				b.object(t, false)
+			}
+			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.Now()) })
+			b.after(t, 61*time.Minute)
+			b.vanished(t, vanishedNeverCame)
+			b.after(t, 1000*time.Hour)
+			if n := roomtest.Shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
+				t.Errorf("enrollment %+v", n)
+			}
+		})
+	}
+}
+
+func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
+	b := newSweepFixture(t)
+	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	b.object(t, true)
+	b.attests(t)
+	b.after(t, 61*time.Minute)
+	b.vanished(t, vanishedSilent)
+	b.after(t, 1000*time.Hour) // its Node exists: no rule removes it
+	b.vanished(t, vanishedSilent)
+	if n := roomtest.Shared.Node(t, "w1"); n.Status.ReleasedAt != nil {
+		t.Errorf("released: %+v", n.Status)
+	}
+	b.attests(t)
+	b.after(t, 0)
+	b.vanished(t, "")
+	b.event(t, "Present")
+}
+
+// A replica that stopped between its two writes leaves an enrollment without a ticket. Certificates may have been signed
+// for it.
+func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
+	b := newSweepFixture(t)
+	roomtest.Half(t, b.Rooms, roomtest.Claim(1))
+	b.after(t, state.DefaultCertificateLife)
+	if roomtest.Shared.Node(t, "w1") == nil {
+		t.Fatal("deleted while a certificate may be valid")
+	}
+	b.after(t, enroll.HoldMargin+time.Minute)
+	roomtest.Gone(t)
+}
+
+// A backup has no status. The restored enrollment of a node is still that node's.
+func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
+	b := newSweepFixture(t)
+	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	b.object(t, true)
+	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { *s = v1alpha1.AttestedNodeStatus{} })
+	b.after(t, 24*time.Hour)
+	b.after(t, time.Minute)
+	if roomtest.Shared.Node(t, "w1") == nil || roomtest.Suspended(t, "w1") {
+		t.Error("it is gone")
+	}
+	if _, err := b.Reattest(t.Context(), roomtest.Claim(1).Machine, roomtest.Claim(1).Boot, roomtest.Ticket("")); err != nil {
+		t.Errorf("its machine cannot attest: %v", err)
+	}
+}
+
+// If the enrollment of a name was removed by hand, with the finalizer, the name stays shut out until its certificates have
+// expired (J4).
+func TestASuspensionWithoutAnEnrollmentBecomesARevocation(t *testing.T) {
+	b := newSweepFixture(t)
+	roomtest.Suspend(t, "w1", true)
+	membertest.Eventually(t, func() error {
+		e := roomtest.Shared.Access(t).Entry("w1")
+		return membertest.Want(!e.Suspended && e.Revoked != nil && len(e.Revoked.Allowed) == 0, "the list says %+v", e)
+	})
+	b.after(t, state.DefaultCertificateLife+time.Hour)
+	if e := roomtest.Shared.Access(t).Entry("w1"); !e.Equal(nodeaccess.Entry{}) {
+		t.Errorf("once they have, the list says %+v", e)
+	}
+}
+
+func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
+	b := newSweepFixture(t)
+	kubelet, _ := kubelet(t)
+	ours := &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{Name: "muster-w1-client-0011223344556677"},
+		Spec:       certificatesv1.CertificateSigningRequestSpec{Request: request(t), SignerName: certificatesv1.KubeAPIServerClientKubeletSignerName, Usages: clientUsages},
+	}
+	others := ours.DeepCopy()
+	others.Name, others.Spec.SignerName = "muster-of-another-signer", "example.com/signer"
+	ours.Labels = map[string]string{clusterview.TicketWindow: "2026-11-25T10.00"}
+	if err := b.State.Cluster.Client.Create(t.Context(), ours); err != nil {
+		t.Fatal(err)
+	}
+	second := ours.DeepCopy()
+	second.Name, second.ResourceVersion, second.UID = "muster-w2-client-0011223344556677", "", ""
+	if err := b.State.Cluster.Client.Create(t.Context(), second); err != nil {
+		t.Fatal(err)
+	}
+	if err := roomtest.Shared.Client.Create(t.Context(), others); err != nil {
+		t.Fatal(err)
+	}
+	last := file(t, kubelet, "csr-last") // when the replica sees this one, it has seen those before
+	membertest.Eventually(t, func() error {
+		return membertest.Want(len(b.Rooms.Requests.FiledBy("w1")) == 1, "the request was not seen yet")
+	})
+	b.clock.Pass(certificates.UsedAfter - time.Second)
+	b.Rooms.Requests.Discard(t.Context())
+	if got := roomtest.Shared.CSRs(t); len(got) != 4 {
+		t.Errorf("deleted too early: left are %v", got)
+	}
+	b.clock.Pass(2 * time.Second)
+	b.Rooms.Requests.Discard(t.Context())
+	if got := roomtest.Shared.CSRs(t); len(got) != 2 || !slices.Contains(got, others.Name) || !slices.Contains(got, last.Name) {
+		t.Errorf("left are %v", got)
+	}
+}
+
+func TestASweepersTimesFitTogether(t *testing.T) {
+	k := newReplica(t)
+	for name, cfg := range map[string]Config{
+		"no age of verdicts":                {VanishedAfter: time.Hour, Metrics: prometheus.NewRegistry()},
+		"no metrics":                        {VanishedAfter: time.Hour, VerdictMaxAge: time.Hour},
+		"vanished while its ticket is made": {VanishedAfter: time.Minute, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()},
+		"released while certificates live":  {VanishedAfter: time.Hour, ReleaseAfter: 24 * time.Hour, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()},
+	} {
+		if _, err := NewSweeper(k.State, k.List, k.Rooms.Requests, k.Enrollments, cfg); err == nil {
+			t.Errorf("%s: was taken", name)
+		}
+	}
+	if _, err := NewSweeper(k.State, k.List, k.Rooms.Requests, k.Enrollments, Config{VanishedAfter: time.Hour, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()}); err != nil {
+		t.Error(err)
+	}
+	if _, err := state.New(k.State.Cluster, k.State.Audit, k.State.Log, time.Minute); err == nil {
+		t.Error("certificates of a minute were taken")
+	}
+}
+
+// If two replicas sweep at the same time, one of them acts.
+func TestOneOfTwoSweepersActs(t *testing.T) {
+	b := newSweepFixture(t)
+	other := *b
+	other.replica = newReplica(t, func(k *roomtest.Rooms) { k.State.Now, k.State.Audit = b.clock.Now, b.State.Audit })
+	other.Sweeper = other.sweeper(t)
+	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	for range 60 {
+		b.clock.Pass(time.Hour)
+		b.current(t)
+		other.current(t)
+		var both sync.WaitGroup
+		both.Go(func() { b.pass(context.WithoutCancel(t.Context())) })
+		both.Go(func() { other.pass(context.WithoutCancel(t.Context())) })
+		both.Wait()
+	}
+	roomtest.Gone(t)
+	l := &corev1.EventList{}
+	if err := roomtest.Shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+		t.Fatal(err)
+	}
+	events := map[string]int{}
+	for _, e := range l.Items {
+		if e.InvolvedObject.Name == "w1" {
+			events[e.Reason]++
+		}
+	}
+	if events[vanishedNeverCame] != 1 || events["Deleted"] != 1 {
+		t.Errorf("events %v", events)
+	}
+}
+
+func request(t *testing.T) []byte {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{Subject: pkix.Name{CommonName: nodecert.UserPrefix + "w1", Organization: []string{nodecert.Organization}}}, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der})
+}
+
+// A machine that attests although its Node was deleted may have renewed a certificate: nothing ends before that expires.
+func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
+	b := newSweepFixture(t)
+	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the certificate life to less, and then to more
+	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	b.object(t, true)
+	b.after(t, 5*time.Minute)
+	b.attests(t)
+	b.object(t, false)
+	b.after(t, 0)
+	b.after(t, 61*time.Minute)
+	b.vanished(t, vanishedNodeGone)
+	last := 61 * time.Minute // since the last verdict
+	for _, until := range []time.Duration{state.DefaultCertificateLife, state.DefaultCertificateLife + 15*time.Minute, state.DefaultCertificateLife + 15*time.Minute + enroll.HoldMargin - time.Minute} {
+		b.after(t, until-last)
+		last = until
+		if roomtest.Shared.Node(t, "w1") == nil {
+			t.Fatalf("deleted %s after the last verdict", until)
+		}
+	}
+	b.after(t, 3*time.Minute)
+	roomtest.Gone(t)
+}
+
+// An entry that shuts out expired certificates is removed.
+func TestARevocationThatHasLapsedGoes(t *testing.T) {
+	b := newSweepFixture(t)
+	roomtest.Shared.SetAccess(t, "w1", roomtest.Revoked)
+	b.after(t, 24*time.Hour)
+	if roomtest.Shared.Access(t).Entry("w1").Revoked == nil {
+		t.Fatal("it went while certificates may be valid")
+	}
+	b.after(t, 30*time.Minute)
+	if r := roomtest.Shared.Access(t).Entry("w1").Revoked; r != nil {
+		t.Errorf("%+v is left", r)
+	}
+}
+
+// If a released enrollment is deleted, its name becomes free, but not its disk.
+func TestADeletedEnrollmentLeavesItsDiskToItsMachine(t *testing.T) {
+	b := newSweepFixture(t)
+	roomtest.Shared.Enroll(t, "w1", roomtest.Claim(1).Spec())
+	roomtest.Shared.GiveDisk(t, roomtest.DiskOne, roomtest.Claim(1).Machine)
+	n := roomtest.Shared.Node(t, "w1")
+	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.EnrolledByTicket, "true")
+	if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	released := b.clock.Now().Add(-25 * time.Hour)
+	n.Status.ReleasedAt = &metav1.Time{Time: released}
+	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	for range 3 { // conditions are written meanwhile
+		b.after(t, 0)
+	}
+	roomtest.Gone(t)
+	membertest.Eventually(t, func() error { // once the replica has seen its own claim
+		err := b.Check(t.Context(), roomtest.Claim(2))
+		return membertest.Want(attest.ReasonOf(err) == attestv1.Reason_REASON_DISK_MISMATCH, "%v, want DISK_MISMATCH", err)
+	})
+	if err := b.Check(t.Context(), roomtest.Claim(1)); err != nil {
+		t.Errorf("its own machine: %v", err)
+	}
+}
+
+// A node that booted something else is counted here, by the services that saw its evidence: any network attacker may have
+// caused what the node counts itself.
+func TestNodesWhoseEvidenceIsRefusedAreCounted(t *testing.T) {
+	s := &Sweeper{refused: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "refused"}, []string{"reason"}), cloned: prometheus.NewGauge(prometheus.GaugeOpts{Name: "cloned"})}
+	node := func(accepted bool, reason string, banned bool) *v1alpha1.AttestedNode {
+		return &v1alpha1.AttestedNode{
+			Spec:   v1alpha1.AttestedNodeSpec{Banned: banned},
+			Status: v1alpha1.AttestedNodeStatus{LastVerdict: &v1alpha1.Verdict{Accepted: accepted, Reason: reason}},
+		}
+	}
+	count := func(want float64, nodes ...*v1alpha1.AttestedNode) {
+		t.Helper()
+		s.countRefused(append(nodes, node(true, "ACCEPTED", false), node(false, "BANNED", true), &v1alpha1.AttestedNode{}))
+		if got := testutil.ToFloat64(s.refused.WithLabelValues("POLICY_REFUSED")); got != want {
+			t.Errorf("%v nodes are refused, want %v", got, want)
+		}
+		if got := testutil.CollectAndCount(s.refused); got != 4 {
+			t.Errorf("%d reasons, want those of appraisals, also while they are 0", got)
+		}
+	}
+	count(2, node(false, "POLICY_REFUSED", false), node(false, "POLICY_REFUSED", false))
+	count(0)
+}
+
+// A node whose requests were refused by admission may file again when few of them are left.
+func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
+	b := newSweepFixture(t)
+	kubelet, _ := kubelet(t)
+	var filed []*certificatesv1.CertificateSigningRequest
+	for i := range 3 * certificates.MaxRequests {
+		filed = append(filed, file(t, kubelet, fmt.Sprint("csr-", i)))
+	}
+	if err := b.List.PauseRequests(t.Context(), "w1"); err != nil {
+		t.Fatal(err)
+	}
+	left := func(want int) {
+		t.Helper()
+		membertest.Eventually(t, func() error {
+			e, _ := b.List.Entry("w1")
+			return membertest.Want(e.Paused && len(b.Rooms.Requests.FiledBy("w1")) == want, "the replica's view is old")
+		})
+	}
+	left(len(filed))
+	b.after(t, time.Minute)
+	if !roomtest.Shared.Access(t).Entry("w1").Paused {
+		t.Fatal("its requests are there still")
+	}
+	for _, o := range filed[2*certificates.MaxRequests:] {
+		if err := roomtest.Shared.Client.Delete(t.Context(), o); err != nil {
+			t.Fatal(err)
+		}
+	}
+	left(2 * certificates.MaxRequests)
+	b.after(t, time.Minute)
+	if roomtest.Shared.Access(t).Entry("w1").Paused {
+		t.Error("it files none for ever")
+	}
+}
