@@ -40,7 +40,7 @@ type UpgradeConfig struct {
 }
 
 // UpgradeSteps is the maximum number of steps that [Upgrade] reports.
-const UpgradeSteps = 6
+const UpgradeSteps = 4
 
 // Upgraded is the result of an upgrade.
 type Upgraded struct {
@@ -61,12 +61,9 @@ type upgrader struct {
 	last        *releasev1.Release
 	values      map[string]any
 	plan        *clusterapi.Plan
-	formerList  bool // an earlier version has left its list of nodes
 }
 
-// PlanUpgrade returns the changes that [Upgrade] would make, without making them. Where an earlier version has listed
-// the nodes that may write, it creates the list of those that may not, which the chart needs and no service uses
-// before the upgrade.
+// PlanUpgrade returns the changes that [Upgrade] would make, without making them.
 func PlanUpgrade(ctx context.Context, cfg UpgradeConfig) (*clusterapi.Plan, error) {
 	u, err := newUpgrader(cfg)
 	if err != nil {
@@ -78,7 +75,6 @@ func PlanUpgrade(ctx context.Context, cfg UpgradeConfig) (*clusterapi.Plan, erro
 // Upgrade backs up Muster's objects in the cluster, and brings definitions and services to the state that this
 // program carries. If the services do not become ready, or a joinservice fails attestation, helm rolls the release
 // back: the error then wraps a [clusterapi.RolledBack]. The next call resumes an interrupted upgrade.
-// interrupted is taken up by the next.
 func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 	u, err := newUpgrader(cfg)
 	if err != nil {
@@ -100,7 +96,7 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			defer cancel()
 			return "", u.ready(ctx)
 		})
-		return out, errors.Join(err, u.takeOverAccess(ctx), u.listControlPlanes(ctx))
+		return out, err
 	}
 	steps := []struct {
 		name string
@@ -127,42 +123,7 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			return out, err
 		}
 	}
-	return out, errors.Join(u.takeOverAccess(ctx), u.listControlPlanes(ctx))
-}
-
-// takeOverAccess takes over the entries that services of an earlier version have written into their list of nodes
-// until they ended, and deletes that list.
-func (u *upgrader) takeOverAccess(ctx context.Context) error {
-	if !u.formerList {
-		return nil
-	}
-	return u.init.step("take over the list of nodes", func() (string, error) {
-		_, err := u.kube.MigrateAccess(ctx, u.init.dir().Adopted, true)
-		return "from the list of an earlier version, which is deleted", err
-	})
-}
-
-// listControlPlanes puts the folder's policy into the cluster if the one there lists no control planes, as policies
-// of earlier versions did: earlier services refuse the new policy, and current ones serve no machine by the old one,
-// so it is applied after the services.
-func (u *upgrader) listControlPlanes(ctx context.Context) error {
-	have, err := u.kube.Policy(ctx)
-	if err != nil {
-		return err
-	}
-	if p, err := attest.ParsePolicy([]byte(have.Spec.Policy)); err == nil && len(p.ControlPlanes()) > 0 {
-		return nil
-	}
-	return u.init.step("set the policy", func() (string, error) {
-		p, signed, err := SignedPolicy(u.Dir)
-		if err != nil {
-			return "", err
-		}
-		if err := higher(u.Dir, have, p, string(signed.GetPolicy())); err != nil {
-			return "", err
-		}
-		return fmt.Sprintf("serial %d", p.Serial()), u.kube.PutPolicy(ctx, signed)
-	})
+	return out, nil
 }
 
 func newUpgrader(cfg UpgradeConfig) (*upgrader, error) {
@@ -203,9 +164,6 @@ func (u *upgrader) look(ctx context.Context) error {
 		return err
 	}
 	if err := mustList(ctx, u.Dir, u.kube, u.init.policy); err != nil {
-		return err
-	}
-	if u.formerList, err = u.kube.MigrateAccess(ctx, u.init.dir().Adopted, false); err != nil {
 		return err
 	}
 	key, err := u.Dir.OwnerKey()

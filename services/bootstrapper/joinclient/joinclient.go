@@ -198,7 +198,8 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 	return c.useTicket(ctx, t, meta, report)
 }
 
-// giveBack returns a ticket. A failure is only logged, since joinservice also revokes tickets that are not used.
+// giveBack returns a ticket. A failure is only logged: an enrollment whose machine never becomes a node
+// ends by itself when its certificates have expired.
 func (c *Client) giveBack(ctx context.Context, client joinv1connect.JoinServiceClient, id []byte) {
 	// The ticket is also returned during a shutdown.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), c.node.Timing.Dial)

@@ -230,7 +230,6 @@ func (r Replacement) of(p *Presence) (disk, machine string) {
 //
 // The enrollment is banned until the last write. An interruption leaves it so, and another call finishes the work. So
 // the disk that the name will have is assigned to its machine before that, while no machine gets its key (J2).
-// its key (J2).
 func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, report func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, true, now, report); err != nil {
 		return retired, err
