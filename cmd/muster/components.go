@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"os"
 	"slices"
@@ -105,11 +104,11 @@ func readList(path string) (versions.List, error) { return parseList(path, versi
 func parseList(path string, parse func([]byte) (versions.List, error)) (versions.List, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return versions.List{}, fmt.Errorf("--components: %w", err)
+		return versions.List{}, usagef("--components: %w", err)
 	}
 	list, err := parse(text)
 	if err != nil {
-		return versions.List{}, fmt.Errorf("--components %s: %w", path, err)
+		return versions.List{}, usagef("--components %s: %w", path, err)
 	}
 	return list, nil
 }

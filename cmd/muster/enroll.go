@@ -80,25 +80,25 @@ kms on a machine that the policy does not list. After an interruption the same c
 func enrollment(name, role, machine, disk string, addresses []string) (v1alpha1.AttestedNodeSpec, error) {
 	spec := v1alpha1.AttestedNodeSpec{Role: v1alpha1.Role(role), DiskID: disk}
 	if msgs := validation.IsDNS1123Label(name); len(msgs) > 0 {
-		return spec, fmt.Errorf("node name %q: %s", name, msgs[0])
+		return spec, usagef("node name %q: %s", name, msgs[0])
 	}
 	if spec.Role != v1alpha1.RoleWorker && spec.Role != v1alpha1.RoleControlPlane {
-		return spec, fmt.Errorf("--role %q: want worker or control-plane", role)
+		return spec, usagef("--role %q: want worker or control-plane", role)
 	}
 	id, err := attest.ParseMachineID(machine)
 	if err != nil {
-		return spec, fmt.Errorf("--machine-id: %w", err)
+		return spec, usagef("--machine-id: %w", err)
 	}
 	spec.MachineID = id.String()
 	if disk != "" {
 		if _, err := keys.ParseDiskID(disk); err != nil {
-			return spec, fmt.Errorf("--disk-id: %w", err)
+			return spec, usagef("--disk-id: %w", err)
 		}
 	}
 	for _, s := range addresses {
 		ip, err := netip.ParseAddr(s)
 		if err != nil || ip.Zone() != "" {
-			return spec, fmt.Errorf("--address %q is no IP address", s)
+			return spec, usagef("--address %q is no IP address", s)
 		}
 		spec.Addresses = append(spec.Addresses, ip.Unmap().String())
 	}

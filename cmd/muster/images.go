@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"fmt"
 	"os"
 
 	"github.com/spf13/pflag"
@@ -37,10 +36,10 @@ func (f *imageFlags) values() (clusterapi.Values, error) {
 	if f.chartValues != "" {
 		text, err := os.ReadFile(f.chartValues)
 		if err != nil {
-			return v, fmt.Errorf("--chart-values: %w", err)
+			return v, usagef("--chart-values: %w", err)
 		}
 		if err := yaml.UnmarshalStrict(text, &v.More); err != nil {
-			return v, fmt.Errorf("--chart-values %s: %w", f.chartValues, err)
+			return v, usagef("--chart-values %s: %w", f.chartValues, err)
 		}
 	}
 	return v, nil
@@ -50,15 +49,15 @@ func (f *imageFlags) values() (clusterapi.Values, error) {
 func readDigests(path string) (map[string]string, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, fmt.Errorf("--images: %w", err)
+		return nil, usagef("--images: %w", err)
 	}
 	var digests map[string]string
 	if err := json.Unmarshal(text, &digests); err != nil {
-		return nil, fmt.Errorf("--images %s: %w", path, err)
+		return nil, usagef("--images %s: %w", path, err)
 	}
 	for _, name := range []string{"joinservice", "kms"} {
 		if digests[name] == "" {
-			return nil, fmt.Errorf("--images %s: it names no image of %s", path, name)
+			return nil, usagef("--images %s: it names no image of %s", path, name)
 		}
 	}
 	return digests, nil

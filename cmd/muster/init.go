@@ -155,17 +155,17 @@ func (f *initFlags) new() (ownerdir.New, error) {
 	c := &n.Cluster
 	c.Stage = ownerdir.StagePrepared
 	if msgs := validation.IsDNS1123Label(c.Name); len(msgs) > 0 {
-		return n, fmt.Errorf("--name %q: %s", c.Name, msgs[0])
+		return n, usagef("--name %q: %s", c.Name, msgs[0])
 	}
 	var err error
 	if c.Endpoint, err = hostPort(c.Endpoint, 9000); err != nil {
-		return n, fmt.Errorf("--endpoint: %w", err)
+		return n, usagef("--endpoint: %w", err)
 	}
 	if c.ControlPlaneEndpoint, err = hostPort(c.ControlPlaneEndpoint, 6443); err != nil {
-		return n, fmt.Errorf("--control-plane-endpoint: %w", err)
+		return n, usagef("--control-plane-endpoint: %w", err)
 	}
 	if c.KubernetesVersion, err = versions.Resolve(c.KubernetesVersion); err != nil {
-		return n, fmt.Errorf("--kubernetes: %w", err)
+		return n, usagef("--kubernetes: %w", err)
 	}
 	networks := map[string][]string{"--pod-cidr": c.PodCIDRs, "--service-cidr": c.ServiceCIDRs}
 	if c.Adopted {
@@ -177,7 +177,7 @@ func (f *initFlags) new() (ownerdir.New, error) {
 		}
 	}
 	if f.components == "" {
-		return n, errors.New("give --components: a list that names Kubernetes' images by digest (docs/operate.md)")
+		return n, usagef("give --components: a list that names Kubernetes' images by digest (docs/operate.md)")
 	}
 	list, err := readList(f.components)
 	if err != nil {
@@ -186,10 +186,10 @@ func (f *initFlags) new() (ownerdir.New, error) {
 	c.Components, c.Images = list.Components, list.Images
 	if f.policy != "" {
 		if n.Policy, err = os.ReadFile(f.policy); err != nil {
-			return n, fmt.Errorf("--policy: %w", err)
+			return n, usagef("--policy: %w", err)
 		}
 		if _, _, err := policyfile.Parse(n.Policy); err != nil {
-			return n, fmt.Errorf("--policy %s: %w", f.policy, err)
+			return n, usagef("--policy %s: %w", f.policy, err)
 		}
 	}
 	secret, err := ownerdir.ReadInitSecret(f.initSecret)
@@ -226,11 +226,11 @@ func readManifests(paths []string) ([]*unstructured.Unstructured, error) {
 	for _, path := range paths {
 		text, err := os.ReadFile(path)
 		if err != nil {
-			return nil, fmt.Errorf("--manifests: %w", err)
+			return nil, usagef("--manifests: %w", err)
 		}
 		objects, err := clusterapi.ParseManifests(path, text)
 		if err != nil {
-			return nil, fmt.Errorf("--manifests: %w", err)
+			return nil, usagef("--manifests: %w", err)
 		}
 		out = append(out, objects...)
 	}

@@ -38,7 +38,7 @@ a joinservice takes: its machine proves first what it booted and that the policy
 			if joinservice != "" {
 				addr, err := hostPort(joinservice, clusterapi.Values{}.JoinPort())
 				if err != nil {
-					return fmt.Errorf("--joinservice: %w", err)
+					return usagef("--joinservice: %w", err)
 				}
 				cfg.Joinservices = []string{addr}
 			}

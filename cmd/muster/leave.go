@@ -35,21 +35,22 @@ the machine's, and no other one gets its key. With --erase no machine does: the 
 which its key can't be derived any more, and what is on it is lost. --disk names a disk whose node is forgotten already. Nothing is
 drained, and the machine is not switched off: do both before, if it runs. What will be done is shown first. After an interruption the
 same command finishes.`,
-		Args: cobra.MaximumNArgs(1),
+		Args:              cobra.MaximumNArgs(1),
+		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if disk != "" {
 				if len(args) != 0 || !erase {
-					return errors.New("--disk goes with --erase, and instead of the node's name")
+					return usagef("--disk goes with --erase, and instead of the node's name")
 				}
 				if _, err := keys.ParseDiskID(disk); err != nil {
-					return fmt.Errorf("--disk: %w", err)
+					return usagef("--disk: %w", err)
 				}
 				return a.leave(cmd, l, disk, func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
 					return owner.PlanErase(ctx, d, disk)
 				})
 			}
 			if len(args) == 0 {
-				return errors.New("which node? muster forget NODE, or muster forget --erase --disk UUID")
+				return usagef("which node? muster forget NODE, or muster forget --erase --disk UUID")
 			}
 			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
 				return owner.PlanForget(ctx, d, args[0], memberGone, erase)
@@ -75,21 +76,22 @@ func (a *app) replaceCommand() *cobra.Command {
 exchanged: --disk names the new one. At no moment is the name free for others. The machine then joins anew; muster verify shows its
 ID. If the TPM was cleared only, --tpm names the same machine, which may then attest again as the node that it is, without joining anew.
 A ban is no obstacle for another machine, and ends with this; for the machine that is enrolled, lift it first. What will be done is shown first. After an interruption the same command finishes.`,
-		Args: cobra.ExactArgs(1),
+		Args:              cobra.ExactArgs(1),
+		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if to == (clusterapi.Replacement{}) {
-				return errors.New("what was exchanged? --tpm MACHINE-ID, --disk UUID or both")
+				return usagef("what was exchanged? --tpm MACHINE-ID, --disk UUID or both")
 			}
 			if to.MachineID != "" {
 				id, err := attest.ParseMachineID(to.MachineID)
 				if err != nil {
-					return fmt.Errorf("--tpm: %w", err)
+					return usagef("--tpm: %w", err)
 				}
 				to.MachineID = id.String()
 			}
 			if to.DiskID != "" {
 				if _, err := keys.ParseDiskID(to.DiskID); err != nil {
-					return fmt.Errorf("--disk: %w", err)
+					return usagef("--disk: %w", err)
 				}
 			}
 			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
@@ -116,7 +118,7 @@ func (l *leaving) flags(cmd *cobra.Command) {
 
 func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(context.Context, *ownerdir.Dir) (*owner.Departure, error)) error {
 	if msgs := validation.IsDNS1123Subdomain(name); len(msgs) > 0 {
-		return fmt.Errorf("node name %q: %s", name, msgs[0])
+		return usagef("node name %q: %s", name, msgs[0])
 	}
 	dir, err := a.open() // removing a control plane changes the policy
 	if err != nil {

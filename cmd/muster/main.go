@@ -12,7 +12,17 @@ import (
 	"os/signal"
 	"syscall"
 
+	"github.com/spf13/cobra"
+
 	"github.com/muster-k8s/muster/cmd/muster/owner"
+)
+
+// Exit codes; docs/operate.md lists them.
+const (
+	exitFailed      = 1 // a check found something that needs attention, or the command failed in another way
+	exitUsage       = 2 // the command line is wrong: nothing was done
+	exitRefused     = 3 // a machine, a service or the cluster was refused, or refuses: the reason code says why
+	exitUnreachable = 4 // the other side does not answer, or is not ready
 )
 
 func main() {
@@ -22,7 +32,7 @@ func main() {
 	stop()
 	if err != nil {
 		a.complain(err)
-		os.Exit(1)
+		os.Exit(exitCode(err))
 	}
 }
 
@@ -31,15 +41,65 @@ type app struct {
 	stdout, stderr io.Writer
 	output         string
 	directory      string
+	// began is true once a command runs: an error before is one of its command line.
+	began bool
 }
 
 func (a *app) run(ctx context.Context, args []string) error {
 	quietLibraries()
 	root := a.command()
+	a.mark(root)
 	root.SetArgs(args)
 	root.SetOut(a.stdout)
 	root.SetErr(a.stderr)
-	return root.ExecuteContext(ctx)
+	cmd, err := root.ExecuteContextC(ctx)
+	if err == nil {
+		return nil
+	}
+	if !a.began {
+		err = &usageError{err: err}
+	}
+	if u, ok := errors.AsType[*usageError](err); ok {
+		u.command = cmd.CommandPath()
+	}
+	return err
+}
+
+// mark makes each command note that it runs.
+func (a *app) mark(cmd *cobra.Command) {
+	for _, c := range cmd.Commands() {
+		a.mark(c)
+	}
+	if run := cmd.RunE; run != nil {
+		cmd.RunE = func(cmd *cobra.Command, args []string) error {
+			a.began = true
+			return run(cmd, args)
+		}
+	}
+}
+
+// usageError is an error of the command line.
+type usageError struct {
+	err     error
+	command string
+}
+
+func (u *usageError) Error() string { return u.err.Error() }
+func (u *usageError) Unwrap() error { return u.err }
+
+func usagef(format string, args ...any) error { return &usageError{err: fmt.Errorf(format, args...)} }
+
+func exitCode(err error) int {
+	if _, usage := errors.AsType[*usageError](err); usage {
+		return exitUsage
+	}
+	switch {
+	case owner.Unreachable(err):
+		return exitUnreachable
+	case owner.Explain(err).Reason != "":
+		return exitRefused
+	}
+	return exitFailed
 }
 
 // shown is an error that only sets the exit code: its content is already printed.
@@ -48,6 +108,9 @@ type shown struct{ error }
 // complain prints an error with its reason code and its remedy.
 func (a *app) complain(err error) {
 	p := owner.Explain(err)
+	if u, ok := errors.AsType[*usageError](err); ok && p.Remedy == "" {
+		p.Remedy = u.command + " --help shows what it takes."
+	}
 	if _, shown := errors.AsType[*shown](err); shown && a.output == outputJSON {
 		return // the printed object contains it
 	}

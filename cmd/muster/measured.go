@@ -54,7 +54,7 @@ func (p *policyFlags) signed(path string, sum [sha256.Size]byte) error {
 	}
 	key, err := builder.ReadPublicKey(p.builder)
 	if err != nil {
-		return fmt.Errorf("--builder-key: %w", err)
+		return usagef("--builder-key: %w", err)
 	}
 	sums, err := builder.Open(filepath.Dir(path), key)
 	if err != nil {
@@ -113,7 +113,7 @@ func (a *app) fromImageCommand() *cobra.Command {
 		RunE: func(_ *cobra.Command, args []string) error {
 			on := map[string][]bool{"off": {false}, "on": {true}, "both": {false, true}}[secureBoot]
 			if on == nil {
-				return fmt.Errorf("--secure-boot %q: want off, on or both", secureBoot)
+				return usagef("--secure-boot %q: want off, on or both", secureBoot)
 			}
 			program, err := readImage(args[0], &p)
 			if err != nil {
@@ -193,7 +193,7 @@ func (a *app) writePolicy(p *policyFlags) error {
 	for _, s := range p.control {
 		id, err := attest.ParseMachineID(s)
 		if err != nil {
-			return fmt.Errorf("--control-plane: %w", err)
+			return usagef("--control-plane: %w", err)
 		}
 		p.t.ControlPlanes = append(p.t.ControlPlanes, policyfile.ControlPlane{Machine: id})
 	}
@@ -219,15 +219,15 @@ func fillClasses(t *policyfile.Template, classes []string) error {
 	for _, s := range classes {
 		name, path, ok := strings.Cut(s, "=")
 		if !ok {
-			return fmt.Errorf("--class %q: want NAME=FILE", s)
+			return usagef("--class %q: want NAME=FILE", s)
 		}
 		text, err := os.ReadFile(path)
 		if err != nil {
-			return fmt.Errorf("--class: %w", err)
+			return usagef("--class: %w", err)
 		}
 		c, err := policyfile.ParseFirmware(name, text, t.Measurements[0].Bank)
 		if err != nil {
-			return fmt.Errorf("--class %s: %w", s, err)
+			return usagef("--class %s: %w", s, err)
 		}
 		t.Classes = append(t.Classes, c)
 	}
@@ -238,11 +238,11 @@ func fill(t *policyfile.Template, roots, machines, networks []string, operator b
 	for _, path := range roots {
 		text, err := os.ReadFile(path)
 		if err != nil {
-			return fmt.Errorf("--ek-root: %w", err)
+			return usagef("--ek-root: %w", err)
 		}
 		certificates, err := policyfile.SplitPEM(text)
 		if err != nil {
-			return fmt.Errorf("--ek-root %s: %w", path, err)
+			return usagef("--ek-root %s: %w", path, err)
 		}
 		for _, c := range certificates {
 			t.Roots = append(t.Roots, policyfile.Root{PEM: c, Operator: operator, Key: key})
@@ -251,14 +251,14 @@ func fill(t *policyfile.Template, roots, machines, networks []string, operator b
 	for _, s := range machines {
 		id, err := attest.ParseMachineID(s)
 		if err != nil {
-			return fmt.Errorf("--machine-id: %w", err)
+			return usagef("--machine-id: %w", err)
 		}
 		t.MachineIDs = append(t.MachineIDs, id)
 	}
 	for _, s := range networks {
 		c, err := netip.ParsePrefix(s)
 		if err != nil || c != c.Masked() {
-			return fmt.Errorf("--node-cidr %q is not a network like 10.0.0.0/16", s)
+			return usagef("--node-cidr %q is not a network like 10.0.0.0/16", s)
 		}
 		t.NodeCIDRs = append(t.NodeCIDRs, c)
 	}

@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"os"
 	"strconv"
@@ -41,10 +40,10 @@ what that copy would revive, and asks; without a terminal, --accept-epoch N acce
 With --drill, proves on a cluster that is well that the owner's folder would do all this, and changes nothing. Do so every month.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if drill && len(args) > 0 {
-				return errors.New("--drill looks at the whole cluster: leave out the endpoint")
+				return usagef("--drill looks at the whole cluster: leave out the endpoint")
 			}
 			if drill && machine+disk != "" {
-				return errors.New("--drill looks at the whole cluster: leave out --machine-id and --disk")
+				return usagef("--drill looks at the whole cluster: leave out --machine-id and --disk")
 			}
 			if drill {
 				return nil
@@ -81,20 +80,20 @@ With --drill, proves on a cluster that is well that the owner's folder would do 
 func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accepted *uint64) error {
 	addr, err := hostPort(endpoint, 9999)
 	if err != nil {
-		return fmt.Errorf("endpoint: %w", err)
+		return usagef("endpoint: %w", err)
 	}
 	cfg := owner.RecoverConfig{Addr: addr, AcceptEpoch: accepted, Ask: a.askRevival()}
 	if machine != "" {
 		id, err := attest.ParseMachineID(machine)
 		if err != nil {
-			return fmt.Errorf("--machine-id: %w", err)
+			return usagef("--machine-id: %w", err)
 		}
 		cfg.Machine = &id
 	}
 	if disk != "" {
 		id, err := keys.ParseDiskID(disk)
 		if err != nil {
-			return fmt.Errorf("--disk: %w", err)
+			return usagef("--disk: %w", err)
 		}
 		cfg.Disk = &id
 	}

@@ -45,7 +45,7 @@ A first cluster:
 		SilenceUsage:  true,
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if !slices.Contains([]string{outputAuto, outputPlain, outputJSON}, a.output) {
-				return fmt.Errorf("--output %q: want auto, plain or json", a.output)
+				return usagef("--output %q: want auto, plain or json", a.output)
 			}
 			return nil
 		},
@@ -89,9 +89,9 @@ func (a *app) folder() (string, error) {
 	case 1:
 		return found[0], nil
 	case 0:
-		return "", errors.New("no owner's folder ./muster-NAME is here: name it by --directory, or make it by muster init")
+		return "", usagef("no owner's folder ./muster-NAME is here: name it by --directory, or make it by muster init")
 	default:
-		return "", fmt.Errorf("there are several owners' folders here (%v): name one by --directory", found)
+		return "", usagef("there are several owners' folders here (%v): name one by --directory", found)
 	}
 }
 

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -37,7 +36,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				return a.machineStatus(ctx, endpoint, policy)
 			}
 			if policy != "" {
-				return errors.New("--policy goes with --endpoint")
+				return usagef("--policy goes with --endpoint")
 			}
 			dir, err := a.view()
 			if err != nil {

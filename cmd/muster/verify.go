@@ -78,7 +78,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 	}
 	addr, err := hostPort(endpoint, port)
 	if err != nil {
-		return cfg, fmt.Errorf("endpoint: %w", err)
+		return cfg, usagef("endpoint: %w", err)
 	}
 	var text []byte
 	if dir, err := a.view(); err == nil {
@@ -93,7 +93,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 		return cfg, err
 	}
 	if policyPath == "" {
-		return cfg, errors.New("no policy to verify with: give --policy or --directory")
+		return cfg, usagef("no policy to verify with: give --policy or --directory")
 	}
 	if text, err = os.ReadFile(policyPath); err != nil {
 		return cfg, err
@@ -106,7 +106,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 	if clusterID != "" {
 		id, err := hex.DecodeString(clusterID)
 		if err != nil || len(id) != 32 {
-			return cfg, errors.New("--cluster-id: want 64 hexadecimal digits")
+			return cfg, usagef("--cluster-id: want 64 hexadecimal digits")
 		}
 		cfg.ClusterID = (*[32]byte)(id)
 		cfg.Locks = append(cfg.Locks, attest.LockedTo(*cfg.ClusterID))
@@ -116,12 +116,12 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 		cfg.Locks = append(cfg.Locks, attest.Unlocked())
 	case attest.PurposeJoinservice, attest.PurposeKMS:
 		if cfg.ClusterID == nil {
-			return cfg, fmt.Errorf("--purpose %s: a service runs in a cluster: give --cluster-id or --directory", purpose)
+			return cfg, usagef("--purpose %s: a service runs in a cluster: give --cluster-id or --directory", purpose)
 		}
 	case attest.PurposePublic:
 		fallthrough
 	default:
-		return cfg, fmt.Errorf("--purpose %q: want machine, joinservice or kms", purpose)
+		return cfg, usagef("--purpose %q: want machine, joinservice or kms", purpose)
 	}
 	return cfg, nil
 }

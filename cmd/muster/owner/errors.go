@@ -3,6 +3,7 @@ package owner
 import (
 	"context"
 	"errors"
+	"net"
 
 	"connectrpc.com/connect"
 
@@ -44,7 +45,10 @@ func remedy(err error) string {
 	if len(attest.MismatchesOf(err)) > 0 {
 		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy; if not, what it boots was changed."
 	}
+	op, dial := errors.AsType[*net.OpError](err)
 	switch {
+	case dial && op.Op == "dial":
+		return "Check the address, and whether this computer reaches it. Connection refused: nothing listens on that port; a machine that is a node has closed port 9000. A timeout: the machine is off, or a firewall drops packets. Then run the same command again."
 	case errors.Is(err, ownerdir.ErrOtherCluster):
 		return "Nothing was sent or changed."
 	case errors.Is(err, context.DeadlineExceeded):
@@ -65,6 +69,21 @@ func (r *remedied) Error() string { return r.err.Error() }
 func (r *remedied) Unwrap() error { return r.err }
 
 func withRemedy(err error, remedy string) error { return &remedied{err, remedy} }
+
+// Unreachable reports whether the other side did not answer, or was not ready: the same command may succeed later.
+func Unreachable(err error) bool {
+	switch rpc.ReasonFrom(err) {
+	case attestv1.Reason_REASON_UNSPECIFIED:
+	case attestv1.Reason_REASON_API_UNAVAILABLE, attestv1.Reason_REASON_KMS_UNAVAILABLE, attestv1.Reason_REASON_BUSY, attestv1.Reason_REASON_NOT_READY, attestv1.Reason_REASON_DEADLINE:
+		return true
+	default:
+		return false
+	}
+	if _, network := errors.AsType[*net.OpError](err); network {
+		return true
+	}
+	return errors.Is(err, context.DeadlineExceeded) || connect.IsWireError(err) && connect.CodeOf(err) == connect.CodeUnavailable
+}
 
 // final reports whether an error is a decision, so that another attempt would give the same result.
 func final(err error) bool {

@@ -70,8 +70,9 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	if out.Nothing {
 		if out.erase != "" {
 			out.planErase()
+			return out, nil
 		}
-		return out, nil
+		return out, wasForgotten(ctx, d, kube, p)
 	}
 	if p.ControlPlane && p.Joined() {
 		if len(p.OtherControlPlanes) == 0 {
@@ -108,6 +109,22 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	}
 	out.certificates()
 	return out, nil
+}
+
+// wasForgotten returns NOT_ENROLLED for a name that neither the cluster nor the folder has seen: it is misspelled.
+func wasForgotten(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *clusterapi.Presence) error {
+	known, err := d.Known()
+	if err != nil {
+		return err
+	}
+	if _, recorded := known.Nodes[p.Name]; recorded || p.Listed || slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.Name == p.Name }) {
+		return nil
+	}
+	names, err := kube.NodeNames(ctx)
+	if err != nil {
+		return err
+	}
+	return withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "there is no node %s, and none was forgotten", p.Name), "Nothing was changed. The cluster has: "+strings.Join(names[:min(len(names), maxNamed)], ", ")+".")
 }
 
 func removeMember(name, other string) string {

@@ -202,7 +202,7 @@ func TestAMachineThatIsNotTheExpectedOneGetsNoSecrets(t *testing.T) {
 		"another control plane that nobody named":  {there: second, want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "--machine-id"},
 		"the first one where another was named":    {there: first, expected: second, want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "--machine-id"},
 		"another image":                            {there: attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"}), want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "Don't trust"},
-		"a TPM that no listed root certifies":           {there: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), want: attestv1.Reason_REASON_EK_UNTRUSTED, remedy: "ekRoots"},
+		"a TPM that no listed root certifies":      {there: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), want: attestv1.Reason_REASON_EK_UNTRUSTED, remedy: "ekRoots"},
 		"a machine whose state is open":            {there: booted, expected: booted, want: attestv1.Reason_REASON_LOCK_FOREIGN, remedy: "no recovery"},
 		"the first one, which the folder knows of": {there: first, want: attestv1.Reason_REASON_ACCEPTED},
 	} {

@@ -33,6 +33,8 @@ type Presence struct {
 	Enrollment *v1alpha1.AttestedNode
 	// Unattested reports that the node was in the cluster before Muster, and is allowed without attestation.
 	Unattested bool
+	// Listed reports that the list of nodes that may not write names it.
+	Listed bool
 	// Requests are certificate requests that were filed under the name.
 	Requests []string
 	// Pods are those on the node that a drain would move: not those of DaemonSets, and not the kubelet's own.
@@ -97,7 +99,8 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	if err != nil {
 		return nil, err
 	}
-	p.Unattested = list.Entry(name).Unattested
+	e := list.Entry(name)
+	p.Unattested, p.Listed = e.Unattested, !e.Equal(nodeaccess.Entry{})
 	if p.Requests, err = c.requestsOf(ctx, name); err != nil {
 		return nil, err
 	}
