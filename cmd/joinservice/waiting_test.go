@@ -97,6 +97,35 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	}
 }
 
+// A node that was refused for a while, by a policy that its owner has corrected since, is no longer listed.
+func TestAMachineThatIsAcceptedAgainWaitsNoLonger(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	s.ticketFor(t, m, worker(t))
+	m.LockTo(s.ID)
+	e := waiting.Entry{Machine: m.ID().String(), Node: "w1", Role: "worker", Reason: "POLICY_REFUSED", Since: time.Now(), Last: time.Now()}
+	text, err := e.Encode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	list := &corev1.ConfigMap{}
+	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: waiting.ConfigMap}, list); err != nil {
+		t.Fatal(err)
+	}
+	next := list.DeepCopy()
+	next.Data = map[string]string{e.Machine: text}
+	if err := s.Client.Patch(t.Context(), next, client.MergeFrom(list)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.reattest(t, m); err != nil {
+		t.Fatal(err)
+	}
+	membertest.Eventually(t, func() error {
+		n := len(s.waiting(t))
+		return membertest.Want(n == 0, "%d wait", n)
+	})
+}
+
 // The end of a node's certificates is known from the ticket, and later from its machine, which reports those that it has.
 func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	s := setUp(t)

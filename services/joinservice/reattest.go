@@ -63,6 +63,9 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		}
 	}
 	s.undoVerdict(ctx, a, peer, err)
+	if err == nil {
+		s.cfg.Records.Accepted(peer.Machine())
+	}
 	return err
 }
 

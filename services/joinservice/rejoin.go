@@ -130,7 +130,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.cfg.Enrollments.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all steps that take time
 		return nil, err
 	}
-	s.cfg.Records.Rejoined(peer.Machine())
+	s.cfg.Records.Accepted(peer.Machine())
 	return &rejoinTicket{id: a.id, disk: key, info: info, authorities: authorities}, nil
 }
 

@@ -70,8 +70,8 @@ func (r *Records) Admitted(m attest.MachineID, node string, clientEnd, servingEn
 	r.certs[node] = enroll.Expiry{Client: clientEnd, Serving: servingEnd}
 }
 
-// Rejoined notes that a machine got its disk's key after a reboot: it is removed from the list.
-func (r *Records) Rejoined(m attest.MachineID) {
+// Accepted notes that a machine attested again or got its disk's key after a reboot: it is removed from the list.
+func (r *Records) Accepted(m attest.MachineID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.wait[m.String()] = nil

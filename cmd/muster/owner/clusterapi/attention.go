@@ -56,6 +56,9 @@ func (s *Status) attention(now time.Time) []Attention {
 		s.nodeAttention(n, now, add)
 	}
 	for _, w := range s.Waiting {
+		if !s.enrolled(w.Machine) {
+			continue // any machine with a genuine TPM can ask; the owner sees it in the table
+		}
 		who := w.Node
 		if who == "" {
 			who = w.Machine[:min(12, len(w.Machine))]

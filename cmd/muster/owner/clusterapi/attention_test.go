@@ -38,22 +38,22 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		harm        func(*Status)
 		about, says string
 	}{
-		"a service":                     {func(s *Status) { s.Services["muster-kms"] = "muster-kms 0/1 ready" }, "muster-kms", "0/1"},
-		"no chart":                      {func(s *Status) { s.Chart = nil }, "chart", "not installed"},
-		"a failed chart":                {func(s *Status) { s.Chart.Status = "failed" }, "chart", "failed"},
-		"no policy":                     {func(s *Status) { s.Policy = nil }, "policy", "no machine"},
-		"a refused policy":              {func(s *Status) { s.Policy.Accepted, s.Policy.Reason = false, "POLICY_INVALID" }, "policy", "POLICY_INVALID"},
-		"a policy that no service has checked":    {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet checked"},
-		"a Node that Muster let not in": {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
-		"a banned Node":                 {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
-		"a node that is not ready":      {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
-		"a node without a verdict":      {func(s *Status) { s.Nodes[0].AppraisedAt = nil }, "node node1", "never appraised"},
-		"a bad verdict":                 {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
-		"an old verdict":                {func(s *Status) { s.Nodes[0].AppraisedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
-		"a verdict of an old policy":    {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].AppraisedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
-		"one that lasts for a year":     {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate lasts for 8000h"},
-		"a client certificate":          {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
-		"a serving certificate":         {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},
+		"a service":                            {func(s *Status) { s.Services["muster-kms"] = "muster-kms 0/1 ready" }, "muster-kms", "0/1"},
+		"no chart":                             {func(s *Status) { s.Chart = nil }, "chart", "not installed"},
+		"a failed chart":                       {func(s *Status) { s.Chart.Status = "failed" }, "chart", "failed"},
+		"no policy":                            {func(s *Status) { s.Policy = nil }, "policy", "no machine"},
+		"a refused policy":                     {func(s *Status) { s.Policy.Accepted, s.Policy.Reason = false, "POLICY_INVALID" }, "policy", "POLICY_INVALID"},
+		"a policy that no service has checked": {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet checked"},
+		"a Node that Muster let not in":        {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
+		"a banned Node":                        {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
+		"a node that is not ready":             {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
+		"a node without a verdict":             {func(s *Status) { s.Nodes[0].AppraisedAt = nil }, "node node1", "never appraised"},
+		"a bad verdict":                        {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
+		"an old verdict":                       {func(s *Status) { s.Nodes[0].AppraisedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
+		"a verdict of an old policy":           {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].AppraisedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
+		"one that lasts for a year":            {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate lasts for 8000h"},
+		"a client certificate":                 {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
+		"a serving certificate":                {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},
 		"a control plane's certificate that ended": {func(s *Status) {
 			s.Nodes[0].ControlPlane[0].Expires = now.Add(-time.Hour)
 		}, "node node1", "certificate apiserver ended 1h"},
@@ -63,7 +63,8 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"admin.conf": {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
 		"the CA":     {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
 		"a request":  {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
-		"a machine that waits": {func(s *Status) {
+		"an enrolled machine that waits": {func(s *Status) {
+			s.Nodes[1].MachineID = strings.Repeat("ab", 32)
 			s.Waiting = []Waiting{{Machine: strings.Repeat("ab", 32), Reason: "POLICY_REFUSED", Remedy: "Compare.", Since: now.Add(-time.Hour)}}
 		}, "waiting abababababab", "POLICY_REFUSED"},
 	} {
@@ -75,6 +76,34 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 				t.Errorf("%+v, want one about %q that says %q", got, tt.about, tt.says)
 			}
 		})
+	}
+}
+
+// Any machine with a genuine TPM can ask, so a check must not fail by it.
+func TestARefusedMachineThatIsNotEnrolledNeedsNoAttention(t *testing.T) {
+	s := sound()
+	s.Waiting = []Waiting{{Machine: strings.Repeat("ab", 32), Reason: "POLICY_REFUSED", Since: now.Add(-time.Hour)}}
+	if got := s.attention(now); len(got) != 0 {
+		t.Errorf("%+v", got)
+	}
+}
+
+// joinservice's replicas write the list some seconds late: a machine that was accepted since then does not wait.
+func TestAMachineThatWasAcceptedSinceDoesNotWait(t *testing.T) {
+	s := sound()
+	s.Nodes[0].MachineID = strings.Repeat("ab", 32)
+	for name, tt := range map[string]struct {
+		machine string
+		last    time.Duration // before now; the node was accepted a minute ago
+		want    bool
+	}{
+		"refused before":  {s.Nodes[0].MachineID, 2 * time.Minute, true},
+		"refused since":   {s.Nodes[0].MachineID, 30 * time.Second, false},
+		"another machine": {strings.Repeat("cd", 32), 2 * time.Minute, false},
+	} {
+		if got := s.acceptedSince(tt.machine, now.Add(-tt.last)); got != tt.want {
+			t.Errorf("%s: %t", name, got)
+		}
 	}
 }
 

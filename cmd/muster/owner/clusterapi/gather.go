@@ -64,7 +64,7 @@ func (c *Client) waiting(ctx context.Context, s *Status, now time.Time) error {
 	}
 	entries, _ := waiting.Parse(m.Data)
 	for _, e := range entries {
-		if e.Expired(now) {
+		if e.Expired(now) || s.acceptedSince(e.Machine, e.Last) {
 			continue
 		}
 		s.Waiting = append(s.Waiting, Waiting{
@@ -73,6 +73,18 @@ func (c *Client) waiting(ctx context.Context, s *Status, now time.Time) error {
 		})
 	}
 	return nil
+}
+
+// acceptedSince reports whether a machine was accepted after that time: joinservice removes its entry some seconds later.
+func (s *Status) acceptedSince(machine string, at time.Time) bool {
+	return slices.ContainsFunc(s.Nodes, func(n NodeStatus) bool {
+		return n.MachineID == machine && n.Accepted != nil && *n.Accepted && n.AppraisedAt != nil && n.AppraisedAt.After(at)
+	})
+}
+
+// enrolled reports whether a machine has an enrollment.
+func (s *Status) enrolled(machine string) bool {
+	return slices.ContainsFunc(s.Nodes, func(n NodeStatus) bool { return n.Enrolled && n.MachineID == machine })
 }
 
 // requests lists the pending certificate requests of nodes.
