@@ -64,9 +64,9 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration."},
 
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
-	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "Enroll the machine first: `muster enroll NAME --role control-plane --machine-id ID`. A machine that was forgotten joins anew with an empty state disk."},
-	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "Give the machine another name, or free this one with `muster forget NAME`."},
-	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name, or delete the Node that Muster did not make."},
+	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "A control plane must be enrolled before it joins: `muster enroll NAME --role control-plane --machine-id ID` (ID: `muster verify HOST`). A machine that was forgotten joins anew once its state disk is erased."},
+	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "If the machine takes the place of the enrolled one: `muster replace NAME --tpm ID`. If that is no longer needed: `muster forget NAME`. Otherwise give the machine another name."},
+	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name. If the Node is not needed: `muster forget NAME` deletes it."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
 	attestv1.Reason_REASON_DISK_ERASED:         {connect.CodePermissionDenied, false, "Run `kubectl get attesteddisk UUID`. Not found: don't erase the disk, put its salt back from known.json (docs/leaving.md). If it says `erased: true`, its data are lost: erase its first MiB, then `muster replace NAME --disk NEW-UUID` (control plane: `muster forget`, `muster enroll`)."},
 	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with its own disk. If the disk was exchanged: `muster replace NAME --disk UUID` (control plane: `muster forget`, `muster enroll`). If the disk is another machine's: put it back there, or `muster replace NODE --tpm ID` gives that node to this machine."},
