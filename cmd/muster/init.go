@@ -126,7 +126,7 @@ func (a *app) initDone(dir *ownerdir.Dir) error {
 			Directory string `json:"directory"`
 			Node      string `json:"node"`
 			Machine   string `json:"machine"`
-		}{"result", c.ClusterID, dir.Path(), c.FirstMachine.NodeName, c.FirstMachine.ID})
+		}{"result", c.ClusterID, dir.Path(), c.FirstMachine.NodeName, c.FirstMachine.ID.String()})
 		if err != nil {
 			return err
 		}

@@ -115,7 +115,7 @@ func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attestte
 	d, err := ownerdir.Create(path, ownerdir.New{
 		Cluster: ownerdir.Cluster{
 			Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443", PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"},
-			Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID().String(), DiskID: w.disk.String(), DiskSalt: keys.DiskSalt{3}.String()},
+			Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID(), DiskID: w.disk.String(), DiskSalt: keys.DiskSalt{3}.String()},
 		},
 		Secrets: secrets, OwnerKey: w.owner, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{w.tpm}),
 	})

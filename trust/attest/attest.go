@@ -74,6 +74,15 @@ func ParseMachineID(s string) (MachineID, error) {
 	return MachineID(b), nil
 }
 
+// MarshalText is [MachineID.String].
+func (m MachineID) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
+
+// UnmarshalText is [ParseMachineID].
+func (m *MachineID) UnmarshalText(b []byte) (err error) {
+	*m, err = ParseMachineID(string(b))
+	return err
+}
+
 // parseHex reads exactly n bytes in lower-case hexadecimal digits, so one value has one spelling.
 func parseHex(s string, n int) ([]byte, error) {
 	b, err := hex.DecodeString(s)

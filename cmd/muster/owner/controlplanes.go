@@ -243,18 +243,14 @@ func (i *initializer) listFirst() error {
 	if m == nil {
 		return errNoFirst
 	}
-	id, err := attest.ParseMachineID(m.ID)
-	if err != nil {
-		return fmt.Errorf("cluster.json: %w", err)
-	}
-	if i.policy.MayServe(id) == nil || i.dir().Stage == ownerdir.StageInstalled {
+	if i.policy.MayServe(m.ID) == nil || i.dir().Stage == ownerdir.StageInstalled {
 		return nil
 	}
 	text, err := i.Dir.Read(ownerdir.PolicyFile)
 	if err != nil {
 		return err
 	}
-	if text, err = policyfile.ListControlPlanes(text, i.policy.Serial(), []policyfile.ControlPlane{{Machine: id, Name: m.NodeName}}, nil); err != nil {
+	if text, err = policyfile.ListControlPlanes(text, i.policy.Serial(), []policyfile.ControlPlane{{Machine: m.ID, Name: m.NodeName}}, nil); err != nil {
 		return err
 	}
 	if err := i.Dir.Write(ownerdir.PolicyFile, text); err != nil {

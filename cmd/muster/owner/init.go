@@ -128,11 +128,7 @@ func (i *initializer) machine(ctx context.Context) error {
 		Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked()}, DialContext: i.DialContext,
 	}
 	if c.Stage == ownerdir.StageRequested {
-		id, err := attest.ParseMachineID(c.FirstMachine.ID)
-		if err != nil {
-			return fmt.Errorf("cluster.json: %w", err)
-		}
-		target.Only = &id
+		target.Only = &c.FirstMachine.ID
 		target.Locks = append(target.Locks, attest.LockedTo(i.clusterID))
 	}
 	if err := i.step("verify the machine", func() (string, error) { return i.appraise(ctx, &target) }); err != nil {
@@ -164,7 +160,7 @@ func (i *initializer) appraise(ctx context.Context, target *peerdial.Target) (st
 	c := i.dir()
 	if c.Stage == ownerdir.StagePrepared {
 		c.Stage = ownerdir.StageRequested
-		c.FirstMachine = &ownerdir.Machine{ID: id.String(), DiskSalt: keys.NewDiskSalt().String(), Verdict: verdictOf(peer)}
+		c.FirstMachine = &ownerdir.Machine{ID: id, DiskSalt: keys.NewDiskSalt().String(), Verdict: verdictOf(peer)}
 		if err := i.Dir.Save(c); err != nil {
 			return "", err
 		}
@@ -255,10 +251,6 @@ func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 	if err != nil {
 		return nil, fmt.Errorf("cluster.json: diskSalt: %w: it was begun with an older version of muster, so begin a new cluster in another --directory", err)
 	}
-	id, err := attest.ParseMachineID(c.FirstMachine.ID)
-	if err != nil {
-		return nil, fmt.Errorf("cluster.json: %w", err)
-	}
 	owner, err := i.Dir.OwnerKey()
 	if err != nil {
 		return nil, err
@@ -268,7 +260,7 @@ func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 		MeasurementSalt: i.secrets.MeasurementSalt[:], ClusterName: c.Name, KubernetesVersion: c.KubernetesVersion,
 		ControlPlaneEndpoint: c.ControlPlaneEndpoint, PodCidrs: c.PodCIDRs, ServiceCidrs: c.ServiceCIDRs, ApiServerSans: c.APIServerSANs,
 		Components: list.Wire(), DiskSalt: salt[:], Images: c.Images,
-		OwnerSignature: ownerorder.Init{Cluster: i.clusterID, Machine: id, Adopt: c.Adopted}.Sign(owner),
+		OwnerSignature: ownerorder.Init{Cluster: i.clusterID, Machine: c.FirstMachine.ID, Adopt: c.Adopted}.Sign(owner),
 	})
 	for event, err := range events {
 		if err != nil {

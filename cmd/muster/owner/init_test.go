@@ -132,7 +132,7 @@ func TestAMachineThatIsRefusedIsSentNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		c := o.Cluster()
-		if c.Stage != ownerdir.StageInitialized || c.FirstMachine.ID != good.ID().String() || c.ClusterID != o.clusterID().String() || c.FirstMachine.NodeName != "node1" {
+		if c.Stage != ownerdir.StageInitialized || c.FirstMachine.ID != good.ID() || c.ClusterID != o.clusterID().String() || c.FirstMachine.NodeName != "node1" {
 			t.Errorf("%+v", c)
 		}
 		if o.leaks([]byte(o.out.String())) {

@@ -156,7 +156,7 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 			return withRemedy(err, "Add its network to nodeCidrs in "+i.Dir.File(ownerdir.PolicyFile)+" and run the command again, without --policy.")
 		}
 	}
-	spec := v1alpha1.AttestedNodeSpec{MachineID: m.ID, Role: v1alpha1.RoleControlPlane, DiskID: m.DiskID, Addresses: m.Addresses}
+	spec := v1alpha1.AttestedNodeSpec{MachineID: m.ID.String(), Role: v1alpha1.RoleControlPlane, DiskID: m.DiskID, Addresses: m.Addresses}
 	salt, err := keys.ParseDiskSalt(m.DiskSalt)
 	if err != nil {
 		return withRemedy(fmt.Errorf("cluster.json: diskSalt: %w", err), "The disk of the first machine was erased, or this cluster was begun with an older version of muster: begin a new one in another --directory.")
@@ -227,16 +227,12 @@ func (i *initializer) joinservice(ctx context.Context) (string, error) {
 	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
 	defer cancel()
 	m := i.dir().FirstMachine
-	id, err := attest.ParseMachineID(m.ID)
-	if err != nil {
-		return "", fmt.Errorf("cluster.json: %w", err)
-	}
 	var at string
 	next := 0
-	err = i.retry(ctx, func() error {
+	err := i.retry(ctx, func() error {
 		at = net.JoinHostPort(m.Addresses[next%len(m.Addresses)], strconv.Itoa(i.Values.JoinPort()))
 		next++
-		return i.askJoinservice(ctx, at, id)
+		return i.askJoinservice(ctx, at, m.ID)
 	})
 	return at, err
 }

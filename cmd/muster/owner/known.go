@@ -179,7 +179,7 @@ func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID)
 	if _, n, ok := known.OfMachine(machine); ok {
 		return n.Disk.ID
 	}
-	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.ID == machine.String() {
+	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.ID == machine {
 		return c.FirstMachine.DiskID
 	}
 	return ""

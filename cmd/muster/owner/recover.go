@@ -115,11 +115,7 @@ func (r *recoverer) load() error {
 		if c.FirstMachine == nil {
 			return withRemedy(fmt.Errorf("%s knows no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder.")
 		}
-		id, err := attest.ParseMachineID(c.FirstMachine.ID)
-		if err != nil {
-			return fmt.Errorf("cluster.json: %w", err)
-		}
-		r.Machine = &id
+		r.Machine = &c.FirstMachine.ID
 	}
 	_, policy, json, err := folderPolicy(r.Dir)
 	if err != nil {

@@ -106,7 +106,7 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 	o := own(t, &firstMachine{addr: w.addr}, "192.0.2.1:6443", policy)
 	c := o.Cluster()
 	c.Stage, c.ClusterID = ownerdir.StageInstalled, o.clusterID().String()
-	c.FirstMachine = &ownerdir.Machine{ID: m.ID().String(), DiskID: disk, DiskSalt: keys.DiskSalt{3}.String()}
+	c.FirstMachine = &ownerdir.Machine{ID: m.ID(), DiskID: disk, DiskSalt: keys.DiskSalt{3}.String()}
 	if err := o.Save(c); err != nil {
 		t.Fatal(err)
 	}

@@ -35,6 +35,10 @@ const (
 	EpochMap = "muster-epoch"
 	// EpochAnnotation is the annotation of a control plane's Node with the newest epoch that its machine knows, as [HistoryEpoch.String] writes it.
 	EpochAnnotation = "muster.dev/epoch"
+	// NodeUserPrefix and NodeGroup make up the subject of a node's certificates, as Kubernetes' Node authorizer expects
+	// it: CN NodeUserPrefix and the node's name, O NodeGroup.
+	NodeUserPrefix = "system:node:"
+	NodeGroup      = "system:nodes"
 	// ControlPlaneLabel is kubeadm's label of control planes' Nodes, where joinservice and kms run. A kubelet may not set
 	// it on its own Node.
 	ControlPlaneLabel = "node-role.kubernetes.io/control-plane"

@@ -25,9 +25,6 @@ const (
 	maxCertificate = 16 << 10
 )
 
-// nodesGroup is the group of all kubelets.
-const nodesGroup = "system:nodes"
-
 // slimNode keeps the parts of a Node that joinservice uses: its name, its addresses, and whether it is Ready and labeled as
 // a control plane.
 func slimNode(o any) (any, error) {
@@ -84,8 +81,8 @@ func slimRequest(o any) (any, error) {
 		ObjectMeta: metav1.ObjectMeta{Name: r.Name, UID: r.UID, ResourceVersion: r.ResourceVersion, CreationTimestamp: r.CreationTimestamp},
 		Spec:       certificatesv1.CertificateSigningRequestSpec{SignerName: r.Spec.SignerName, Username: r.Spec.Username},
 	}
-	if slices.Contains(r.Spec.Groups, nodesGroup) {
-		out.Spec.Groups = []string{nodesGroup}
+	if slices.Contains(r.Spec.Groups, clusterinfo.NodeGroup) {
+		out.Spec.Groups = []string{clusterinfo.NodeGroup}
 	}
 	if ids := r.Spec.Extra[nodeaccess.CredentialID]; len(ids) > 0 {
 		out.Spec.Extra = map[string]certificatesv1.ExtraValue{nodeaccess.CredentialID: slices.Clone(first(1, ids))}

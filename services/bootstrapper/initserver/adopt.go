@@ -7,6 +7,7 @@ import (
 	"os"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -52,7 +53,7 @@ func (s *Server) isControlPlane(o *initOrder) error {
 	if _, err := leaf.Verify(x509.VerifyOptions{Roots: roots, CurrentTime: at, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err != nil {
 		return refuse("%s: %w", kubelet.ClientFile, err)
 	}
-	if have, want := leaf.Subject.CommonName, "system:node:"+o.meta.Name; have != want {
+	if have, want := leaf.Subject.CommonName, clusterinfo.NodeUserPrefix+o.meta.Name; have != want {
 		return refuse("its kubelet is %s, and its metadata say %s", have, want)
 	}
 	return nil

@@ -16,13 +16,8 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/trust/attest"
-)
-
-// These make up the subject of a node's certificates, as Kubernetes' Node authorizer expects it.
-const (
-	nodeUserPrefix = "system:node:"
-	nodeGroup      = "system:nodes"
 )
 
 // Keys are a node's two keys, ECDSA P-256. They are made on the machine and never leave it: a stolen certificate is useless without its key (J5).
@@ -42,7 +37,7 @@ func NewKeys() (k Keys, err error) {
 // Requests returns the two certificate requests (PKCS#10, DER): the client's without a SAN,
 // the serving one with the node's name and addresses.
 func (k Keys) Requests(name string, addrs []netip.Addr) (client, serving []byte, err error) {
-	subject := pkix.Name{Organization: []string{nodeGroup}, CommonName: nodeUserPrefix + name}
+	subject := pkix.Name{Organization: []string{clusterinfo.NodeGroup}, CommonName: clusterinfo.NodeUserPrefix + name}
 	client, err = x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{Subject: subject}, k.Client)
 	if err != nil {
 		return nil, nil, err
@@ -66,7 +61,7 @@ func CheckCertificate(chain []byte, key *ecdsa.PrivateKey, roots *x509.CertPool,
 	if pub, ok := leaf.PublicKey.(*ecdsa.PublicKey); !ok || !pub.Equal(&key.PublicKey) {
 		return errors.New("it is for another key")
 	}
-	if leaf.Subject.CommonName != nodeUserPrefix+name || !slices.Equal(leaf.Subject.Organization, []string{nodeGroup}) {
+	if leaf.Subject.CommonName != clusterinfo.NodeUserPrefix+name || !slices.Equal(leaf.Subject.Organization, []string{clusterinfo.NodeGroup}) {
 		return fmt.Errorf("it is for %s", leaf.Subject)
 	}
 	if err := checkClock(leaf, now); err != nil {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
@@ -37,7 +38,7 @@ func Needs(root, node string, share float64, now time.Time) (Need, string) {
 	switch {
 	case err != nil:
 		return NeedNow, fmt.Sprintf("the kubelet's client certificate can't be used: %v", err)
-	case leaf.Subject.CommonName != nodeUserPrefix+node:
+	case leaf.Subject.CommonName != clusterinfo.NodeUserPrefix+node:
 		return NeedNow, fmt.Sprintf("the kubelet's client certificate is for %q", leaf.Subject.CommonName)
 	case now.Before(leaf.NotBefore) || !now.Before(leaf.NotAfter):
 		return NeedNow, fmt.Sprintf("the kubelet's client certificate is valid from %s to %s, and it is %s", stamp(leaf.NotBefore), stamp(leaf.NotAfter), stamp(now))

@@ -22,6 +22,7 @@ import (
 	cbasn1 "golang.org/x/crypto/cryptobyte/asn1"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -31,10 +32,10 @@ const MaxSize = 8 << 10
 // MaxAddresses is the limit of IP addresses in one request.
 const MaxAddresses = 16
 
-// Subject of every node's certificates, as Kubernetes' Node authorizer expects them.
+// Subject of every node's certificates.
 const (
-	UserPrefix   = "system:node:"
-	Organization = "system:nodes"
+	UserPrefix   = clusterinfo.NodeUserPrefix
+	Organization = clusterinfo.NodeGroup
 )
 
 // Kind is one of the two certificates of a node.

@@ -134,14 +134,12 @@ func (c *Client) requestsOf(ctx context.Context, node string) ([]string, error) 
 	}
 	var out []string
 	for _, o := range all.Items {
-		if o.Spec.Username == nodeUser+node {
+		if o.Spec.Username == clusterinfo.NodeUserPrefix+node {
 			out = append(out, o.Name)
 		}
 	}
 	return out, nil
 }
-
-const nodeUser = "system:node:"
 
 // FreeFor returns an error if machine or disk of a change is enrolled under another name, or if the disk that the
 // name will have belongs to a third machine.

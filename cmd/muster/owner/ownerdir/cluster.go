@@ -67,7 +67,7 @@ type Cluster struct {
 
 // Machine is the first machine with its owner's verdict.
 type Machine struct {
-	ID string `json:"id"`
+	ID attest.MachineID `json:"id"`
 	// NodeName, DiskID and Addresses are known with the result.
 	NodeName  string   `json:"nodeName,omitempty"`
 	DiskID    string   `json:"diskID,omitempty"`
@@ -144,15 +144,11 @@ func (c Cluster) listing(policy []byte) []byte {
 	if c.FirstMachine == nil {
 		return nil
 	}
-	id, err := attest.ParseMachineID(c.FirstMachine.ID)
-	if err != nil {
-		return nil
-	}
 	p, _, err := policyfile.Parse(policy)
 	if err != nil {
 		return nil
 	}
-	out, err := policyfile.ListControlPlanes(policy, p.Serial(), []policyfile.ControlPlane{{Machine: id, Name: c.FirstMachine.NodeName}}, nil)
+	out, err := policyfile.ListControlPlanes(policy, p.Serial(), []policyfile.ControlPlane{{Machine: c.FirstMachine.ID, Name: c.FirstMachine.NodeName}}, nil)
 	if err != nil {
 		return nil
 	}
