@@ -165,9 +165,3 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 		t.Error(err)
 	}
 }
-
-func replicaOf(t *testing.T) *roomtest.Rooms {
-	t.Helper()
-	k := roomtest.New(t)
-	return k
-}

@@ -12,6 +12,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
+// Kinds of events.
 const (
 	Normal  = corev1.EventTypeNormal
 	Warning = corev1.EventTypeWarning

@@ -137,6 +137,7 @@ type Owner struct {
 // OwnerKind is the kind of object that has an address.
 type OwnerKind string
 
+// Kinds of objects that have addresses.
 const (
 	OwnerNode    OwnerKind = "Node"
 	OwnerService OwnerKind = "Service"

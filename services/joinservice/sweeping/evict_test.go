@@ -449,5 +449,5 @@ func TestNobodyButTheOwnersProgramEndsMuster(t *testing.T) {
 // blind returns the Enforcer of a joinservice that has seen no Node.
 func blind(a *replica) *Enforcer {
 	st := &state.State{Cluster: a.State.Cluster, Audit: a.State.Audit, Log: a.State.Log, Now: a.State.Now}
-	return &Enforcer{state: st, list: a.List, requests: a.Rooms.Requests}
+	return &Enforcer{state: st, list: a.List, requests: a.Requests}
 }

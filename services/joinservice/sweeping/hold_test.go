@@ -118,7 +118,7 @@ func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
 	roomtest.Seen(t, b.Rooms, roomtest.Holds("a"))
 	file(t, old, "csr-old")
 	membertest.Eventually(t, func() error {
-		return membertest.Want(len(b.Rooms.Requests.FiledBy("w1")) == 1, "the request was not seen yet")
+		return membertest.Want(len(b.Requests.FiledBy("w1")) == 1, "the request was not seen yet")
 	})
 	b.after(t, 0)
 	b.after(t, 61*time.Minute)

@@ -349,7 +349,7 @@ func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
 	replicas := racing(t, hand.Now)
 	var sweepers []*Sweeper
 	for _, k := range replicas {
-		s, err := NewSweeper(k.State, k.List, k.Rooms.Requests, k.Enrollments, Config{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Metrics: prometheus.NewRegistry()})
+		s, err := NewSweeper(k.State, k.List, k.Requests, k.Enrollments, Config{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Metrics: prometheus.NewRegistry()})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -87,7 +87,7 @@ func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
 		t.Helper()
 		membertest.Eventually(t, func() error {
 			e, _ := b.List.Entry("w1")
-			return membertest.Want(e.Paused && len(b.Rooms.Requests.FiledBy("w1")) == want, "the replica's view is old")
+			return membertest.Want(e.Paused && len(b.Requests.FiledBy("w1")) == want, "the replica's view is old")
 		})
 	}
 	left(len(filed))
@@ -130,15 +130,15 @@ func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
 	}
 	last := file(t, kubelet, "csr-last") // when the replica sees this one, it has seen those before
 	membertest.Eventually(t, func() error {
-		return membertest.Want(len(b.Rooms.Requests.FiledBy("w1")) == 1, "the request was not seen yet")
+		return membertest.Want(len(b.Requests.FiledBy("w1")) == 1, "the request was not seen yet")
 	})
 	b.clock.Pass(certificates.UsedAfter - time.Second)
-	b.Rooms.Requests.Discard(t.Context())
+	b.Requests.Discard(t.Context())
 	if got := roomtest.Shared.CSRs(t); len(got) != 4 {
 		t.Errorf("deleted too early: left are %v", got)
 	}
 	b.clock.Pass(2 * time.Second)
-	b.Rooms.Requests.Discard(t.Context())
+	b.Requests.Discard(t.Context())
 	if got := roomtest.Shared.CSRs(t); len(got) != 2 || !slices.Contains(got, others.Name) || !slices.Contains(got, last.Name) {
 		t.Errorf("left are %v", got)
 	}

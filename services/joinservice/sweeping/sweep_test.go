@@ -64,7 +64,7 @@ func newSweepFixture(t *testing.T) *sweepFixture {
 // sweeper returns a Sweeper with the rules of these tests.
 func (r *replica) sweeper(t *testing.T) *Sweeper {
 	t.Helper()
-	s, err := NewSweeper(r.State, r.List, r.Rooms.Requests, r.Enrollments, Config{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Metrics: prometheus.NewRegistry()})
+	s, err := NewSweeper(r.State, r.List, r.Requests, r.Enrollments, Config{VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour, VerdictMaxAge: 15 * time.Minute, Metrics: prometheus.NewRegistry()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -346,11 +346,11 @@ func TestASweepersTimesFitTogether(t *testing.T) {
 		"vanished while its ticket is made": {VanishedAfter: time.Minute, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()},
 		"released while certificates live":  {VanishedAfter: time.Hour, ReleaseAfter: 24 * time.Hour, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()},
 	} {
-		if _, err := NewSweeper(k.State, k.List, k.Rooms.Requests, k.Enrollments, cfg); err == nil {
+		if _, err := NewSweeper(k.State, k.List, k.Requests, k.Enrollments, cfg); err == nil {
 			t.Errorf("%s: was taken", name)
 		}
 	}
-	if _, err := NewSweeper(k.State, k.List, k.Rooms.Requests, k.Enrollments, Config{VanishedAfter: time.Hour, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()}); err != nil {
+	if _, err := NewSweeper(k.State, k.List, k.Requests, k.Enrollments, Config{VanishedAfter: time.Hour, VerdictMaxAge: time.Hour, Metrics: prometheus.NewRegistry()}); err != nil {
 		t.Error(err)
 	}
 	if _, err := state.New(k.State.Cluster, k.State.Audit, k.State.Log, time.Minute); err == nil {

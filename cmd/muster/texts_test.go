@@ -1,0 +1,127 @@
+package main
+
+import (
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+)
+
+// commandLine is a command of muster in a text; in backquotes it is one for certain.
+var commandLine = regexp.MustCompile("(`?)\\bmuster ((?:--)?[a-z][a-z-]*[^`\"\\n]*)")
+
+// placeholder is an argument in a text: NAME, MACHINE:9000, %s, a file, a number.
+var placeholder = regexp.MustCompile(`^(%[sqd]|[A-Z][A-Z0-9:=|-]*|[\w./-]*[./][\w./-]*|[0-9a-f.…-]+)$`)
+
+// A remedy that names a command or a flag that does not exist costs the operator the night.
+func TestEachCommandThatTextsNameExists(t *testing.T) {
+	root := (&app{stdout: io.Discard, stderr: io.Discard}).command()
+	root.InitDefaultCompletionCmd()
+	root.InitDefaultHelpFlag()
+	seen := 0
+	for path, text := range texts(t) {
+		for _, m := range commandLine.FindAllStringSubmatch(text, -1) {
+			line, sure := m[2], m[1] == "`"
+			ok, counted := exists(root, strings.Fields(line), sure)
+			if !ok {
+				t.Errorf("%s: muster %s: no such command or flag", path, line)
+			}
+			if counted {
+				seen++
+			}
+		}
+	}
+	if seen < 300 {
+		t.Errorf("only %d commands were found in all texts", seen)
+	}
+}
+
+// exists reports whether the words begin with a command and flags that it has. In prose, where sure is false, a first word
+// that is no command is not meant as one.
+func exists(cmd *cobra.Command, words []string, sure bool) (ok, counted bool) {
+	clean := func(w string) (word string, last bool) {
+		word = strings.TrimRight(w, ".,;:)'\\")
+		return word, word != w && !strings.HasSuffix(w, ",")
+	}
+	for len(words) > 0 {
+		word, last := clean(words[0])
+		i := slices.IndexFunc(cmd.Commands(), func(c *cobra.Command) bool { return c.Name() == word || c.HasAlias(word) })
+		if i < 0 {
+			break
+		}
+		cmd, words, counted = cmd.Commands()[i], words[1:], true
+		if last {
+			return true, true
+		}
+	}
+	if !counted && (len(words) == 0 || !strings.HasPrefix(words[0], "--") && words[0] != "COMMAND") {
+		return !sure, false
+	}
+	if sure && cmd.HasSubCommands() && !cmd.Runnable() && len(words) > 0 && !strings.HasPrefix(words[0], "--") && words[0] != "COMMAND" {
+		return false, counted // policy FILE
+	}
+	for _, w := range words {
+		word, last := clean(strings.Trim(w, "[]"))
+		flag, isFlag := strings.CutPrefix(word, "--")
+		flag, _, _ = strings.Cut(flag, "=")
+		switch {
+		case isFlag && flag != "help" && cmd.Flag(flag) == nil && cmd.InheritedFlags().Lookup(flag) == nil:
+			return false, counted
+		case !isFlag && !sure && !placeholder.MatchString(word):
+			return true, counted // the sentence goes on
+		}
+		if last {
+			break
+		}
+	}
+	return true, counted
+}
+
+// texts returns what ships to users: documents, messages in the code, alerts.
+func texts(t *testing.T) map[string]string {
+	t.Helper()
+	out := map[string]string{}
+	top := filepath.Join("..", "..")
+	err := filepath.WalkDir(top, func(path string, d fs.DirEntry, err error) error {
+		rel, _ := filepath.Rel(top, path)
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && (strings.HasPrefix(d.Name(), ".") && rel != "." || slices.Contains([]string{"bin", "dist", "gen", "testdata", "performance"}, d.Name())):
+			return fs.SkipDir
+		case d.IsDir() || strings.HasSuffix(path, "_test.go") || !slices.Contains([]string{".go", ".md", ".yaml", ".8"}, filepath.Ext(path)) || rel == "CHANGELOG.md":
+			return nil
+		}
+		b, err := os.ReadFile(path)
+		out[rel] = string(b)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+func TestACommandThatDoesNotExistIsFound(t *testing.T) {
+	root := (&app{stdout: io.Discard, stderr: io.Discard}).command()
+	for line, want := range map[string]bool{
+		"forget NAME": true, "forget NAME --erase, which": true, "policy apply": true, "policy check FILE": true, "status --endpoint HOST": true, "--help": true,
+		"forgets NAME": false, "forget NAME --erased": false, "policy aply": false, "policy add-class NAME --for HOST": false, "status --nodes": false,
+	} {
+		if got, _ := exists(root, strings.Fields(line), true); got != want {
+			t.Errorf("`muster %s`: %t", line, got)
+		}
+	}
+	if got, _ := exists(root, strings.Fields("that accepts all"), false); !got {
+		t.Error("prose is taken for a command")
+	}
+	if got, _ := exists(root, strings.Fields("forget NAME --erased."), false); got {
+		t.Error("a wrong flag in prose is not found")
+	}
+}
