@@ -15,6 +15,7 @@ import (
 // while it runs and its only control plane is away, then while it is off itself. No clock is changed: its
 // certificates live ten minutes, and it is cut off for longer.
 func TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack(t *testing.T) {
+	t.Parallel() // it mostly waits
 	w := bringUp(t)
 	w.ShortenCertificates(t)
 	first := w.join(t, w.worker("node7"), node7)

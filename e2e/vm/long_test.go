@@ -231,6 +231,7 @@ func TestAnotherAcceptedImageRejoins(t *testing.T) {
 
 // A virtual machine is the only control plane. When it comes back no joinservice runs, and its owner opens its disk.
 func TestALoneControlPlaneIsRecovered(t *testing.T) {
+	t.Parallel() // it mostly waits
 	w := prepare(t)
 	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
 	if _, err := w.AddVM(t.Context(), v); err != nil {
