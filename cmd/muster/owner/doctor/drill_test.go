@@ -139,7 +139,7 @@ func testDrill(t *testing.T, p *patient) {
 		{"the description is gone", CheckDescription, "gone", deleted(namespaced(core.WithKind("ConfigMap"), clusterinfo.ConfigMap)), ""},
 		{"an enrollment without its disk", CheckControlPlanes, "names no disk", edited(node, nil, "spec", "diskID"), ""},
 		{"a folder without the salt of its disk", CheckControlPlanes, "can't recover it: DISK_ERASED: the folder has no salt of disk " + enrolledDisk, p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.Remove(path) }), ""},
-		{"no control plane", CheckControlPlanes, "none is enrolled", edited(node, true, "spec", "banned"), ""},
+		{"no control plane", CheckControlPlanes, "no enrolled control plane", edited(node, true, "spec", "banned"), ""},
 		{"a control plane out of reach", CheckControlPlanes, "no route to host", func(*testing.T) func(*testing.T) {
 			dial := p.dial
 			p.dial = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no route to host") }
