@@ -19,14 +19,9 @@ import (
 // ROLE_REFUSED, DISK_MISMATCH, DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It changes
 // nothing: [Rejoining.Record] must be called before the key is sent.
 func (es *Enrollments) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
-	own := &v1alpha1.AttestedNode{}
-	if err := es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
-		own = nil
-	} else if err != nil {
-		return nil, clusterview.Unavailable("read AttestedNode "+c.Node, err)
-	}
-	if es.Vacant(own) || own != nil && es.Begun(own) {
-		own = nil
+	own, err := es.live(ctx, c.Node)
+	if err != nil {
+		return nil, err
 	}
 	if own == nil || own.Spec.MachineID != c.Machine.String() {
 		return nil, es.notAs(c, own)
@@ -50,6 +45,21 @@ func (es *Enrollments) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) 
 		return nil, err
 	}
 	return &Rejoining{enrollments: es, node: own, claim: c, Salt: salt}, nil
+}
+
+// live reads the enrollment of a name from the API; nil if there is none that a ticket was issued for.
+func (es *Enrollments) live(ctx context.Context, node string) (*v1alpha1.AttestedNode, error) {
+	n := &v1alpha1.AttestedNode{}
+	err := es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n)
+	switch {
+	case apierrors.IsNotFound(err):
+		return nil, nil //nolint:nilnil // none is no error
+	case err != nil:
+		return nil, clusterview.Unavailable("read AttestedNode "+node, err)
+	case es.Vacant(n) || es.Begun(n):
+		return nil, nil //nolint:nilnil // as above
+	}
+	return n, nil
 }
 
 // notAs refuses a machine that is not enrolled under the name; own is the enrollment of the name, or nil.

@@ -6,12 +6,8 @@ import (
 	"slices"
 	"strings"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"sigs.k8s.io/controller-runtime/pkg/client"
-
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/access"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -28,14 +24,9 @@ type Renewal struct {
 // NAME_MISMATCH, BANNED, ADDRESS_REFUSED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, BUSY, API_UNAVAILABLE. It takes at
 // most about 20 s if the machine has booted since it was last checked, longer if the API server is slow.
 func (es *Enrollments) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Renewal, error) {
-	own := &v1alpha1.AttestedNode{}
-	if err := es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: c.Node}, own); apierrors.IsNotFound(err) {
-		own = nil
-	} else if err != nil {
-		return nil, clusterview.Unavailable("read AttestedNode "+c.Node, err)
-	}
-	if es.Vacant(own) || own != nil && es.Begun(own) {
-		own = nil
+	own, err := es.live(ctx, c.Node)
+	if err != nil {
+		return nil, err
 	}
 	if own == nil || own.Spec.MachineID != c.Machine.String() { // J1, J4
 		return nil, es.notAs(c, own)
