@@ -40,7 +40,7 @@ import (
 )
 
 // patience limits the wait for something that should happen soon, on a busy machine.
-const patience = 90 * time.Second
+const patience = 5 * time.Minute
 
 var kubeadmBinary = []byte("#!kubeadm")
 

@@ -35,9 +35,10 @@ func bankHash(t *testing.T) crypto.Hash {
 // checkEcho lets the pod on each node fetch the answer of the pod on the other.
 func checkEcho(t *testing.T, b bench) {
 	t.Helper()
-	if _, err := b.kube(t.Context(), "rollout", "status", "ds/echo", "--timeout=120s"); err != nil {
-		t.Fatal(err)
-	}
+	eventually(t, 10*time.Minute, func(ctx context.Context) error {
+		_, err := b.kube(ctx, "rollout", "status", "ds/echo", "--timeout=300s")
+		return err
+	})
 	out, err := b.kube(t.Context(), "get", "pods", "-l", "app=echo", "-o", `jsonpath={range .items[*]}{.spec.nodeName} {.metadata.name} {.status.podIP}{"\n"}{end}`)
 	if err != nil {
 		t.Fatal(err)
@@ -48,7 +49,7 @@ func checkEcho(t *testing.T, b bench) {
 		pod[f[0]], ip[f[0]] = f[1], f[2]
 	}
 	for from, to := range map[string]string{"node1": "node2", "node2": "node1"} {
-		eventually(t, 30*time.Second, func(ctx context.Context) error { // routes follow a new node within a second
+		eventually(t, 5*time.Minute, func(ctx context.Context) error { // routes follow a new node within a second
 			out, err := b.kube(ctx, "exec", pod[from], "--", "/echo", "get", "http://"+ip[to]+":8080/")
 			if err != nil {
 				return err
@@ -147,7 +148,7 @@ func (tr traces) processesGone() error {
 func (tr traces) checkGone(t *testing.T) {
 	t.Helper()
 	// All have ended; the process that adopted an orphan may need a moment to reap it.
-	eventually(t, 5*time.Second, func(context.Context) error { return tr.processesGone() })
+	eventually(t, time.Minute, func(context.Context) error { return tr.processesGone() })
 	for _, c := range tr.cgroups {
 		if _, err := os.Stat(c); err == nil {
 			t.Errorf("cgroup %s is left", c)

@@ -178,9 +178,10 @@ func TestTwoMachinesBecomeAClusterByHandAndNothingIsLeft(t *testing.T) {
 	}
 	b.must(t, "node2", config, "kubeadm", "join", "--config", "/dev/stdin")
 	for _, until := range []string{"create", "condition=Ready"} { // kubeadm ends before the kubelet has made its Node
-		if _, err := b.kube(t.Context(), "wait", "--for="+until, "node/node1", "node/node2", "--timeout=300s"); err != nil {
-			t.Fatal(err)
-		}
+		eventually(t, 10*time.Minute, func(ctx context.Context) error { // an API server that is busy cuts a watch short
+			_, err := b.kube(ctx, "wait", "--for="+until, "node/node1", "node/node2", "--timeout=300s")
+			return err
+		})
 	}
 	lap(t, &start, "kubeadm join, both nodes Ready")
 

@@ -34,8 +34,8 @@ const (
 	node7        = "192.168.77.17"
 	node8        = "192.168.77.18"
 	// The processors are emulated, and shared: what takes a second on a real machine takes twenty.
-	bootTime = 4 * time.Minute
-	joinTime = 8 * time.Minute
+	bootTime = 8 * time.Minute
+	joinTime = 16 * time.Minute
 	// A worker's state: programs and images of a node take half of it. Each byte is written once when the disk is
 	// made.
 	stateMiB = 768

@@ -45,7 +45,7 @@ import (
 )
 
 // patience is how long a condition may take on a machine that builds at the same time.
-const patience = 90 * time.Second
+const patience = 5 * time.Minute
 
 // Cluster is a control plane with the objects of Muster's chart, and its owner.
 type Cluster struct {

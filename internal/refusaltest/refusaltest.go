@@ -24,7 +24,7 @@ import (
 )
 
 // patience is how long a place may take, on a machine that builds at the same time.
-const patience = 90 * time.Second
+const patience = 5 * time.Minute
 
 // Service is where a service reports its refusals.
 type Service struct {

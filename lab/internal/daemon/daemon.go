@@ -31,6 +31,10 @@ const cleanTimeout = 20 * time.Second
 // stopTimeout is how long a virtual machine may take to shut down.
 const stopTimeout = 2 * time.Minute
 
+// weight is how many processes, or sessions, a lab counts as when its machines share the processors with what else the
+// computer does. As one, the machines would miss their deadlines beside a compiler.
+const weight = 3
+
 // A Daemon is a running lab.
 type Daemon struct {
 	cfg     Config
@@ -58,7 +62,7 @@ func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 	if d.cgroups, err = host.DetectCgroups(); err != nil {
 		return err
 	}
-	if err := d.cgroups.Create(CgroupName(dir)); err != nil {
+	if err := errors.Join(d.cgroups.Create(CgroupName(dir)), d.cgroups.Weigh(CgroupName(dir), weight)); err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, d.clean(context.WithoutCancel(ctx))) }()

@@ -6,9 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"sync"
+	"syscall"
 
 	"github.com/muster-k8s/muster/lab/internal/lan"
 	"github.com/muster-k8s/muster/lab/internal/vm"
@@ -197,9 +199,24 @@ func (d *Daemon) bootVM(ctx context.Context, v *virtual) (*vm.VM, error) {
 	if r.ForeignEK {
 		ca = vtpm.CA{Dir: filepath.Join(d.cfg.Dir, "ca-foreign")}
 	}
+	group := CgroupName(d.cfg.Dir) + "/" + v.tap // which goes with the lab
+	if err := d.cgroups.Create(group); err != nil {
+		return nil, err
+	}
+	spawn := func(cmd *exec.Cmd) error {
+		if err := d.spawn(cmd); err != nil {
+			return err
+		}
+		if err := d.cgroups.Enter(group, cmd.Process.Pid); err != nil && !errors.Is(err, syscall.ESRCH) { // ended already: its log says why
+			err = errors.Join(err, cmd.Process.Kill())
+			_ = cmd.Wait() // killed
+			return err
+		}
+		return nil
+	}
 	return vm.Start(ctx, vm.Config{
 		Dir: v.dir, Image: r.Image, CA: ca, Medium: r.Medium, State: r.StateMiB, Memory: r.MemoryMiB, SecureBoot: r.SecureBoot, Hardware: r.Hardware, ClockOffset: r.ClockOffset,
-		MAC: lan.HardwareAddress(r.Name), Tap: tap, Spawn: d.spawn, Log: d.log,
+		MAC: lan.HardwareAddress(r.Name), Tap: tap, Spawn: spawn, Log: d.log,
 	})
 }
 

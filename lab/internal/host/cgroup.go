@@ -138,6 +138,32 @@ func inherit(h Hierarchy, at string) error {
 	return nil
 }
 
+// Weigh gives the cgroup at path as much of the processors as so many processes that are in no cgroup, when there is not
+// enough for all; or as so many sessions, where the kernel groups processes by session (sched(7), "The autogroup
+// feature"). The weight of a cgroup is one otherwise, whatever is in it.
+func (c Cgroups) Weigh(path string, processes int) error {
+	for _, h := range c.Hierarchies {
+		file, value := "cpu.shares", 1024*processes
+		if c.Unified {
+			file, value = "cpu.weight", 100*processes
+		} else if !slices.Contains(strings.Split(h.Name, ","), "cpu") {
+			continue
+		}
+		f, err := os.OpenFile(filepath.Join(h.Mount, path, file), os.O_WRONLY, 0)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // the host does not hand on this controller
+		}
+		if err == nil {
+			_, err = f.WriteString(strconv.Itoa(value))
+			err = errors.Join(err, f.Close())
+		}
+		if err != nil {
+			return fmt.Errorf("set the cgroup's weight: %w", err)
+		}
+	}
+	return nil
+}
+
 func enableControllers(at string) {
 	have, err := os.ReadFile(filepath.Join(at, "cgroup.controllers"))
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"reflect"
 	"syscall"
 	"testing"
@@ -74,6 +75,21 @@ func TestCgroupsOfTheLabComeAndGo(t *testing.T) {
 	})
 	if err := c.Create(group); err != nil { // needs root, as the lab does
 		t.Fatal(err)
+	}
+	if err := c.Weigh(top, 3); err != nil {
+		t.Fatal(err)
+	}
+	for file, want := range map[string]string{"cpu.shares": "3072\n", "cpu.weight": "300\n"} { // version 1, version 2
+		found, err := filepath.Glob("/sys/fs/cgroup/*/" + top + "/" + file)
+		also, err2 := filepath.Glob("/sys/fs/cgroup/" + top + "/" + file)
+		if err := errors.Join(err, err2); err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range append(found, also...) {
+			if got, err := os.ReadFile(f); err != nil || string(got) != want {
+				t.Errorf("%s is %q, want %q: %v", f, got, want, err)
+			}
+		}
 	}
 	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
 	if err := cmd.Start(); err != nil {

@@ -12,7 +12,8 @@ import (
 
 const (
 	checkInterval = time.Second
-	checkTimeout  = time.Second
+	// checkTimeout is longer than a busy API server takes: closing its connections would add to its load.
+	checkTimeout = 5 * time.Second
 	// failuresToDown is how many checks in a row fail before a back end is down: one may be load.
 	failuresToDown = 3
 )

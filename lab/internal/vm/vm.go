@@ -17,7 +17,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -201,9 +200,6 @@ func powerOn(ctx context.Context, c Config) (_ *VM, err error) {
 		return nil, err
 	}
 	m.Process = m.qemu.identity
-	if err := favour(m.Process.PID); err != nil {
-		c.Log.WarnContext(ctx, "the virtual machine gets no more of the processors than others", "err", err)
-	}
 	boot, cancel := context.WithTimeoutCause(ctx, FirmwareTimeout, fmt.Errorf("%w within %s", ErrFirmware, FirmwareTimeout))
 	defer cancel()
 	if err := m.booted(boot); err != nil {
@@ -291,17 +287,6 @@ func start(spawn func(*exec.Cmd) error, cmd *exec.Cmd, log string) (*process, er
 		return nil, errors.Join(err, cmd.Process.Kill())
 	}
 	return p, nil
-}
-
-// favour gives a process and the rest of its session three times the processor time of others: they are several
-// processors, translated. Where sessions are scheduled as groups (sched(7), "The autogroup feature"), and only there,
-// nothing less does it.
-func favour(pid int) error {
-	err := os.WriteFile("/proc/"+strconv.Itoa(pid)+"/autogroup", []byte("-5"), 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	return err
 }
 
 // lastLine returns the last line of a log; empty if there is none.

@@ -16,6 +16,7 @@ import (
 	"errors"
 	"fmt"
 	"math/big"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -89,15 +90,25 @@ func (t TPM) Socket() string { return filepath.Join(t.Dir, "tpm.sock") }
 // Manufacture makes the TPM's state: RSA-2048 and ECC P-384 endorsement keys with
 // certificates from ca in NV memory, and the SHA-256 bank alone. It takes about a second.
 func (t TPM) Manufacture(ctx context.Context, ca CA) error {
-	if err := os.MkdirAll(filepath.Join(t.Dir, "state"), 0o700); err != nil {
-		return err
+	state := filepath.Join(t.Dir, "state")
+	// swtpm_setup gives up when its swtpm has not started within 5 s. On a busy computer that takes longer.
+	for try := 1; ; try++ {
+		if err := os.MkdirAll(state, 0o700); err != nil {
+			return err
+		}
+		cmd := exec.CommandContext(ctx, "swtpm_setup", "--tpm2", "--runas", "root", "--tpmstate", state,
+			"--create-ek-cert", "--lock-nvram", "--pcr-banks", "sha256", "--config", filepath.Join(ca.Dir, "setup.conf"))
+		out, err := cmd.CombinedOutput()
+		if err == nil {
+			return nil
+		}
+		if err = fmt.Errorf("swtpm_setup, try %d: %w\n%s", try, err, out); try == 5 || ctx.Err() != nil {
+			return err
+		}
+		if err := os.RemoveAll(state); err != nil {
+			return err
+		}
 	}
-	cmd := exec.CommandContext(ctx, "swtpm_setup", "--tpm2", "--runas", "root", "--tpmstate", filepath.Join(t.Dir, "state"),
-		"--create-ek-cert", "--lock-nvram", "--pcr-banks", "sha256", "--config", filepath.Join(ca.Dir, "setup.conf"))
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("swtpm_setup: %w\n%s", err, out)
-	}
-	return nil
 }
 
 // Command returns swtpm's command line; it ends with its parent thread.
@@ -124,23 +135,29 @@ func (t TPM) ChipCommand() *exec.Cmd {
 
 // WaitChip returns when what [TPM.ChipCommand] has started listens.
 func (t TPM) WaitChip(ctx context.Context) error {
-	return waitSocket(ctx, filepath.Join(t.Dir, ControlSocket))
+	return wait(ctx, func() bool {
+		fi, err := os.Stat(filepath.Join(t.Dir, ControlSocket))
+		return err == nil && fi.Mode()&os.ModeSocket != 0
+	})
 }
 
-// WaitReady returns when the TPM listens.
-func (t TPM) WaitReady(ctx context.Context) error { return waitSocket(ctx, t.Socket()) }
+// WaitReady returns when the TPM takes connections, which is a moment after its socket has a name.
+func (t TPM) WaitReady(ctx context.Context) error {
+	return wait(ctx, func() bool {
+		c, err := new(net.Dialer).DialContext(ctx, "unix", t.Socket())
+		return err == nil && c.Close() == nil
+	})
+}
 
-func waitSocket(ctx context.Context, path string) error {
+func wait(ctx context.Context, ready func() bool) error {
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	for {
-		if fi, err := os.Stat(path); err == nil && fi.Mode()&os.ModeSocket != 0 {
-			return nil
-		}
+	for !ready() {
 		select {
 		case <-ctx.Done():
 			return errors.Join(errors.New("swtpm did not open its socket; see tpm.log in the machine's folder"), ctx.Err())
 		case <-tick.C:
 		}
 	}
+	return nil
 }

@@ -29,10 +29,12 @@ startupProbe:
   periodSeconds: 1
   timeoutSeconds: 3
   failureThreshold: 60
+{{- /* A restart makes a busy node busier: only a process that has not answered for a minute is restarted. */}}
 livenessProbe:
   exec: {command: [/{{ . }}, probe, /healthz]}
   periodSeconds: 10
-  timeoutSeconds: 3
+  timeoutSeconds: 10
+  failureThreshold: 6
 readinessProbe:
   exec: {command: [/{{ . }}, probe, /readyz]}
   periodSeconds: 5
