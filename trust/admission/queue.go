@@ -7,12 +7,17 @@ import (
 	"time"
 )
 
-// ErrBusy means that the largest permitted number of callers waits already.
+// ErrBusy means that the largest permitted number of callers waits already, or so many that this
+// one would have its turn too late.
 var ErrBusy = errors.New("too many wait already")
 
 // Queue lets sources do work that costs processor or TPM time, a few at a time. The next slot goes
 // to the waiting source that was served the longest ago, and within one source to the caller that
 // came first. So a source that comes often waits for sources that come seldom.
+//
+// A caller that would wait for more than half of its time is refused at once. Otherwise, with more
+// callers than can be served in time, those whose time is almost over would always be next, and the
+// work for each of them would be for nothing.
 type Queue struct {
 	slots, waitingMax, perSource int
 	rest                         float64
@@ -23,6 +28,7 @@ type Queue struct {
 	waiting []*waiter
 	count   map[Source]int // callers that wait or work
 	served  map[Source]time.Time
+	usual   time.Duration // how long work has kept a slot lately, with its rest; 0: there was none
 }
 
 // waiter receives nil when it may work, or ErrBusy if its place goes to another source.
@@ -54,9 +60,10 @@ func NewQueue(c QueueConfig) *Queue {
 // Do calls work when the source gets a slot. It returns work's error; ctx's error if ctx ended
 // before; [ErrSourceFull] if the largest permitted number of the source's callers waits or works
 // already; or [ErrBusy] if all places to wait are taken by sources that were served no later than
-// this one.
+// this one, or if the wait would probably take more than half of the time until ctx's deadline.
 func (q *Queue) Do(ctx context.Context, source Source, work func() error) error {
-	w, err := q.enter(source)
+	deadline, _ := ctx.Deadline()
+	w, err := q.enter(source, deadline)
 	if err != nil {
 		return err
 	}
@@ -75,16 +82,55 @@ func (q *Queue) Do(ctx context.Context, source Source, work func() error) error 
 		return ctx.Err()
 	}
 	began := q.now()
-	defer func() { q.done(source, q.now().Sub(began)) }()
-	return work()
+	defer func() {
+		took := q.now().Sub(began)
+		if err == nil {
+			q.learn(took)
+		}
+		q.done(source, took)
+	}()
+	err = work()
+	return err
 }
 
-func (q *Queue) enter(source Source) (*waiter, error) {
+// learn takes a duration of work into the estimate, of which the last eight are about two thirds. Work that failed says nothing
+// of the rest, and one that was held up says little.
+func (q *Queue) learn(took time.Duration) {
+	kept := took + time.Duration(float64(took)*q.rest)
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.usual == 0 {
+		q.usual = kept
+		return
+	}
+	q.usual += (min(kept, 4*q.usual) - q.usual) / 8
+}
+
+// wait estimates how long a caller of the source would wait for those that come before it. The work that keeps the slots now is
+// not counted: who is next may wait, however slow the work is. It is called with the lock held.
+func (q *Queue) wait(source Source) time.Duration {
+	before, own, seen := 0, q.served[source], map[Source]bool{}
+	for _, w := range q.waiting {
+		switch {
+		case w.source == source:
+			before++
+		case !seen[w.source] && !q.served[w.source].After(own): // once served, a source comes after this one
+			seen[w.source] = true
+			before++
+		}
+	}
+	return q.usual * time.Duration(before) / time.Duration(q.slots)
+}
+
+func (q *Queue) enter(source Source, deadline time.Time) (*waiter, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	w := &waiter{source: source, ready: make(chan error, 1)}
 	if q.count[source] >= q.perSource {
 		return nil, ErrSourceFull
+	}
+	if !deadline.IsZero() && q.wait(source) > deadline.Sub(q.now())/2 {
+		return nil, ErrBusy
 	}
 	if q.busy >= q.slots && len(q.waiting) >= q.waitingMax && !q.makeRoom(source) {
 		return nil, ErrBusy

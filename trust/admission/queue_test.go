@@ -62,6 +62,142 @@ func TestAQueueRests(t *testing.T) {
 	})
 }
 
+// Many more machines than can be served in time ask, and ask again after a refusal. What is done is done for callers that still
+// have time for what follows: nearly all of the capacity is of use. Without the estimate it was nothing: the next caller was always
+// the one whose time was almost over.
+func TestWorkUnderOverloadIsNotForNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const (
+			machines = 500
+			takes    = 150 * time.Millisecond // an activation by a TPM
+			patience = 10 * time.Second       // of one exchange
+			follows  = time.Second            // what remains of it afterwards
+		)
+		q := NewQueue(QueueConfig{Slots: 1, Waiting: 256, PerSource: 64})
+		var mu sync.Mutex
+		worked, late, last := 0, 0, time.Now()
+		began := last
+		var all sync.WaitGroup
+		for i := range machines {
+			all.Go(func() {
+				for {
+					ctx, cancel := context.WithTimeout(t.Context(), patience)
+					deadline, _ := ctx.Deadline()
+					err := q.Do(ctx, source(i), func() error { time.Sleep(takes); return nil })
+					left := time.Until(deadline)
+					cancel()
+					if err == nil {
+						mu.Lock()
+						worked++
+						if left < follows {
+							late++
+						} else {
+							last = time.Now()
+						}
+						mu.Unlock()
+						if left >= follows {
+							return
+						}
+					}
+					time.Sleep(time.Second + time.Duration(i)*7*time.Millisecond)
+				}
+			})
+		}
+		all.Wait()
+		if took, least := last.Sub(began), machines*takes; late > machines/50 || took > least*5/4 {
+			t.Errorf("all are served after %s of at least %s, and %d of %d pieces of work came too late", took, least, late, worked)
+		}
+		if len(q.count) != 0 || len(q.waiting) != 0 || q.busy != 0 {
+			t.Errorf("%v, %d waiting, %d busy: something is left", q.count, len(q.waiting), q.busy)
+		}
+	})
+}
+
+// One source with many callers does not make the others' turn come late: each source has its turn first.
+func TestTheEstimateCountsSources(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		q := NewQueue(QueueConfig{Slots: 1, Waiting: 256, PerSource: 64})
+		short := func(n int) error {
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			defer cancel()
+			return q.Do(ctx, source(n), func() error { time.Sleep(time.Second); return nil })
+		}
+		if err := short(1); err != nil { // the queue learns how long work takes
+			t.Fatal(err)
+		}
+		var all sync.WaitGroup
+		for range 40 {
+			all.Go(func() {
+				_ = q.Do(t.Context(), source(1), func() error { time.Sleep(time.Second); return nil })
+			})
+		}
+		synctest.Wait()
+		if err := short(1); !errors.Is(err, ErrBusy) {
+			t.Errorf("a caller behind 40 of its own source: %v", err)
+		}
+		if err := short(2); err != nil {
+			t.Errorf("a caller of another source: %v", err)
+		}
+		all.Wait()
+	})
+}
+
+// Work that takes more than half of a caller's time: a source that asks without end does not keep out one that comes seldom, as
+// the owner's program does while a machine with a slow TPM is flooded.
+func TestWhoIsNextMayWaitForSlowWork(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		q := NewQueue(QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: 1})
+		slow := func() error { time.Sleep(3 * time.Second); return nil }
+		ctx, stop := context.WithCancel(t.Context())
+		var flood sync.WaitGroup
+		for range 4 {
+			flood.Go(func() {
+				for ctx.Err() == nil {
+					one, cancel := context.WithTimeout(ctx, 9*time.Second)
+					_ = q.Do(one, source(1), slow)
+					cancel()
+					time.Sleep(10 * time.Millisecond)
+				}
+			})
+		}
+		time.Sleep(time.Minute)
+		for range 20 {
+			time.Sleep(20*time.Second + 777*time.Millisecond)
+			one, cancel := context.WithTimeout(t.Context(), 9*time.Second)
+			if err := q.Do(one, source(2), slow); err != nil {
+				t.Errorf("the one that comes seldom: %v", err)
+			}
+			cancel()
+		}
+		stop()
+		flood.Wait()
+		time.Sleep(time.Minute)
+	})
+}
+
+// Work that fails at once, as of garbage, and one stall do not mislead the estimate.
+func TestTheEstimateIsOfWorkThatSucceeds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		q := NewQueue(QueueConfig{Slots: 1, Waiting: 64, PerSource: 64})
+		do := func(takes time.Duration, err error) {
+			_ = q.Do(t.Context(), source(1), func() error { time.Sleep(takes); return err })
+		}
+		for range 20 {
+			do(time.Second, nil)
+		}
+		for range 100 {
+			do(0, errors.New("garbage"))
+		}
+		if q.usual != time.Second {
+			t.Errorf("%s after garbage", q.usual)
+		}
+		do(time.Hour, nil)
+		if q.usual > 2*time.Second {
+			t.Errorf("%s after a stall", q.usual)
+		}
+	})
+}
+
 func TestAQueueIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		q := NewQueue(QueueConfig{Slots: 1, Waiting: 2, PerSource: 2})
