@@ -15,6 +15,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -321,6 +323,9 @@ func (d *doctor) space() {
 			if !errors.Is(err, os.ErrNotExist) {
 				d.Err(CheckDisk, "Look at the file system.", fmt.Errorf("%s: %w", dir, err))
 			}
+			continue
+		}
+		if st.Type == unix.SQUASHFS_MAGIC || st.Type == unix.EROFS_SUPER_MAGIC_V1 { // an image's root: nobody writes there
 			continue
 		}
 		free := st.Bavail * uint64(st.Bsize)
