@@ -93,7 +93,7 @@ func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 	}
 
 	initServer, _ := bootstrapper.InitLimits.Memory()
-	for unit, sum := range map[string]int64{"muster-bootstrapper.service": own + probes + initServer, "muster-renewal.service": own} {
+	for unit, sum := range map[string]int64{"muster-bootstrapper.service": own + probes + initServer, "muster-renewal.service": own, "muster-orders.service": own} {
 		text := read(t, "deploy/systemd/"+unit)
 		limit := func(key string) resource.Quantity {
 			_, value, _ := strings.Cut(text, "\n"+key+"=")

@@ -169,6 +169,47 @@ type AttestedNodeSpec struct {
 	Banned bool `json:"banned,omitempty"`
 }
 
+// OrderState is how far a machine is with an order.
+//
+// +kubebuilder:validation:Enum=running;done;failed;refused
+type OrderState string
+
+// The states of an order.
+const (
+	// OrderRunning means that the machine's journal has the order, and that it runs.
+	OrderRunning OrderState = "running"
+	// OrderDone and OrderFailed are its ends.
+	OrderDone   OrderState = "done"
+	OrderFailed OrderState = "failed"
+	// OrderRefused means that the machine did not begin.
+	OrderRefused OrderState = "refused"
+)
+
+// OrderReport is a machine's report of an order, for information only.
+type OrderReport struct {
+	// Digest is the SHA-256 of the order that the report is about, with its signature, in hexadecimal digits.
+	//
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
+	Digest string `json:"digest"`
+	// Action is what was ordered, as far as the machine trusts it.
+	//
+	// +kubebuilder:validation:MaxLength=32
+	Action string `json:"action,omitempty"`
+	// State is how far it is.
+	State OrderState `json:"state"`
+	// Message describes what happened.
+	//
+	// +kubebuilder:validation:MaxLength=1024
+	Message string `json:"message,omitempty"`
+	// Output is what the owner asked for, such as the findings of bootstrapper doctor.
+	//
+	// +kubebuilder:validation:MaxLength=4096
+	Output string `json:"output,omitempty"`
+	// BeganAt and EndedAt are by the machine's clock.
+	BeganAt *metav1.Time `json:"beganAt,omitempty"`
+	EndedAt *metav1.Time `json:"endedAt,omitempty"`
+}
+
 // AttestedNodeStatus is the result of the machine's latest attestation.
 type AttestedNodeStatus struct {
 	// LastVerdict is the verdict on the machine's latest evidence.
@@ -213,6 +254,10 @@ type AttestedNodeStatus struct {
 	// Certificates has the expiry of the kubelet's certificates: those on its disk, which the machine reports
 	// with each attestation, and before the first report those that were issued for it.
 	Certificates *NodeCertificates `json:"certificates,omitempty"`
+	// Order is what the machine says of the latest order that it has begun or refused.
+	//
+	// +optional
+	Order *OrderReport `json:"order,omitempty"`
 	// Conditions follow the conventions of the Kubernetes API: Accepted, Enrolled, Revoked, Vanished and
 	// Cloned. They are for information: only the end of a vanished worker's enrollment depends on one.
 	//
@@ -296,6 +341,12 @@ const AttestationKey = "muster.dev/attestation-key"
 // every certificate that may have been issued then has expired, no other machine gets the name and the
 // addresses, even if the request failed (J4).
 const AskedAt = "muster.dev/asked-at"
+
+// OwnerOrder is an annotation of an AttestedNode: the owner's latest order to the machine, which gets it with its
+// next attestation. It is the signature in base64, a space, and the signed text in JSON. The machine executes only
+// what the owner's key has signed for it (B11). It is no field of the spec: an order does not change the
+// enrollment's generation, by which an older copy of the cluster is detected (B7).
+const OwnerOrder = "muster.dev/order"
 
 // FormerAddresses is an annotation of an AttestedNode: addresses that its machine gave up by requesting others,
 // each with the time at which the last serving certificate for it expires (ADDRESS=RFC 3339, separated by

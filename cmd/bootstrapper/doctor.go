@@ -20,13 +20,26 @@ import (
 // scheduler and etcd.
 var kubernetesPorts = []int{10250, 6443, 10257, 10259, 2379, 2380}
 
-// runDoctor looks for problems of this machine. The error has the number of failed checks.
-func runDoctor(ctx context.Context, image, meta, record, lock, roots string, asJSON bool, stdout io.Writer) error {
+// doctorTime bounds all checks together.
+const doctorTime = time.Minute
+
+func doctorConfig(image, meta, record, lock string) doctor.Config {
 	cfg := doctor.Config{
 		Root: "/", Image: image, Metadata: meta, Journal: record, Now: time.Now, Ports: kubernetesPorts,
 		Folders: []string{"/", "/var/lib", "/var/lib/containerd", "/var/lib/muster"},
 		OpenTPM: func(img *metadata.Image) (doctor.TPM, error) { return openTPM(img, lock) },
 	}
+	if self, err := os.Executable(); err == nil {
+		if st, err := os.Stat(self); err == nil {
+			cfg.Built = st.ModTime()
+		}
+	}
+	return cfg
+}
+
+// runDoctor looks for problems of this machine. The error has the number of failed checks.
+func runDoctor(ctx context.Context, image, meta, record, lock, roots string, asJSON bool, stdout io.Writer) error {
+	cfg := doctorConfig(image, meta, record, lock)
 	if roots != "" {
 		text, err := os.ReadFile(roots)
 		if err != nil {
@@ -36,12 +49,7 @@ func runDoctor(ctx context.Context, image, meta, record, lock, roots string, asJ
 			return fmt.Errorf("--ek-roots: %w", err)
 		}
 	}
-	if self, err := os.Executable(); err == nil {
-		if st, err := os.Stat(self); err == nil {
-			cfg.Built = st.ModTime()
-		}
-	}
-	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(ctx, doctorTime)
 	defer cancel()
 	r := doctor.Examine(ctx, cfg)
 	if asJSON {

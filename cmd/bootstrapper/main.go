@@ -40,6 +40,7 @@ const usage = `usage: bootstrapper COMMAND [flags]
   attester  give the services on this machine evidence of it, and its cluster too
   accepted  check that this machine's state disk was opened under no older policy than its journal knows
   renew     keep the certificates of this node alive
+  orders    execute what the owner orders this machine to do
   doctor    look for what keeps this machine from becoming a node, and say what to do
   version   print which build this is
 
@@ -107,6 +108,11 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return err
 		}
 		return runRenewal(ctx, *image, *record, *lock, logger(stderr))
+	case "orders":
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		return runOrders(ctx, *image, *meta, *record, *lock, logger(stderr))
 	case "doctor":
 		output := flags.String("output", "plain", "plain or json")
 		roots := flags.String("ek-roots", "", "file of the authorities that the owner's policy lists, PEM (default: those of the image)")

@@ -15,6 +15,7 @@ import (
 func (a *app) doctorCommand() *cobra.Command {
 	var (
 		endpoint, policy string
+		node             string
 		timeout          time.Duration
 	)
 	cmd := &cobra.Command{
@@ -22,8 +23,17 @@ func (a *app) doctorCommand() *cobra.Command {
 		Long: `Checks the owner's folder, its cluster and the way from here to there; with --endpoint one machine that should become
 a node. It changes nothing, but notes in known.json of the folder what the cluster says. Each check is ok, worth a word (warn) or failed (FAIL), with a remedy; the exit code is 1 if any failed.
 
-What can only be seen on a machine itself, "bootstrapper doctor" looks at there.`,
+What can only be seen on a machine itself, "bootstrapper doctor" looks at there: on a running node by --node, which sends its machine a signed order.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if node != "" {
+				if endpoint != "" || policy != "" {
+					return usagef("--node goes alone: its machine is a node already, and is looked at from within")
+				}
+				if !cmd.Flags().Changed("timeout") {
+					timeout = orderTimeout
+				}
+				return a.doctorOf(cmd.Context(), node, timeout)
+			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
 			if endpoint != "" {
@@ -42,6 +52,10 @@ What can only be seen on a machine itself, "bootstrapper doctor" looks at there.
 	}
 	cmd.Flags().StringVar(&endpoint, "endpoint", "", "look at this machine, HOST[:PORT], that is in no cluster yet (default port 9000)")
 	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to verify with (default: that of the owner's folder)")
+	cmd.Flags().StringVar(&node, "node", "", "have the machine of this node look at itself, and show what it found (default timeout 25m)")
+	if err := cmd.RegisterFlagCompletionFunc("node", a.completeNodes); err != nil {
+		panic(err)
+	}
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long all checks together may take")
 	return cmd
 }

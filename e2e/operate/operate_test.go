@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -107,6 +108,7 @@ func TestTheOwnerSeesWhatIsWrong(t *testing.T) {
 	t.Run("the cluster says who waits and why", s.whoWaits)
 	t.Run("doctor finds nothing wrong, then what was broken, and nothing again", s.doctor)
 	t.Run("doctor on the machines themselves", s.onTheMachines)
+	t.Run("doctor on a machine by an order", s.byOrder)
 }
 
 func (s *seat) oneMachine(t *testing.T) {
@@ -229,4 +231,42 @@ func (s *seat) onTheMachines(t *testing.T) {
 	}
 	out, err := s.at(t.Context(), "node3", "", "bootstrapper", "doctor")
 	t.Logf("node3$ bootstrapper doctor\n%s(%v)", out, err)
+}
+
+// byOrder has machines examine themselves without a login there (B11): a control plane and a worker.
+func (s *seat) byOrder(t *testing.T) {
+	for _, node := range []string{"node1", "node2"} {
+		done := make(chan struct{})
+		var out string
+		var err error
+		go func() {
+			defer close(done)
+			out, err = s.muster(t.Context(), "doctor", "--node", node, "--output", "json")
+		}()
+		until(t, func() error {
+			text, err := s.kubectl(t.Context(), "", "get", "attestednode", node, "-o", `jsonpath={.metadata.annotations.muster\.dev/order}`)
+			if err == nil && !strings.Contains(text, `"doctor"`) {
+				err = fmt.Errorf("the order of %s is %q", node, text)
+			}
+			return err
+		})
+		if _, err := s.at(t.Context(), node, "", "systemctl", "restart", "muster-attester"); err != nil { // it attests at its start
+			t.Fatal(err)
+		}
+		<-done
+		r, err := decode[checkup.Report](out, err)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, check := range []string{"TPM", "event log", "journal", "node lock", "clock"} {
+			if i := slices.IndexFunc(r.Findings, func(f checkup.Finding) bool { return f.Check == check }); i < 0 || r.Findings[i].Level == checkup.Fail {
+				t.Errorf("%s says of %q: %+v", node, check, r.Findings)
+			}
+		}
+	}
+	audit, err := s.at(t.Context(), "node1", "", "cat", "/var/log/muster/audit.jsonl")
+	if err != nil || strings.Count(audit, `"event":"order reported"`) < 2 || strings.Count(audit, `"detail":"done"`) != 2 {
+		t.Errorf("the audit log does not have both ends: %v\n%s", err, audit)
+	}
+	s.show(t, "status")
 }

@@ -39,6 +39,8 @@ type Record struct {
 	Disk string `json:"disk,omitempty"`
 	// Ticket is the ID of the join ticket.
 	Ticket string `json:"ticket,omitempty"`
+	// Order is the action of the owner's order to the machine, and the SHA-256 of its text and signature in hexadecimal digits.
+	Order string `json:"order,omitempty"`
 	// Request is the name of a CertificateSigningRequest.
 	Request string `json:"request,omitempty"`
 	// Serials are the serial numbers of the certificates, in hexadecimal digits.

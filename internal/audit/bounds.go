@@ -73,7 +73,7 @@ func (r Record) bounded(refusal bool) Record {
 		limit int
 	}{
 		{&r.Service, 16}, {&r.Event, 32}, {&r.Reason, 32}, {&r.Machine, 64}, {&r.Node, 63}, {&r.Role, 16}, {&r.Disk, 36}, {&r.Ticket, 32},
-		{&r.Request, 48}, {&r.Purpose, 32}, {&r.Evidence, 64}, {&r.Image, maxName}, {&r.Class, maxName},
+		{&r.Order, 97}, {&r.Request, 48}, {&r.Purpose, 32}, {&r.Evidence, 64}, {&r.Image, maxName}, {&r.Class, maxName},
 	} {
 		*f.text = plainText(*f.text, f.limit)
 	}

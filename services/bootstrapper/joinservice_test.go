@@ -53,6 +53,7 @@ type joinservice struct {
 	requests []*joinv1.IssueJoinTicketRequest
 	callers  []attest.MachineID
 	returned [][]byte
+	reports  []*joinv1.OrderReport                         // of Reattest calls
 	attested []attest.Peer                                 // the peers of Reattest calls
 	again    func(n int) (*joinv1.ReattestResponse, error) // returns the nth answer; nil: an empty one
 	at       []time.Time
@@ -232,9 +233,10 @@ func (j *joinservice) ReturnJoinTicket(_ context.Context, req *joinv1.ReturnJoin
 	return &joinv1.ReturnJoinTicketResponse{}, nil
 }
 
-func (j *joinservice) Reattest(ctx context.Context, _ *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
+func (j *joinservice) Reattest(ctx context.Context, req *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	j.reports = append(j.reports, req.GetOrder())
 	if p, ok := attest.PeerFrom(ctx); ok {
 		j.attested = append(j.attested, p)
 	}

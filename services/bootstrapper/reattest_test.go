@@ -1,8 +1,10 @@
 package bootstrapper_test
 
 import (
+	"bytes"
 	"context"
 	"crypto/ed25519"
+	"encoding/hex"
 	"errors"
 	"log/slog"
 	"net"
@@ -18,8 +20,10 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/orders"
 	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -142,6 +146,49 @@ func TestANodeWaitsAsLongAsItIsTold(t *testing.T) {
 	if n := len(j.reattested()); n != 1 {
 		t.Errorf("it attested %d times within an hour", n)
 	}
+}
+
+// The attester stores an order as it is, and reports what the other process has made of it.
+func TestAnOrderIsStoredAndWhatBecameOfItReported(t *testing.T) {
+	w, j := node(t)
+	want := &joinv1.OwnerOrder{Text: `{"action":"doctor"}`, Signature: bytes.Repeat([]byte{7}, ed25519.SignatureSize)}
+	j.again = func(int) (*joinv1.ReattestResponse, error) { return &joinv1.ReattestResponse{Order: want}, nil }
+	w.reattest()
+	eventually(t, "it is stored", func() bool { return w.exists(orders.Inbox) })
+	if got := w.get(orders.Inbox); !strings.Contains(got, `{\"action\":\"doctor\"}`) {
+		t.Errorf("it stores %s", got)
+	}
+	if j.reported() != nil {
+		t.Error("it reports an order that nobody has executed")
+	}
+	w.put(t, orders.Journal, `{"begun":"2026-11-26T12:00:00Z","last":{"order":{"text":"x","signature":"AAAA"},"action":"doctor","state":"done","output":"well"}}`)
+	digest := ownerorder.SignedMachineOrder{Text: "x", Signature: make([]byte, 3)}.Digest()
+	said := func() bool {
+		r := j.reported()
+		return r.GetState() == joinv1.OrderState_ORDER_STATE_DONE && r.GetOutput() == "well" && hex.EncodeToString(r.GetDigest()) == digest
+	}
+	eventually(t, "it reports the end", said)
+	// Once that is recorded, it is not repeated; a joinservice that sends an order again may have lost it.
+	j.setAgain(func(int) (*joinv1.ReattestResponse, error) { return &joinv1.ReattestResponse{}, nil })
+	eventually(t, "it reports nothing more", func() bool { return j.reported() == nil })
+	j.setAgain(func(int) (*joinv1.ReattestResponse, error) { return &joinv1.ReattestResponse{Order: want}, nil })
+	eventually(t, "it reports the end again", said)
+}
+
+func (j *joinservice) setAgain(again func(int) (*joinv1.ReattestResponse, error)) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.again = again
+}
+
+// reported returns the report of the latest call.
+func (j *joinservice) reported() *joinv1.OrderReport {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if len(j.reports) == 0 {
+		return nil
+	}
+	return j.reports[len(j.reports)-1]
 }
 
 func TestANodeGoesOnAfterFailures(t *testing.T) {

@@ -33,7 +33,7 @@ func TestWhatOneMachineIsGrantedADayIsAsLargeAsDocumented(t *testing.T) {
 	tickets := ticketRate.Most(day)
 	records := 2*tickets + // "ticket decided", "ticket issued"
 		min(tickets, leaseRate.Most(day)) + // "turn ended", once for each ticket
-		returnRate.Most(day) + rejoinRate.Most(day) + 2*renewalRate.Most(day) +
+		returnRate.Most(day) + rejoinRate.Most(day) + 2*renewalRate.Most(day) + orderRate.Most(day) +
 		certificates.MostApproved(day)
 	bytes := float64(records) * audit.MaxRecord
 	text, err := os.ReadFile("../../docs/operate.md")

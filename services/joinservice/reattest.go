@@ -26,22 +26,28 @@ func reattestEvery(maxAge time.Duration) time.Duration { return min(maxReattestI
 // Reattest implements the RPC.
 func (s *Service) Reattest(ctx context.Context, req *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
 	a := &attempt{began: s.now()}
-	if err := s.reattest(ctx, a, req); err != nil {
+	order, err := s.reattest(ctx, a, req)
+	if err != nil {
 		s.refuse(ctx, a, "verdict refused", err)
 		return nil, err
 	}
+	interval := s.cfg.Interval
+	if order != nil {
+		interval = min(interval, orderInterval)
+	}
 	s.cfg.Log.DebugContext(ctx, "machine attested again", "machine", a.record.Machine, "node", a.record.Node, "policy_generation", a.record.PolicyGeneration, "image", a.record.Image, "class", a.record.Class)
-	return &joinv1.ReattestResponse{PolicySerial: a.record.PolicySerial, Interval: durationpb.New(s.cfg.Interval)}, nil
+	return &joinv1.ReattestResponse{PolicySerial: a.record.PolicySerial, Interval: durationpb.New(interval), Order: order}, nil
 }
 
-func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.ReattestRequest) error {
+// reattest returns the order that the machine is to get.
+func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.ReattestRequest) (order *joinv1.OwnerOrder, err error) {
 	peer, ok := attest.PeerFrom(ctx) // J1
 	if !ok {
-		return attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
+		return nil, attest.Refuse(attestv1.Reason_REASON_PEER_NOT_ATTESTED, "%w", attest.ErrNoPeer)
 	}
 	a.peer(peer)
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
-		return err
+		return nil, err
 	}
 	appraisal, err := s.cfg.Members.Appraise(ctx, peer.Claims())
 	var boot enroll.Boot
@@ -55,18 +61,26 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
-		status.Certificates = reported(req)
+		status.Certificates, status.Order = reported(req), orderReport(req.GetOrder())
 		var end func()
 		if end, err = s.limits.recording.Begin(ctx); err == nil {
-			a.record.Node, err = s.cfg.Enrollments.Reattest(ctx, peer.Machine(), boot, status)
+			var before, after *v1alpha1.AttestedNode
+			before, after, err = s.cfg.Enrollments.Reattest(ctx, peer.Machine(), boot, status)
 			end()
+			if before != nil {
+				a.record.Node = before.Name
+			}
+			if err == nil {
+				s.recordOrder(ctx, a, peer.Machine(), before, after)
+				order = orderFor(after, a.began)
+			}
 		}
 	}
 	s.undoVerdict(ctx, a, peer, err)
 	if err == nil {
 		s.cfg.Records.Accepted(peer.Machine())
 	}
-	return err
+	return order, err
 }
 
 // reported returns the machine's report of its kubelet's certificates, which is shown to the owner; nil if there is none.

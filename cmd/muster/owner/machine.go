@@ -93,7 +93,7 @@ func notWaiting(addr string, err error) error {
 	err = fmt.Errorf("%s: %w", addr, err)
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return withRemedy(err, "The machine is a node already (muster status without --endpoint shows those), or its bootstrapper is not running: look at the machine's console, and if you can log in, run bootstrapper doctor on it.")
+		return withRemedy(err, "The machine is a node already (muster status without --endpoint shows those, and muster doctor --node NODE examines one), or its bootstrapper is not running: look at the machine's console, and if you can log in, run bootstrapper doctor on it.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:
 		return withRemedy(err, "Something else than the bootstrapper of a waiting machine answers there, or one of an older version; the bootstrapper's port is 9000.")
 	}

@@ -38,6 +38,7 @@ const (
 	UnitKubelet      = "kubelet.service"
 	UnitAttester     = "muster-attester.service"
 	UnitRenewal      = "muster-renewal.service"
+	UnitOrders       = "muster-orders.service"
 	UnitContainerd   = "containerd.service"
 )
 
@@ -61,6 +62,18 @@ func (Real) Unit(ctx context.Context, verb, unit string) error {
 	var out []string
 	if err := run(ctx, func(l string) { out = append(out, l) }, "systemctl", verb, unit); err != nil {
 		return fmt.Errorf("systemctl %s %s: %w: %s", verb, unit, err, strings.Join(out[max(0, len(out)-5):], "; "))
+	}
+	return nil
+}
+
+// Reboot tells systemd to restart the machine, without logind, which Muster's image does not have. It returns before the machine
+// goes down.
+func Reboot(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, unitTimeout)
+	defer cancel()
+	var out []string
+	if err := run(ctx, func(l string) { out = append(out, l) }, "systemctl", "--no-block", "--job-mode=replace-irreversibly", "start", "reboot.target"); err != nil {
+		return fmt.Errorf("systemctl start reboot.target: %w: %s", err, strings.Join(out[max(0, len(out)-5):], "; "))
 	}
 	return nil
 }

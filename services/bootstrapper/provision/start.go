@@ -22,7 +22,7 @@ func (n *Node) RenewControlPlane(ctx context.Context) error {
 	return nil
 }
 
-// StartNode starts the units of a node: attester and kubelet, and on a control plane the renewal of certificates. The kubelet has usable certificates
+// StartNode starts the units of a node: attester, kubelet, the renewal of certificates, and the execution of the owner's orders. The kubelet has usable certificates
 // then.
 func (n *Node) StartNode(ctx context.Context) error {
 	if err := n.RenewControlPlane(ctx); err != nil {
@@ -39,6 +39,10 @@ func (n *Node) StartNode(ctx context.Context) error {
 	// The unit is not enabled: before the machine is a node, there is nothing to renew.
 	if err := n.Machine.Unit(ctx, "start", machine.UnitRenewal); err != nil {
 		return fmt.Errorf("%s: %w", machine.UnitRenewal, err)
+	}
+	// Nor is this one. Without it the machine is a node all the same.
+	if err := n.Machine.Unit(ctx, "start", machine.UnitOrders); err != nil {
+		n.Log.ErrorContext(ctx, "this machine takes no orders of its owner", "unit", machine.UnitOrders, "err", err)
 	}
 	if err := n.LetKubeletStart(); err != nil {
 		return err

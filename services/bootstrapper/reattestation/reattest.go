@@ -16,8 +16,10 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/protobuf/proto"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -28,6 +30,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
+	"github.com/muster-k8s/muster/services/bootstrapper/orders"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -59,7 +62,8 @@ type Config struct {
 	// Metadata reads the machine's metadata, Journal its journal; both are called for each attempt.
 	Metadata func() (*metadata.Machine, error)
 	Journal  func() (journal.Record, error)
-	// Root is the root of the file system: "/" on a machine. The expiry of the kubelet's certificates below it is reported.
+	// Root is the root of the file system: "/" on a machine. The expiry of the kubelet's certificates below it is reported, and what became of the owner's
+	// order; a new order is stored below it.
 	Root string
 	// Policy stores the newest policy by which a joinservice was accepted: [journal.AttesterPolicy].
 	Policy nodelock.Journal
@@ -85,6 +89,8 @@ type Attester struct {
 	total *prometheus.CounterVec
 	last  prometheus.Gauge
 	order []string // endpoints, those that failed last at the end
+	// reported is what a joinservice has recorded of the latest order.
+	reported *joinv1.OrderReport
 
 	verifiers oneVerifier
 }
@@ -253,9 +259,23 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 		return 0, err
 	}
 	req.BootSecret = secret.Expose() // J11
+	report, err := orders.Report(r.cfg.Root)
+	if err != nil {
+		r.cfg.Log.ErrorContext(ctx, "what became of the owner's order cannot be reported", "err", err)
+	}
+	if !proto.Equal(report, r.reported) {
+		req.Order = report
+	}
 	resp, err := client.Reattest(ctx, req)
 	if err != nil {
 		return 0, err
+	}
+	r.reported = report
+	if resp.GetOrder() != nil { // B11: verified by the process that executes it
+		r.reported = nil // the joinservice may have lost the report
+		if err := orders.Deliver(r.cfg.Root, resp.GetOrder()); err != nil {
+			r.cfg.Log.ErrorContext(ctx, "the owner's order cannot be stored", "endpoint", endpoint, "err", err)
+		}
 	}
 	interval := resp.GetInterval().AsDuration()
 	if !resp.GetInterval().IsValid() || interval <= 0 || interval > maxInterval {

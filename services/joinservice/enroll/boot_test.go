@@ -87,7 +87,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	}
 	between := c.Boot
 	between.Reset = 2
-	if _, err := k.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
+	if _, _, err := k.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Record(t.Context()); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {

@@ -102,7 +102,7 @@ func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 	between, later := c.Boot, c
 	between.Reset, later.Boot.Reset = 2, 3
 	k.State.Cluster.Client = lookingAtLease{k.State.Cluster.Client, &sync.Once{}, func() {
-		if _, err := other.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
+		if _, _, err := other.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
 			t.Error(err)
 		}
 	}}

@@ -19,29 +19,36 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Reattest records a current verdict on an enrolled machine, whose ID comes from attestation only (J1), and returns its
-// node's name. Fields of status that are not about evidence are ignored. Errors are refusals: NOT_ENROLLED, BANNED,
-// MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE.
-func (es *Enrollments) Reattest(ctx context.Context, m attest.MachineID, boot Boot, status v1alpha1.AttestedNodeStatus) (node string, err error) {
+// Reattest records a current verdict on an enrolled machine, whose ID comes from attestation only (J1), with its report of an
+// order. It returns the AttestedNode before and after; both are nil if the machine has none, and after is nil if nothing was
+// written. Other fields of status are ignored. Errors are refusals: NOT_ENROLLED, BANNED, MACHINE_CLONED, CLOCK_WENT_BACK,
+// VERDICT_OLD, API_UNAVAILABLE.
+func (es *Enrollments) Reattest(ctx context.Context, m attest.MachineID, boot Boot, status v1alpha1.AttestedNodeStatus) (before, after *v1alpha1.AttestedNode, err error) {
 	// Enrollments that a ticket only began do not count; their replica may have stopped.
 	own := slices.DeleteFunc(es.state.Cluster.Nodes.ByMachine(m), es.Begun)
 	switch {
 	case len(own) == 0:
-		return "", attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not enrolled", m)
+		return nil, nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not enrolled", m)
 	case len(own) > 1: // two replicas wrote at the same time: one of them is about to remove its own
-		return "", clusterview.Unavailable("attest again", fmt.Errorf("machine %s is enrolled %d times", m, len(own)))
+		return nil, nil, clusterview.Unavailable("attest again", fmt.Errorf("machine %s is enrolled %d times", m, len(own)))
 	}
 	if err := access.CheckShutOut(own[0]); err != nil {
-		return own[0].Name, err
+		return own[0], nil, err
 	}
 	n := own[0].DeepCopy()
-	return n.Name, es.WriteStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
+	if err := es.WriteStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
 		if err := boot.record(n, s, false); err != nil { // J11
 			return err
 		}
 		takeVerdict(s, status)
+		if r := status.Order; r != nil {
+			s.Order = r
+		}
 		return nil
-	})
+	}); err != nil {
+		return own[0], nil, err
+	}
+	return own[0], n, nil
 }
 
 func clockWentBack(n *v1alpha1.AttestedNode, now, before int64) error {

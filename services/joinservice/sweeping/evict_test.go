@@ -282,7 +282,7 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 		"a ticket": func(k *replica) error { return roomtest.Join(t.Context(), k.Rooms, roomtest.Claim(1), "b") },
 		"a rejoin": func(k *replica) error { _, err := k.Rejoin(t.Context(), roomtest.Claim(1)); return err },
 		"a verdict": func(k *replica) error {
-			_, err := k.Reattest(t.Context(), roomtest.Claim(1).Machine, roomtest.Claim(1).Boot, roomtest.Ticket("b"))
+			_, _, err := k.Reattest(t.Context(), roomtest.Claim(1).Machine, roomtest.Claim(1).Boot, roomtest.Ticket("b"))
 			return err
 		},
 		"new certificates": func(k *replica) error {

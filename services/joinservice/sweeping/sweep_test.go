@@ -318,7 +318,7 @@ func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
 	if roomtest.Shared.Node(t, "w1") == nil || roomtest.Suspended(t, "w1") {
 		t.Error("it is gone")
 	}
-	if _, err := b.Reattest(t.Context(), roomtest.Claim(1).Machine, roomtest.Claim(1).Boot, roomtest.Ticket("")); err != nil {
+	if _, _, err := b.Reattest(t.Context(), roomtest.Claim(1).Machine, roomtest.Claim(1).Boot, roomtest.Ticket("")); err != nil {
 		t.Errorf("its machine cannot attest: %v", err)
 	}
 }

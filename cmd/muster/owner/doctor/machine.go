@@ -32,7 +32,7 @@ func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report
 	if err != nil {
 		remedy := "Look at the network between here and the machine, and on it at journalctl -u muster-bootstrapper."
 		if errors.Is(err, syscall.ECONNREFUSED) {
-			remedy = "The machine is a node already, or its bootstrapper is not running: on it, look at journalctl -u muster-bootstrapper, and run bootstrapper doctor."
+			remedy = "The machine is a node already, or its bootstrapper is not running: if it is a node, run `muster doctor --node NODE`; if not, look at its console."
 		}
 		r.Err(CheckReach, remedy, err)
 		return r

@@ -134,6 +134,68 @@ func (DiskMode) EnumDescriptor() ([]byte, []int) {
 	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{1}
 }
 
+// OrderState is how far a machine is with an order.
+type OrderState int32
+
+const (
+	// A report with it is ignored.
+	OrderState_ORDER_STATE_UNSPECIFIED OrderState = 0
+	// The machine's journal has the order, and it runs.
+	OrderState_ORDER_STATE_RUNNING OrderState = 1
+	// It has ended as ordered.
+	OrderState_ORDER_STATE_DONE OrderState = 2
+	// It has ended with an error.
+	OrderState_ORDER_STATE_FAILED OrderState = 3
+	// The machine did not begin: the order is for another one, has expired, or is not the
+	// owner's.
+	OrderState_ORDER_STATE_REFUSED OrderState = 4
+)
+
+// Enum value maps for OrderState.
+var (
+	OrderState_name = map[int32]string{
+		0: "ORDER_STATE_UNSPECIFIED",
+		1: "ORDER_STATE_RUNNING",
+		2: "ORDER_STATE_DONE",
+		3: "ORDER_STATE_FAILED",
+		4: "ORDER_STATE_REFUSED",
+	}
+	OrderState_value = map[string]int32{
+		"ORDER_STATE_UNSPECIFIED": 0,
+		"ORDER_STATE_RUNNING":     1,
+		"ORDER_STATE_DONE":        2,
+		"ORDER_STATE_FAILED":      3,
+		"ORDER_STATE_REFUSED":     4,
+	}
+)
+
+func (x OrderState) Enum() *OrderState {
+	p := new(OrderState)
+	*p = x
+	return p
+}
+
+func (x OrderState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (OrderState) Descriptor() protoreflect.EnumDescriptor {
+	return file_muster_join_v1_join_proto_enumTypes[2].Descriptor()
+}
+
+func (OrderState) Type() protoreflect.EnumType {
+	return &file_muster_join_v1_join_proto_enumTypes[2]
+}
+
+func (x OrderState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use OrderState.Descriptor instead.
+func (OrderState) EnumDescriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{2}
+}
+
 // IssueJoinTicketRequest is the machine's join request; its bootstrapper sets all of it.
 // Nothing in it identifies the caller: the caller is the attested peer. A field that is
 // missing or of another form is refused with REQUEST_INVALID.
@@ -582,7 +644,10 @@ type ReattestRequest struct {
 	KubeletServingExpiresAt *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=kubelet_serving_expires_at,json=kubeletServingExpiresAt,proto3" json:"kubelet_serving_expires_at,omitempty"`
 	// The secret of this boot, as in IssueJoinTicketRequest: another form is refused with
 	// REQUEST_INVALID, that of a copy with MACHINE_CLONED (J11).
-	BootSecret    []byte `protobuf:"bytes,3,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	BootSecret []byte `protobuf:"bytes,3,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	// What the machine says of the latest order that it has begun or refused; unset if it never
+	// had one, or if a joinservice has recorded the same before.
+	Order         *OrderReport `protobuf:"bytes,4,opt,name=order,proto3" json:"order,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -638,6 +703,172 @@ func (x *ReattestRequest) GetBootSecret() []byte {
 	return nil
 }
 
+func (x *ReattestRequest) GetOrder() *OrderReport {
+	if x != nil {
+		return x.Order
+	}
+	return nil
+}
+
+// OrderReport is a machine's report of an order. It is for the owner; nothing else depends on
+// it.
+type OrderReport struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// SHA-256 of the order's text and signature, one after the other, 32 bytes: which order the
+	// report is about.
+	Digest []byte `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
+	// What was ordered; at most 32 bytes.
+	Action string `protobuf:"bytes,2,opt,name=action,proto3" json:"action,omitempty"`
+	// How far it is.
+	State OrderState `protobuf:"varint,3,opt,name=state,proto3,enum=muster.join.v1.OrderState" json:"state,omitempty"`
+	// What happened, in words; at most 1 KiB.
+	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
+	// The output that the owner asked for; at most 4 KiB.
+	Output string `protobuf:"bytes,5,opt,name=output,proto3" json:"output,omitempty"`
+	// When the machine began, by its clock.
+	BeganAt *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=began_at,json=beganAt,proto3" json:"began_at,omitempty"`
+	// When it had ended; unset while it runs.
+	EndedAt       *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=ended_at,json=endedAt,proto3" json:"ended_at,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OrderReport) Reset() {
+	*x = OrderReport{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OrderReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OrderReport) ProtoMessage() {}
+
+func (x *OrderReport) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OrderReport.ProtoReflect.Descriptor instead.
+func (*OrderReport) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *OrderReport) GetDigest() []byte {
+	if x != nil {
+		return x.Digest
+	}
+	return nil
+}
+
+func (x *OrderReport) GetAction() string {
+	if x != nil {
+		return x.Action
+	}
+	return ""
+}
+
+func (x *OrderReport) GetState() OrderState {
+	if x != nil {
+		return x.State
+	}
+	return OrderState_ORDER_STATE_UNSPECIFIED
+}
+
+func (x *OrderReport) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *OrderReport) GetOutput() string {
+	if x != nil {
+		return x.Output
+	}
+	return ""
+}
+
+func (x *OrderReport) GetBeganAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.BeganAt
+	}
+	return nil
+}
+
+func (x *OrderReport) GetEndedAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.EndedAt
+	}
+	return nil
+}
+
+// OwnerOrder is an order of the cluster's owner to one machine. joinservice passes it on
+// unchecked: the machine verifies it (B11).
+type OwnerOrder struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The order in JSON: exactly the signed bytes; at most 4 KiB.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
+	// Ed25519 (RFC 8032) by the owner's key over "muster machine order v1", a zero byte, the
+	// length of text in four bytes, big endian, and text; 64 bytes.
+	Signature     []byte `protobuf:"bytes,2,opt,name=signature,proto3" json:"signature,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OwnerOrder) Reset() {
+	*x = OwnerOrder{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OwnerOrder) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OwnerOrder) ProtoMessage() {}
+
+func (x *OwnerOrder) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OwnerOrder.ProtoReflect.Descriptor instead.
+func (*OwnerOrder) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *OwnerOrder) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *OwnerOrder) GetSignature() []byte {
+	if x != nil {
+		return x.Signature
+	}
+	return nil
+}
+
 // ReattestResponse is the recorded result, and the time until the next attestation.
 type ReattestResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -646,14 +877,17 @@ type ReattestResponse struct {
 	// How long after this response the machine should attest again; set by joinservice, above
 	// zero and at most 1 h. A machine adds its own jitter, and uses 5 min for a value outside
 	// these bounds.
-	Interval      *durationpb.Duration `protobuf:"bytes,2,opt,name=interval,proto3" json:"interval,omitempty"`
+	Interval *durationpb.Duration `protobuf:"bytes,2,opt,name=interval,proto3" json:"interval,omitempty"`
+	// The owner's order to this machine; unset if there is none, if it has expired, or if the
+	// machine has reported that it is done, has failed or is refused.
+	Order         *OwnerOrder `protobuf:"bytes,3,opt,name=order,proto3" json:"order,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ReattestResponse) Reset() {
 	*x = ReattestResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[6]
+	mi := &file_muster_join_v1_join_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -665,7 +899,7 @@ func (x *ReattestResponse) String() string {
 func (*ReattestResponse) ProtoMessage() {}
 
 func (x *ReattestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[6]
+	mi := &file_muster_join_v1_join_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -678,7 +912,7 @@ func (x *ReattestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReattestResponse.ProtoReflect.Descriptor instead.
 func (*ReattestResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{6}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ReattestResponse) GetPolicySerial() uint64 {
@@ -691,6 +925,13 @@ func (x *ReattestResponse) GetPolicySerial() uint64 {
 func (x *ReattestResponse) GetInterval() *durationpb.Duration {
 	if x != nil {
 		return x.Interval
+	}
+	return nil
+}
+
+func (x *ReattestResponse) GetOrder() *OwnerOrder {
+	if x != nil {
+		return x.Order
 	}
 	return nil
 }
@@ -720,7 +961,7 @@ type IssueRejoinTicketRequest struct {
 
 func (x *IssueRejoinTicketRequest) Reset() {
 	*x = IssueRejoinTicketRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	mi := &file_muster_join_v1_join_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -732,7 +973,7 @@ func (x *IssueRejoinTicketRequest) String() string {
 func (*IssueRejoinTicketRequest) ProtoMessage() {}
 
 func (x *IssueRejoinTicketRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[7]
+	mi := &file_muster_join_v1_join_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -745,7 +986,7 @@ func (x *IssueRejoinTicketRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IssueRejoinTicketRequest.ProtoReflect.Descriptor instead.
 func (*IssueRejoinTicketRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{7}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *IssueRejoinTicketRequest) GetNodeName() string {
@@ -809,7 +1050,7 @@ type IssueRejoinTicketResponse struct {
 
 func (x *IssueRejoinTicketResponse) Reset() {
 	*x = IssueRejoinTicketResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	mi := &file_muster_join_v1_join_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -821,7 +1062,7 @@ func (x *IssueRejoinTicketResponse) String() string {
 func (*IssueRejoinTicketResponse) ProtoMessage() {}
 
 func (x *IssueRejoinTicketResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[8]
+	mi := &file_muster_join_v1_join_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -834,7 +1075,7 @@ func (x *IssueRejoinTicketResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IssueRejoinTicketResponse.ProtoReflect.Descriptor instead.
 func (*IssueRejoinTicketResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{8}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *IssueRejoinTicketResponse) GetTicketId() []byte {
@@ -915,7 +1156,7 @@ type RenewNodeCertificatesRequest struct {
 
 func (x *RenewNodeCertificatesRequest) Reset() {
 	*x = RenewNodeCertificatesRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[9]
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -927,7 +1168,7 @@ func (x *RenewNodeCertificatesRequest) String() string {
 func (*RenewNodeCertificatesRequest) ProtoMessage() {}
 
 func (x *RenewNodeCertificatesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[9]
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -940,7 +1181,7 @@ func (x *RenewNodeCertificatesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewNodeCertificatesRequest.ProtoReflect.Descriptor instead.
 func (*RenewNodeCertificatesRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{9}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RenewNodeCertificatesRequest) GetKubeletClientCsr() []byte {
@@ -980,7 +1221,7 @@ type RenewNodeCertificatesResponse struct {
 
 func (x *RenewNodeCertificatesResponse) Reset() {
 	*x = RenewNodeCertificatesResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[10]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -992,7 +1233,7 @@ func (x *RenewNodeCertificatesResponse) String() string {
 func (*RenewNodeCertificatesResponse) ProtoMessage() {}
 
 func (x *RenewNodeCertificatesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[10]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1005,7 +1246,7 @@ func (x *RenewNodeCertificatesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewNodeCertificatesResponse.ProtoReflect.Descriptor instead.
 func (*RenewNodeCertificatesResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{10}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RenewNodeCertificatesResponse) GetRenewalId() []byte {
@@ -1044,7 +1285,7 @@ type RenewJoinLeaseRequest struct {
 
 func (x *RenewJoinLeaseRequest) Reset() {
 	*x = RenewJoinLeaseRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1056,7 +1297,7 @@ func (x *RenewJoinLeaseRequest) String() string {
 func (*RenewJoinLeaseRequest) ProtoMessage() {}
 
 func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1069,7 +1310,7 @@ func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseRequest.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{11}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *RenewJoinLeaseRequest) GetTicketId() []byte {
@@ -1098,7 +1339,7 @@ type RenewJoinLeaseResponse struct {
 
 func (x *RenewJoinLeaseResponse) Reset() {
 	*x = RenewJoinLeaseResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[12]
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1110,7 +1351,7 @@ func (x *RenewJoinLeaseResponse) String() string {
 func (*RenewJoinLeaseResponse) ProtoMessage() {}
 
 func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[12]
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1123,7 +1364,7 @@ func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseResponse.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{12}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
@@ -1158,7 +1399,7 @@ type AdministratorOrder struct {
 
 func (x *AdministratorOrder) Reset() {
 	*x = AdministratorOrder{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1170,7 +1411,7 @@ func (x *AdministratorOrder) String() string {
 func (*AdministratorOrder) ProtoMessage() {}
 
 func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1183,7 +1424,7 @@ func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdministratorOrder.ProtoReflect.Descriptor instead.
 func (*AdministratorOrder) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{13}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *AdministratorOrder) GetClusterId() []byte {
@@ -1225,7 +1466,7 @@ type RenewAdministratorRequest struct {
 
 func (x *RenewAdministratorRequest) Reset() {
 	*x = RenewAdministratorRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1237,7 +1478,7 @@ func (x *RenewAdministratorRequest) String() string {
 func (*RenewAdministratorRequest) ProtoMessage() {}
 
 func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1250,7 +1491,7 @@ func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorRequest.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RenewAdministratorRequest) GetOrder() *AdministratorOrder {
@@ -1274,7 +1515,7 @@ type RenewAdministratorResponse struct {
 
 func (x *RenewAdministratorResponse) Reset() {
 	*x = RenewAdministratorResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1286,7 +1527,7 @@ func (x *RenewAdministratorResponse) String() string {
 func (*RenewAdministratorResponse) ProtoMessage() {}
 
 func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1299,7 +1540,7 @@ func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorResponse.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RenewAdministratorResponse) GetCertificate() []byte {
@@ -1356,15 +1597,29 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
 	"\x17ReturnJoinTicketRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\"\x1a\n" +
-	"\x18ReturnJoinTicketResponse\"\xe7\x01\n" +
+	"\x18ReturnJoinTicketResponse\"\x9a\x02\n" +
 	"\x0fReattestRequest\x12U\n" +
 	"\x19kubelet_client_expires_at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x16kubeletClientExpiresAt\x12W\n" +
 	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\x12$\n" +
 	"\vboot_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
-	"bootSecret\"n\n" +
+	"bootSecret\x121\n" +
+	"\x05order\x18\x04 \x01(\v2\x1b.muster.join.v1.OrderReportR\x05order\"\x8f\x02\n" +
+	"\vOrderReport\x12\x16\n" +
+	"\x06digest\x18\x01 \x01(\fR\x06digest\x12\x16\n" +
+	"\x06action\x18\x02 \x01(\tR\x06action\x120\n" +
+	"\x05state\x18\x03 \x01(\x0e2\x1a.muster.join.v1.OrderStateR\x05state\x12\x18\n" +
+	"\amessage\x18\x04 \x01(\tR\amessage\x12\x16\n" +
+	"\x06output\x18\x05 \x01(\tR\x06output\x125\n" +
+	"\bbegan_at\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\abeganAt\x125\n" +
+	"\bended_at\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\aendedAt\">\n" +
+	"\n" +
+	"OwnerOrder\x12\x12\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1c\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xa0\x01\n" +
 	"\x10ReattestResponse\x12#\n" +
 	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
-	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\"\xa0\x01\n" +
+	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\x120\n" +
+	"\x05order\x18\x03 \x01(\v2\x1a.muster.join.v1.OwnerOrderR\x05order\"\xa0\x01\n" +
 	"\x18IssueRejoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
@@ -1418,7 +1673,14 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\bDiskMode\x12\x19\n" +
 	"\x15DISK_MODE_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fDISK_MODE_PLAIN\x10\x01\x12\x12\n" +
-	"\x0eDISK_MODE_LUKS\x10\x022\xd5\x05\n" +
+	"\x0eDISK_MODE_LUKS\x10\x02*\x89\x01\n" +
+	"\n" +
+	"OrderState\x12\x1b\n" +
+	"\x17ORDER_STATE_UNSPECIFIED\x10\x00\x12\x17\n" +
+	"\x13ORDER_STATE_RUNNING\x10\x01\x12\x14\n" +
+	"\x10ORDER_STATE_DONE\x10\x02\x12\x16\n" +
+	"\x12ORDER_STATE_FAILED\x10\x03\x12\x17\n" +
+	"\x13ORDER_STATE_REFUSED\x10\x042\xd5\x05\n" +
 	"\vJoinService\x12b\n" +
 	"\x0fIssueJoinTicket\x12&.muster.join.v1.IssueJoinTicketRequest\x1a'.muster.join.v1.IssueJoinTicketResponse\x12e\n" +
 	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponse\x12M\n" +
@@ -1441,67 +1703,75 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 	return file_muster_join_v1_join_proto_rawDescData
 }
 
-var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
+var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_muster_join_v1_join_proto_goTypes = []any{
 	(Role)(0),                             // 0: muster.join.v1.Role
 	(DiskMode)(0),                         // 1: muster.join.v1.DiskMode
-	(*IssueJoinTicketRequest)(nil),        // 2: muster.join.v1.IssueJoinTicketRequest
-	(*IssueJoinTicketResponse)(nil),       // 3: muster.join.v1.IssueJoinTicketResponse
-	(*ControlPlaneFile)(nil),              // 4: muster.join.v1.ControlPlaneFile
-	(*ReturnJoinTicketRequest)(nil),       // 5: muster.join.v1.ReturnJoinTicketRequest
-	(*ReturnJoinTicketResponse)(nil),      // 6: muster.join.v1.ReturnJoinTicketResponse
-	(*ReattestRequest)(nil),               // 7: muster.join.v1.ReattestRequest
-	(*ReattestResponse)(nil),              // 8: muster.join.v1.ReattestResponse
-	(*IssueRejoinTicketRequest)(nil),      // 9: muster.join.v1.IssueRejoinTicketRequest
-	(*IssueRejoinTicketResponse)(nil),     // 10: muster.join.v1.IssueRejoinTicketResponse
-	(*RenewNodeCertificatesRequest)(nil),  // 11: muster.join.v1.RenewNodeCertificatesRequest
-	(*RenewNodeCertificatesResponse)(nil), // 12: muster.join.v1.RenewNodeCertificatesResponse
-	(*RenewJoinLeaseRequest)(nil),         // 13: muster.join.v1.RenewJoinLeaseRequest
-	(*RenewJoinLeaseResponse)(nil),        // 14: muster.join.v1.RenewJoinLeaseResponse
-	(*AdministratorOrder)(nil),            // 15: muster.join.v1.AdministratorOrder
-	(*RenewAdministratorRequest)(nil),     // 16: muster.join.v1.RenewAdministratorRequest
-	(*RenewAdministratorResponse)(nil),    // 17: muster.join.v1.RenewAdministratorResponse
-	(*v1.Component)(nil),                  // 18: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),         // 19: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 20: google.protobuf.Duration
+	(OrderState)(0),                       // 2: muster.join.v1.OrderState
+	(*IssueJoinTicketRequest)(nil),        // 3: muster.join.v1.IssueJoinTicketRequest
+	(*IssueJoinTicketResponse)(nil),       // 4: muster.join.v1.IssueJoinTicketResponse
+	(*ControlPlaneFile)(nil),              // 5: muster.join.v1.ControlPlaneFile
+	(*ReturnJoinTicketRequest)(nil),       // 6: muster.join.v1.ReturnJoinTicketRequest
+	(*ReturnJoinTicketResponse)(nil),      // 7: muster.join.v1.ReturnJoinTicketResponse
+	(*ReattestRequest)(nil),               // 8: muster.join.v1.ReattestRequest
+	(*OrderReport)(nil),                   // 9: muster.join.v1.OrderReport
+	(*OwnerOrder)(nil),                    // 10: muster.join.v1.OwnerOrder
+	(*ReattestResponse)(nil),              // 11: muster.join.v1.ReattestResponse
+	(*IssueRejoinTicketRequest)(nil),      // 12: muster.join.v1.IssueRejoinTicketRequest
+	(*IssueRejoinTicketResponse)(nil),     // 13: muster.join.v1.IssueRejoinTicketResponse
+	(*RenewNodeCertificatesRequest)(nil),  // 14: muster.join.v1.RenewNodeCertificatesRequest
+	(*RenewNodeCertificatesResponse)(nil), // 15: muster.join.v1.RenewNodeCertificatesResponse
+	(*RenewJoinLeaseRequest)(nil),         // 16: muster.join.v1.RenewJoinLeaseRequest
+	(*RenewJoinLeaseResponse)(nil),        // 17: muster.join.v1.RenewJoinLeaseResponse
+	(*AdministratorOrder)(nil),            // 18: muster.join.v1.AdministratorOrder
+	(*RenewAdministratorRequest)(nil),     // 19: muster.join.v1.RenewAdministratorRequest
+	(*RenewAdministratorResponse)(nil),    // 20: muster.join.v1.RenewAdministratorResponse
+	(*v1.Component)(nil),                  // 21: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),         // 22: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 23: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	18, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
-	4,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	19, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	20, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
-	19, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
-	19, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
-	20, // 8: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
-	0,  // 9: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	18, // 10: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
-	4,  // 11: muster.join.v1.IssueRejoinTicketResponse.authorities:type_name -> muster.join.v1.ControlPlaneFile
-	20, // 12: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	19, // 13: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
-	15, // 14: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
-	20, // 15: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
-	2,  // 16: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	5,  // 17: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	7,  // 18: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	9,  // 19: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	11, // 20: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	13, // 21: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	16, // 22: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
-	3,  // 23: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	6,  // 24: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	8,  // 25: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	10, // 26: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	12, // 27: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	14, // 28: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	17, // 29: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
-	23, // [23:30] is the sub-list for method output_type
-	16, // [16:23] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	21, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	5,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
+	22, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	23, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	22, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
+	22, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
+	9,  // 8: muster.join.v1.ReattestRequest.order:type_name -> muster.join.v1.OrderReport
+	2,  // 9: muster.join.v1.OrderReport.state:type_name -> muster.join.v1.OrderState
+	22, // 10: muster.join.v1.OrderReport.began_at:type_name -> google.protobuf.Timestamp
+	22, // 11: muster.join.v1.OrderReport.ended_at:type_name -> google.protobuf.Timestamp
+	23, // 12: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	10, // 13: muster.join.v1.ReattestResponse.order:type_name -> muster.join.v1.OwnerOrder
+	0,  // 14: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
+	21, // 15: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
+	5,  // 16: muster.join.v1.IssueRejoinTicketResponse.authorities:type_name -> muster.join.v1.ControlPlaneFile
+	23, // 17: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	22, // 18: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	18, // 19: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	23, // 20: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	3,  // 21: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	6,  // 22: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	8,  // 23: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	12, // 24: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	14, // 25: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	16, // 26: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	19, // 27: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	4,  // 28: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	7,  // 29: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	11, // 30: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	13, // 31: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	15, // 32: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	17, // 33: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	20, // 34: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	28, // [28:35] is the sub-list for method output_type
+	21, // [21:28] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -1514,8 +1784,8 @@ func file_muster_join_v1_join_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   16,
+			NumEnums:      3,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,77 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+)
+
+// orderTimeout is how long a command waits for a machine: as long as it may begin, and then for the action.
+const orderTimeout = owner.OrderLife + 10*time.Minute
+
+func (a *app) rebootCommand() *cobra.Command {
+	var (
+		yes     bool
+		timeout time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "reboot NODE",
+		Short: "Restart a node's machine, without a login there",
+		Long: `Signs an order with the owner's key. The machine gets it with its next attestation, within five minutes, verifies the signature by
+the ownerKey of its image, and restarts. The command ends when the machine has attested in its new boot. Nothing is drained: kubectl drain
+NODE --ignore-daemonsets does that before, and kubectl uncordon NODE afterwards.`,
+		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if !yes {
+				fmt.Fprintf(a.stderr, "The machine of %s restarts, with all that runs on it.\n", args[0])
+				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), args[0]); err != nil {
+					return err
+				}
+			}
+			r, err := a.order(cmd.Context(), args[0], ownerorder.ActionReboot, timeout)
+			if err != nil {
+				return err
+			}
+			if a.output == outputJSON {
+				return a.json(r)
+			}
+			_, err = fmt.Fprintf(a.stdout, "%s has restarted.\n", args[0])
+			return err
+		},
+	}
+	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
+	cmd.Flags().DurationVar(&timeout, "timeout", orderTimeout, "how long to wait for the machine")
+	return cmd
+}
+
+// order gives a node's machine an order and waits for its end.
+func (a *app) order(ctx context.Context, node string, action ownerorder.Action, timeout time.Duration) (*v1alpha1.OrderReport, error) {
+	dir, err := a.view()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = dir.Close() }()
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	return owner.Order(ctx, dir, node, action, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
+}
+
+// doctorOf shows what a node's machine finds on itself.
+func (a *app) doctorOf(ctx context.Context, node string, timeout time.Duration) error {
+	r, err := a.order(ctx, node, ownerorder.ActionDoctor, timeout)
+	if err != nil {
+		return err
+	}
+	found, err := owner.Findings(r.Output)
+	if err != nil {
+		return fmt.Errorf("what bootstrapper doctor found on %s can't be read: %w", node, err)
+	}
+	fmt.Fprintf(a.stderr, "What follows is what the machine of %s says of itself; root on it could have it say anything.\n", node)
+	return a.showReport(found)
+}

@@ -1,0 +1,43 @@
+package clusterapi
+
+import (
+	"context"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Enrollment returns a node's AttestedNode; NOT_ENROLLED if it has none.
+func (c *Client) Enrollment(ctx context.Context, name string) (*v1alpha1.AttestedNode, error) {
+	n := &v1alpha1.AttestedNode{}
+	err := once(ctx, func(ctx context.Context) error {
+		err := c.client.Get(ctx, types.NamespacedName{Name: name}, n)
+		if apierrors.IsNotFound(err) {
+			return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "there is no node %s", name)
+		}
+		return err
+	})
+	return n, err
+}
+
+// Order gives a node's machine the order that sign makes from its enrollment, in the form of [v1alpha1.OwnerOrder]. sign is
+// called again if the enrollment has changed meanwhile.
+func (c *Client) Order(ctx context.Context, name string, sign func(*v1alpha1.AttestedNode) (string, error)) error {
+	return once(ctx, func(ctx context.Context) error {
+		n, err := c.Enrollment(ctx, name)
+		if err != nil {
+			return err
+		}
+		note, err := sign(n)
+		if err != nil || n.Annotations[v1alpha1.OwnerOrder] == note {
+			return err
+		}
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.OwnerOrder, note)
+		return c.client.Update(ctx, n) // a conflict is tried again
+	})
+}

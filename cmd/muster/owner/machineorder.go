@@ -1,0 +1,180 @@
+package owner
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// OrderLife is how long an order to a machine is valid: three times the pause between two attestations, 5 min, and too short
+// for a machine that comes back the next day.
+const OrderLife = 15 * time.Minute
+
+const (
+	// reportPoll is how often the machine's report is read.
+	reportPoll = 2 * time.Second
+	// maxReport bounds a report's output, in bytes.
+	maxReport = 4 << 10
+)
+
+// Order signs an order to a node's machine, and waits for the machine's report of its end. Each change is reported to
+// report. An order that failed, or that the machine refused, is an error. If the node has the same order already, which is
+// valid and not over, that one is waited for; another one is not replaced.
+func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, report func(string)) (*v1alpha1.OrderReport, error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return nil, err
+	}
+	var signed ownerorder.SignedMachineOrder
+	if err := kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
+		before, err := pending(d, key, n, time.Now())
+		switch {
+		case err != nil:
+			return "", err
+		case before == nil:
+			if signed, err = newOrder(d, n, action, time.Now(), key); err != nil {
+				return "", err
+			}
+			return signed.Note(), nil
+		}
+		o, err := ownerorder.ParseMachineOrder(before.Text)
+		if err == nil && o.Action != action {
+			err = withRemedy(fmt.Errorf("%s has the order %q of %s, which is not over", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Repeat that command to wait for its end. It ends by itself at "+o.NotAfter.Local().Format(time.DateTime)+" if the machine has not begun.")
+		}
+		signed = *before
+		return before.Note(), err
+	}); err != nil {
+		return nil, err
+	}
+	report(fmt.Sprintf("ordered: %s; the machine gets this with its next attestation, within five minutes", action))
+	var last *v1alpha1.OrderReport
+	for {
+		n, err := kube.Enrollment(ctx, name)
+		switch {
+		case err != nil:
+		case n.Annotations[v1alpha1.OwnerOrder] != signed.Note():
+			err = errors.New("another order, or none, is in its place now")
+		default:
+			if r := n.Status.Order; r != nil && r.Digest == signed.Digest() {
+				if last == nil || last.State != r.State {
+					report(printable(string(r.State)))
+				}
+				// Root on the machine, and who writes the API, can have written anything.
+				r.Action, r.Message, r.Output = printable(r.Action), printable(r.Message), clusterapi.Printable(r.Output, maxReport)
+				if last = r; r.State != v1alpha1.OrderRunning {
+					return r, outcome(name, action, r)
+				}
+			}
+			err = retry.Wait(ctx, reportPoll)
+		}
+		if err != nil {
+			return last, withRemedy(fmt.Errorf("%s has not reported the end of the order %q: %w", name, action, err), noReport(name, last))
+		}
+	}
+}
+
+// pending returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.
+func pending(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, error) {
+	if n.ShutOut() {
+		return nil, attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, or is being removed: its machine gets no orders", n.Name)
+	}
+	on, err := addressee(d, n)
+	if err != nil {
+		return nil, err
+	}
+	s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
+	if err != nil {
+		return nil, nil //nolint:nilerr,nilnil // there is none
+	}
+	o, err := s.Genuine(ed25519.PublicKey(key[ed25519.PrivateKeySize-ed25519.PublicKeySize:]), on)
+	if err != nil || now.After(o.NotAfter) {
+		return nil, nil //nolint:nilerr,nilnil // whoever wrote it: no machine executes it
+	}
+	if r := n.Status.Order; r != nil && r.Digest == s.Digest() && r.State != v1alpha1.OrderRunning {
+		return nil, nil //nolint:nilnil // it is over
+	}
+	return &s, nil
+}
+
+func addressee(d *ownerdir.Dir, n *v1alpha1.AttestedNode) (on ownerorder.Addressee, err error) {
+	id, err := hex.DecodeString(d.Cluster().ClusterID)
+	if err != nil || len(id) != len(keys.ClusterID{}) {
+		return on, withRemedy(fmt.Errorf("%s does not know the cluster's ID", d.Path()), "Run muster init or muster install to its end first.")
+	}
+	on = ownerorder.Addressee{Cluster: keys.ClusterID(id), Node: n.Name, Disk: n.Spec.DiskID}
+	if on.Machine, err = attest.ParseMachineID(n.Spec.MachineID); err != nil {
+		return on, err
+	}
+	if on.Disk == "" {
+		return on, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "no machine has joined as %s yet", n.Name)
+	}
+	return on, nil
+}
+
+func newOrder(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Action, now time.Time, key ed25519.PrivateKey) (ownerorder.SignedMachineOrder, error) {
+	on, err := addressee(d, n)
+	if err != nil {
+		return ownerorder.SignedMachineOrder{}, err
+	}
+	now = now.UTC()
+	return ownerorder.MachineOrder{
+		Cluster: on.Cluster.String(), Node: on.Node, Machine: on.Machine, Disk: on.Disk, Action: action, SignedAt: now, NotAfter: now.Add(OrderLife).Truncate(time.Second),
+	}.Sign(key)
+}
+
+func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) error {
+	switch r.State {
+	case v1alpha1.OrderDone:
+		return nil
+	case v1alpha1.OrderRefused:
+		return withRemedy(fmt.Errorf("%s refused the order %q: %s", name, action, r.Message), "The machine takes orders of the ownerKey in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
+	default:
+		return fmt.Errorf("%s: %s failed: %s", name, action, r.Message)
+	}
+}
+
+func noReport(name string, last *v1alpha1.OrderReport) string {
+	if last != nil {
+		return "The machine has begun. `muster status` shows when it attested last; the same command waits on, and --timeout waits longer."
+	}
+	return fmt.Sprintf("The machine may still begin, until %s after the order; the same command waits on. It gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there, which images of an earlier version do not have.", OrderLife, name)
+}
+
+// Findings reads what a machine found on itself. Root on that machine can have written anything: the texts are shown on one
+// line each, without control characters, and an empty report is an error.
+func Findings(output string) (*checkup.Report, error) {
+	var r checkup.Report
+	if err := json.Unmarshal([]byte(output), &r); err != nil {
+		return nil, err
+	}
+	for i, f := range r.Findings {
+		switch f.Level {
+		case checkup.OK, checkup.Warn, checkup.Fail:
+		default:
+			return nil, fmt.Errorf("finding %d has the level %q", i+1, f.Level)
+		}
+		r.Findings[i] = checkup.Finding{Check: printable(f.Check), Level: f.Level, Detail: printable(f.Detail), Remedy: printable(f.Remedy)}
+	}
+	if len(r.Findings) == 0 {
+		return nil, errors.New("there is no finding in it")
+	}
+	return &r, nil
+}
