@@ -1,7 +1,7 @@
 // Package vm runs the real image through a machine's life, in a virtual machine with measured boot, on the network of
 // a cluster whose control plane is made of namespaces: it boots, joins, reboots, and is tampered with.
 //
-// `make test` runs the files without a build tag, with one virtual machine, in less than ten minutes; `make test-vm`
+// `make test` runs the files without a build tag, with one virtual machine, in ten to fifteen minutes; `make test-vm`
 // also runs the others. The state of a machine is read from its console, as a person would read it.
 package vm
 

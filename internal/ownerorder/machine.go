@@ -24,8 +24,8 @@ const machineDomain = "muster machine order v1\x00"
 const (
 	// MaxMachineOrder bounds the text of an order to a machine, in bytes.
 	MaxMachineOrder = 4 << 10
-	// MaxMachineLife is the longest time between the signature and the expiry of an order to a machine. An order that was
-	// held back, by whoever relays it, is of no use afterwards to a machine whose clock is right.
+	// MaxMachineLife is the longest time between the signature and the expiry of an order to a machine. A machine
+	// whose clock is right refuses an order that was delayed for longer.
 	MaxMachineLife = 24 * time.Hour
 )
 
@@ -111,7 +111,7 @@ func (s SignedMachineOrder) Genuine(owner ed25519.PublicKey, on Addressee) (Mach
 	return o, nil
 }
 
-// Timely returns nil if a machine whose clock says now may begin the order. It refuses with REQUEST_INVALID and CLOCK_SKEW.
+// Timely returns nil if the order may begin now, by the clock of its machine. It refuses with REQUEST_INVALID and CLOCK_SKEW.
 func (o MachineOrder) Timely(now time.Time) error {
 	switch {
 	case !o.NotAfter.After(o.SignedAt) || o.NotAfter.Sub(o.SignedAt) > MaxMachineLife:

@@ -48,7 +48,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 	}
 	t.Cleanup(func() { unenroll(context.WithoutCancel(t.Context()), n.Name) })
 	if _, err := Order(t.Context(), o.Dir, "nobody", ownerorder.ActionDoctor, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
-		t.Errorf("an order to nobody: %v", err)
+		t.Errorf("an order to an unknown node: %v", err)
 	}
 	if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionDoctor, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
 		t.Errorf("an order to a machine that has not joined: %v", err)

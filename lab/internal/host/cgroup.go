@@ -138,9 +138,9 @@ func inherit(h Hierarchy, at string) error {
 	return nil
 }
 
-// Weigh gives the cgroup at path as much of the processors as so many processes that are in no cgroup, when there is not
-// enough for all; or as so many sessions, where the kernel groups processes by session (sched(7), "The autogroup
-// feature"). The weight of a cgroup is one otherwise, whatever is in it.
+// Weigh sets the weight of the cgroup at path: on a busy computer it gets as much processor time as that many processes
+// outside any cgroup. Where the kernel groups those by session (sched(7), "The autogroup feature"), a session counts as
+// one. Without this call the weight is one, however many processes the cgroup has.
 func (c Cgroups) Weigh(path string, processes int) error {
 	for _, h := range c.Hierarchies {
 		file, value := "cpu.shares", 1024*processes

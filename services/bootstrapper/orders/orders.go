@@ -427,7 +427,7 @@ func (e *Executor) execute(ctx context.Context, rec record, run func(context.Con
 	select {
 	case r := <-got:
 		return e.end(ctx, rec, r.output, r.err)
-	case <-grace.C: // it heeds no context: only the end of this process ends it
+	case <-grace.C: // it ignores its context: only the end of this process ends it
 		err := fmt.Errorf("it has not ended after %s", e.cfg.ActionTime)
 		return errors.Join(err, e.end(ctx, rec, "", err))
 	}

@@ -22,7 +22,7 @@ func (n *Node) RenewControlPlane(ctx context.Context) error {
 	return nil
 }
 
-// StartNode starts the units of a node: attester, kubelet, the renewal of certificates, and the execution of the owner's orders. The kubelet has usable certificates
+// StartNode starts the units of a node: attester, kubelet, renewal of certificates, and the owner's orders. The kubelet has usable certificates
 // then.
 func (n *Node) StartNode(ctx context.Context) error {
 	if err := n.RenewControlPlane(ctx); err != nil {

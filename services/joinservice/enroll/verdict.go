@@ -41,8 +41,8 @@ func (es *Enrollments) Reattest(ctx context.Context, m attest.MachineID, boot Bo
 			return err
 		}
 		takeVerdict(s, status)
-		if r := status.Order; r != nil {
-			s.Order = r
+		if status.Order != nil {
+			s.Order = status.Order
 		}
 		return nil
 	}); err != nil {
