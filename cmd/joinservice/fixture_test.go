@@ -204,9 +204,13 @@ func (s *fixture) serveKMS(t *testing.T) {
 	s.kms = s.keys(t, api)
 }
 
+// kmsAgent is the User-Agent of the key service.
+const kmsAgent = "muster-kms/"
+
 // keys runs a key service that reaches the API server by that configuration.
 func (s *fixture) keys(t *testing.T, api *rest.Config) *membertest.Service {
 	t.Helper()
+	api.UserAgent = kmsAgent + "test"
 	client, err := attester.New(attester.Socket(s.sockets, attest.PurposeKMS))
 	if err != nil {
 		t.Fatal(err)

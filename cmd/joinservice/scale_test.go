@@ -161,7 +161,7 @@ func (s *fixture) joins(t *testing.T, machines []*newcomer, services []*replica)
 	t.Helper()
 	count := func() int {
 		all, err := s.AllRequests(func(r envtest.Request) bool {
-			return r.Verb != "watch" && (strings.HasPrefix(r.UserAgent, "muster-joinservice/") || strings.HasPrefix(r.UserAgent, "kms.test"))
+			return r.Verb != "watch" && (strings.HasPrefix(r.UserAgent, "muster-joinservice/") || strings.HasPrefix(r.UserAgent, kmsAgent))
 		})
 		if err != nil {
 			t.Fatal(err)
