@@ -43,7 +43,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_INTERNAL:             {connect.CodeInternal, false, "Look into the service's log."},
 	attestv1.Reason_REASON_SESSION_REQUIRED:     {connect.CodeUnauthenticated, false, "Call over muster-atls/1, as the muster command does."},
 	attestv1.Reason_REASON_PEER_NOT_ATTESTED:    {connect.CodeUnauthenticated, false, "Call from an attested machine."},
-	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "Reboot the machine to clear its node lock, if it should change clusters."},
+	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "If the machine should change clusters, erase its state disk and boot it: its journal keeps the node lock. A machine that asks for its disk's key: reboot it."},
 	attestv1.Reason_REASON_SERVER_NOT_LISTED:    {connect.CodePermissionDenied, false, "If the machine is meant to be a control plane, let the owner list it: `muster enroll NAME --role control-plane --machine-id ID`. If it is not, find out why it answers."},
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
@@ -54,7 +54,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},
 	attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:     {connect.CodePermissionDenied, false, "Of an init: use the init secret whose hash stands in the machine's metadata; it is admitted at any time. Of a recovery: wait as long as is asked for, or call from another address, with the folder of the cluster's owner."},
 	attestv1.Reason_REASON_NODE_LOCKED:           {connect.CodeFailedPrecondition, true, "If the machine should start over, reset and reboot it."},
-	attestv1.Reason_REASON_INIT_NOT_ALLOWED:      {connect.CodeFailedPrecondition, true, "Set initSecretHash in the metadata of the machine that should become the first."},
+	attestv1.Reason_REASON_INIT_NOT_ALLOWED:      {connect.CodeFailedPrecondition, true, "Set initSecretHash and role control-plane in the metadata of the machine that should become the first, or that muster install is for."},
 	attestv1.Reason_REASON_COMPONENT_HASH:        {connect.CodeFailedPrecondition, true, "Check the mirror: the file is not the one that was asked for."},
 	attestv1.Reason_REASON_COMPONENT_PATH:        {connect.CodeInvalidArgument, true, "Use a path below a folder that the bootstrapper allows."},
 	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: {connect.CodeUnavailable, true, "Check that the machine reaches the component's URL, or the image's registry or its mirror, and that the image has the listed digest there."},

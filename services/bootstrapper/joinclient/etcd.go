@@ -31,7 +31,7 @@ func (c *Client) leaveEtcd(ctx context.Context, t *ticket, meta *metadata.Machin
 	defer cancel()
 	file := func(name string) []byte {
 		i := slices.IndexFunc(t.files, func(f *joinv1.ControlPlaneFile) bool { return f.GetPath() == name })
-		return t.files[i].GetContent() // all eight were checked to exist
+		return t.files[i].GetContent() // all were checked to exist
 	}
 	removed, err := c.cleanEtcd(ctx, etcd.Target{
 		ControlPlanes: t.controlPlanes, CACert: file("etcd/ca.crt"), CAKey: file("etcd/ca.key"), Own: slices.Clone(meta.Addresses), Learners: learners,

@@ -222,20 +222,21 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 }
 
 // readLog returns the quoted bank's event log as evidence carries it. It returns nil if the machine
-// has no log, or one that does not follow the specification: such a machine can still be appraised
-// by the values of its PCRs.
+// has no log, or one that does not follow the specification or is too long: such a machine can
+// still be appraised by the values of its PCRs.
 func (a *Attester) readLog() ([]byte, error) {
 	if a.cfg.EventLog == "" {
 		return nil, nil
 	}
 	log, err := eventlog.Read(a.cfg.EventLog, a.cfg.Bank)
-	switch {
-	case attest.ReasonOf(err) == attestv1.Reason_REASON_EVIDENCE_MALFORMED:
-		return nil, nil
-	case err != nil:
-		return nil, err
+	var b []byte
+	if err == nil {
+		b, err = log.Marshal()
 	}
-	return log.Marshal()
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_EVIDENCE_MALFORMED {
+		return nil, nil
+	}
+	return b, err
 }
 
 // Respond implements [attest.Attester]. The challenge's secret does not leave this function: the

@@ -27,7 +27,8 @@ const (
 
 // Marshal returns the log as evidence carries it, a serialized EventLog: events of PCR 0 to 15,
 // without data longer than 256 bytes. No rule needs such data: a rule over a variable with keys
-// compares its digest.
+// compares its digest. It refuses a log with more than 1,024 such events, or more than [MaxMessage]
+// bytes of them, with EVIDENCE_MALFORMED.
 func (l *Log) Marshal() ([]byte, error) {
 	m := &attestv1.EventLog{StartupLocality: uint32(l.locality)}
 	for _, e := range l.events {
@@ -45,7 +46,7 @@ func (l *Log) Marshal() ([]byte, error) {
 	case err != nil:
 		return nil, err
 	case len(m.GetEvents()) > maxMessageEvents || len(b) > MaxMessage:
-		return nil, fmt.Errorf("event log: %d events, %d bytes; evidence has room for %d and %d", len(m.GetEvents()), len(b), maxMessageEvents, MaxMessage)
+		return nil, malformed("%d events, %d bytes; evidence has room for %d and %d", len(m.GetEvents()), len(b), maxMessageEvents, MaxMessage)
 	}
 	return b, nil
 }
