@@ -2,14 +2,20 @@ package main
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io/fs"
 	"log/slog"
+	"net/netip"
 	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/bootstrapper/doctor"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -18,6 +24,26 @@ import (
 
 // bootID is where the kernel names this boot: random(4).
 const bootID = "/proc/sys/kernel/random/boot_id"
+
+// removeMember asks this machine's etcd to remove the member of another node.
+func removeMember(ctx context.Context, member string) ([]string, error) {
+	files := map[string][]byte{"etcd/ca.crt": nil, "etcd/ca.key": nil}
+	for name := range files {
+		b, err := os.ReadFile(filepath.Join(machine.PKIFolder, name))
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, errors.New("this machine is no control plane with an etcd of its own")
+		} else if err != nil {
+			return nil, err
+		}
+		files[name] = b
+	}
+	removed, err := etcd.RemoveNode(ctx, []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1})}, files["etcd/ca.crt"], files["etcd/ca.key"], member)
+	var out []string
+	for _, m := range removed {
+		out = append(out, "removed "+m.String())
+	}
+	return out, err
+}
 
 // runOrders executes what the owner orders this machine to do, until ctx ends.
 func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.Logger) error {
@@ -34,6 +60,16 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 				return doctor.Examine(ctx, doctorConfig(image, meta, record, lock))
 			}),
 			ownerorder.ActionReboot: orders.Reboot(machine.Reboot),
+			ownerorder.ActionReset: orders.Reset(func(ctx context.Context) error {
+				if img.StateDisk.Mode != "luks" {
+					return fmt.Errorf("the state disk of this machine has the mode %q: only an encrypted one can be erased", img.StateDisk.Mode)
+				}
+				return machine.Real{}.Unit(ctx, "start", machine.UnitReset)
+			}, machine.Reboot),
+			ownerorder.ActionRemoveEtcdMember: orders.RemoveEtcdMember(func() (string, error) {
+				rec, err := journal.Open(record).Load()
+				return rec.NodeName, err
+			}, removeMember),
 		},
 		Boot: func() (string, error) {
 			b, err := os.ReadFile(bootID)

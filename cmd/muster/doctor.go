@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/doctor"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -30,7 +31,7 @@ What can only be seen on a machine itself, "bootstrapper doctor" looks at there:
 					return usagef("--node goes alone: its machine is a node already, and is looked at from within")
 				}
 				if !cmd.Flags().Changed("timeout") {
-					timeout = orderTimeout
+					timeout = owner.OrderTimeout
 				}
 				return a.doctorOf(cmd.Context(), node, timeout)
 			}

@@ -25,6 +25,7 @@ func (a *app) forgetCommand() *cobra.Command {
 		memberGone bool
 		erase      bool
 		disk       string
+		pods       draining
 	)
 	cmd := &cobra.Command{
 		Use:   "forget NODE [--erase] | --erase --disk UUID",
@@ -32,9 +33,9 @@ func (a *app) forgetCommand() *cobra.Command {
 		Long: `The machine is banned, then its writes are refused and its certificates retired: whoever gets the name next, they don't write
 under it. A ban ends with the enrollment: to keep the machine out, first revoke its ID in the policy (tpm2.revoked.keys). Its disk stays
 the machine's, and no other one gets its key. With --erase no machine does: the disk's salt is deleted, without
-which its key can't be derived any more, and what is on it is lost. --disk names a disk whose node is forgotten already. Nothing is
-drained, and the machine is not switched off: do both before, if it runs. What will be done is shown first. After an interruption the
-same command finishes.`,
+which its key can't be derived any more, and what is on it is lost. --disk names a disk whose node is forgotten already. With --drain, its
+pods are evicted before. The machine is not switched off: do that, if it runs. Another control plane removes the etcd member of a control
+plane, by an order with your signature. What will be done is shown first. After an interruption the same command finishes.`,
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -45,22 +46,23 @@ same command finishes.`,
 				if _, err := keys.ParseDiskID(disk); err != nil {
 					return usagef("--disk: %w", err)
 				}
-				return a.leave(cmd, l, disk, func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+				return a.leave(cmd, l, draining{}, disk, func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
 					return owner.PlanErase(ctx, d, disk)
 				})
 			}
 			if len(args) == 0 {
 				return usagef("which node? muster forget NODE, or muster forget --erase --disk UUID")
 			}
-			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+			return a.leave(cmd, l, pods, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
 				return owner.PlanForget(ctx, d, args[0], memberGone, erase)
 			})
 		},
 	}
 	l.flags(cmd)
-	cmd.Flags().BoolVar(&memberGone, "etcd-member-removed", false, "of a control plane: its etcd member has been removed")
+	cmd.Flags().BoolVar(&memberGone, "etcd-member-removed", false, "of a control plane: its etcd member has been removed; no other machine is ordered to")
 	cmd.Flags().BoolVar(&erase, "erase", false, "delete the salt of its disk, so that the disk's key can't be derived any more")
 	cmd.Flags().StringVar(&disk, "disk", "", "with --erase: UUID of a disk whose node is banned or forgotten already")
+	pods.flags(cmd, true)
 	return cmd
 }
 
@@ -94,7 +96,7 @@ A ban is no obstacle for another machine, and ends with this; for the machine th
 					return usagef("--disk: %w", err)
 				}
 			}
-			return a.leave(cmd, l, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+			return a.leave(cmd, l, draining{}, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
 				return owner.PlanReplace(ctx, d, args[0], to)
 			})
 		},
@@ -116,7 +118,7 @@ func (l *leaving) flags(cmd *cobra.Command) {
 	cmd.Flags().DurationVar(&l.timeout, "timeout", time.Minute, "how long to wait for the API server")
 }
 
-func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(context.Context, *ownerdir.Dir) (*owner.Departure, error)) error {
+func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, plan func(context.Context, *ownerdir.Dir) (*owner.Departure, error)) error {
 	if msgs := validation.IsDNS1123Subdomain(name); len(msgs) > 0 {
 		return usagef("node name %q: %s", name, msgs[0])
 	}
@@ -131,24 +133,18 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	if err != nil {
 		return err
 	}
-	for i, line := range d.Plan {
-		fmt.Fprintf(a.stderr, "%d. %s\n", i+1, line)
+	if err := a.showDeparture(cmd, l, d, name); err != nil {
+		return err
 	}
-	for _, line := range d.Warnings {
-		fmt.Fprintf(a.stderr, "Note: %s.\n", line)
-	}
-	if len(d.Plan) > 0 && !l.yes {
-		if err := a.confirm(cmd.Context(), cmd.InOrStdin(), name); err != nil {
+	if !d.Nothing {
+		if _, err := a.drainFirst(cmd.Context(), name, pods); err != nil {
 			return err
 		}
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), l.timeout) // the time for the confirmation does not count
-	defer cancel()
-	done, err := d.Do(ctx, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) })
+	done, err := a.remove(cmd.Context(), l, dir, d, name)
 	if err != nil {
 		return err
 	}
-	_ = a.remember(ctx, dir) // a failure is printed
 	if a.output == outputJSON {
 		return a.json(done)
 	}
@@ -164,6 +160,37 @@ func (a *app) leave(cmd *cobra.Command, l leaving, name string, plan func(contex
 	}
 	_, err = fmt.Fprintf(a.stdout, "Disk %s is erased. What is left of its salt leads to its key again, with root-secret and salt of your folder:\n- %s\n", done.Erased, strings.Join(done.Left, "\n- "))
 	return err
+}
+
+// showDeparture shows what will be done, and asks.
+func (a *app) showDeparture(cmd *cobra.Command, l leaving, d *owner.Departure, name string) error {
+	for i, line := range d.Plan {
+		fmt.Fprintf(a.stderr, "%d. %s\n", i+1, line)
+	}
+	for _, line := range d.Warnings {
+		fmt.Fprintf(a.stderr, "Note: %s.\n", line)
+	}
+	if len(d.Plan) == 0 || l.yes {
+		return nil
+	}
+	return a.confirm(cmd.Context(), cmd.InOrStdin(), name)
+}
+
+// remove executes a plan.
+func (a *app) remove(ctx context.Context, l leaving, dir *ownerdir.Dir, d *owner.Departure, name string) (*owner.Removed, error) {
+	report := func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) }
+	ordered, cancel := context.WithTimeout(ctx, owner.OrderTimeout)
+	defer cancel()
+	if err := d.RemoveMember(ordered, report); err != nil {
+		return nil, err
+	}
+	ctx, cancel = context.WithTimeout(ctx, l.timeout) // the time for the confirmation and for other machines does not count
+	defer cancel()
+	done, err := d.Do(ctx, report)
+	if err == nil {
+		_ = a.remember(ctx, dir) // a failure is printed
+	}
+	return done, err
 }
 
 // confirm requires the node's name, or the disk's UUID, so that a habitual y does not forget a node.

@@ -9,23 +9,22 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
-
-// orderTimeout is how long a command waits for a machine: as long as it may begin, and then for the action.
-const orderTimeout = owner.OrderLife + 10*time.Minute
 
 func (a *app) rebootCommand() *cobra.Command {
 	var (
 		yes     bool
 		timeout time.Duration
+		pods    draining
 	)
 	cmd := &cobra.Command{
 		Use:   "reboot NODE",
 		Short: "Restart a node's machine, without a login there",
 		Long: `Signs an order with the owner's key. The machine gets it with its next attestation, within five minutes, verifies the signature by
-the ownerKey of its image, and restarts. The command ends when the machine has attested in its new boot. Nothing is drained: kubectl drain
-NODE --ignore-daemonsets does that before, and kubectl uncordon NODE afterwards.`,
+the ownerKey of its image, and restarts. The command ends when the machine has attested in its new boot. With --drain, its pods are evicted
+before, and the node takes pods again afterwards.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !yes {
@@ -34,9 +33,18 @@ NODE --ignore-daemonsets does that before, and kubectl uncordon NODE afterwards.
 					return err
 				}
 			}
+			cordoned, err := a.drainFirst(cmd.Context(), args[0], pods)
+			if err != nil {
+				return err
+			}
 			r, err := a.order(cmd.Context(), args[0], ownerorder.ActionReboot, timeout)
 			if err != nil {
 				return err
+			}
+			if cordoned {
+				if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.Uncordon(cmd.Context(), d, args[0]) }); err != nil {
+					return fmt.Errorf("%s has restarted, and still takes no pods: kubectl uncordon %s: %w", args[0], args[0], err)
+				}
 			}
 			if a.output == outputJSON {
 				return a.json(r)
@@ -46,7 +54,8 @@ NODE --ignore-daemonsets does that before, and kubectl uncordon NODE afterwards.
 		},
 	}
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
-	cmd.Flags().DurationVar(&timeout, "timeout", orderTimeout, "how long to wait for the machine")
+	cmd.Flags().DurationVar(&timeout, "timeout", owner.OrderTimeout, "how long to wait for the machine")
+	pods.flags(cmd, true)
 	return cmd
 }
 
@@ -59,7 +68,7 @@ func (a *app) order(ctx context.Context, node string, action ownerorder.Action, 
 	defer func() { _ = dir.Close() }()
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	return owner.Order(ctx, dir, node, action, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
+	return owner.Order(ctx, dir, node, action, nil, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
 }
 
 // doctorOf shows what a node's machine finds on itself.

@@ -71,7 +71,33 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	c.ready(t, node(last))
 	c.say(t, "%s is Ready, %.1f s after node1 was killed", node(last), time.Since(killed).Seconds())
 	t.Run("another control plane admitted it", c.admitted)
+	t.Run("the one that is lost leaves etcd by its owner's order", c.forgetsLost)
 	c.show(t)
+}
+
+// forgetsLost forgets node1, which has no power: another control plane removes its etcd member (B11).
+func (c *cluster) forgetsLost(t *testing.T) {
+	done := make(chan error, 1)
+	go func() {
+		_, progress, err := c.Run(t.Context(), driver.Owner, "", "muster", "forget", node(1), "--yes")
+		t.Logf("muster forget node1: %v\n%s", err, progress)
+		done <- err
+	}()
+	labtest.Eventually(t, func(ctx context.Context) error {
+		out, err := c.kubectl(ctx, "get", "attestednode", node(2), "-o", `jsonpath={.metadata.annotations.muster\.dev/order}`)
+		if err == nil && !strings.Contains(out, `"args":{"member":"node1"}`) {
+			err = fmt.Errorf("node2 has the order %q", out)
+		}
+		return err
+	})
+	c.Must(t, node(2), "", "systemctl", "restart", "muster-attester") // it attests at its start
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	voters, learners, err := c.Members(t.Context(), node(2))
+	if err != nil || slices.Contains(voters, node(1)) || len(voters) != c.planes || len(learners) > 0 {
+		t.Errorf("etcd has voters %v, learners %v: %v", voters, learners, err)
+	}
 }
 
 // servicesEverywhere returns nil once every control plane runs both services.

@@ -219,7 +219,7 @@ func (w *fixture) lostControlPlane(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.answers(t)
-	w.owner(t, "lost-control-plane", "node1", "ALIVE=node3")
+	w.owner(t, "lost-control-plane", "node1")
 	start := time.Now()
 	w.Add(t, w.machine("node1"))
 	w.newControlPlanes(t, "node1")

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -18,7 +19,7 @@ import (
 const orderTime = 25 * time.Minute
 
 // B11: a machine of the real image, whose units are confined by systemd, executes its owner's orders without a login there.
-func TestAMachineExaminesItselfAndRestartsByOrder(t *testing.T) {
+func TestAMachineExecutesItsOwnersOrders(t *testing.T) {
 	w := bringUp(t)
 	boot := w.join(t, w.worker("node7"), node7)
 	out, progress, err := w.Run(t.Context(), driver.Owner, "", "muster", "doctor", "--node", "node7", "--output", "json", "--timeout", orderTime.String())
@@ -37,10 +38,33 @@ func TestAMachineExaminesItselfAndRestartsByOrder(t *testing.T) {
 			t.Errorf("node7 does not find %q in order", check)
 		}
 	}
+	t.Run("it restarts", func(t *testing.T) { boot = w.goesDown(t, boot, "reboot", "node7", "--yes", "--timeout", orderTime.String()) })
+	t.Run("it erases its disk and joins anew", func(t *testing.T) {
+		disk := func() string {
+			out, err := w.Kubectl(t.Context(), "get", "attestednode", "node7", "-o", "jsonpath={.spec.diskID}")
+			if err != nil {
+				t.Fatal(err)
+			}
+			return out
+		}
+		before := disk()
+		w.goesDown(t, boot, "reset", "node7", "--yes", "--wait", orderTime.String())
+		if after := disk(); after == before || after == "" {
+			t.Errorf("it has the disk %q, and had %q", after, before)
+		}
+		if out, err := w.Kubectl(t.Context(), "get", "attesteddisk", before, "-o", "jsonpath={.spec.erased} {.spec.salt}"); err != nil || out != "true " {
+			t.Errorf("the old disk: %q, %v", out, err)
+		}
+	})
+}
+
+// goesDown runs a command of the owner that takes node7 down, boots it again, and returns its next boot as a node.
+func (w *fixture) goesDown(t *testing.T, boot string, args ...string) string {
+	t.Helper()
 	done := make(chan error, 1)
 	go func() {
-		out, progress, err := w.Run(t.Context(), driver.Owner, "", "muster", "reboot", "node7", "--yes", "--timeout", orderTime.String())
-		t.Logf("muster reboot node7: %v\n%s%s", err, progress, out)
+		out, progress, err := w.Run(t.Context(), driver.Owner, "", append([]string{"muster"}, args...)...)
+		t.Logf("muster %s: %v\n%s%s", strings.Join(args, " "), err, progress, out)
 		done <- err
 	}()
 	until(t, orderTime, func(ctx context.Context) error { // QEMU ends instead of starting again
@@ -54,8 +78,9 @@ func TestAMachineExaminesItselfAndRestartsByOrder(t *testing.T) {
 		return nil
 	})
 	w.boot(t, "node7", w.image)
-	w.ready(t, "node7", boot)
+	boot = w.ready(t, "node7", boot)
 	if err := <-done; err != nil {
 		t.Error(err)
 	}
+	return boot
 }

@@ -38,7 +38,15 @@ const (
 	ActionDoctor Action = "doctor"
 	// ActionReboot restarts the machine.
 	ActionReboot Action = "reboot"
+	// ActionReset erases the state disk's header and restarts the machine, which formats the disk and joins anew. Run twice on
+	// one disk it does the same; the next disk has another UUID.
+	ActionReset Action = "reset"
+	// ActionRemoveEtcdMember has a control plane remove the etcd member of the node [ArgMember]. Run twice it removes nothing.
+	ActionRemoveEtcdMember Action = "remove-etcd-member"
 )
+
+// ArgMember is the argument of [ActionRemoveEtcdMember]: the name of a node.
+const ArgMember = "member"
 
 // MachineOrder is an order to one machine. The machine's name, ID and disk are in it: the owner knows the name, and the API,
 // which tells the owner's program the rest, cannot have it signed for a machine of another name. A machine that was erased
@@ -50,6 +58,8 @@ type MachineOrder struct {
 	Machine attest.MachineID `json:"machine"`
 	Disk    string           `json:"disk"`
 	Action  Action           `json:"action"`
+	// Args are the action's arguments by their names.
+	Args map[string]string `json:"args,omitempty"`
 	// SignedAt is when the owner signed it. A machine begins no order that was signed earlier than one that it has begun.
 	SignedAt time.Time `json:"signedAt"`
 	// NotAfter is when the machine may begin at the latest.

@@ -2,6 +2,7 @@ package ownerorder_test
 
 import (
 	"crypto/ed25519"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -89,7 +90,7 @@ func TestAnOrderIsForOneMachineAndForSomeTime(t *testing.T) {
 			if attest.ReasonOf(err) != tt.want {
 				t.Fatalf("%v, want %s", err, attest.ReasonName(tt.want))
 			}
-			if err == nil && got != o {
+			if err == nil && !reflect.DeepEqual(got, o) {
 				t.Errorf("got %+v, want %+v", got, o)
 			}
 		})

@@ -34,6 +34,7 @@ type Departure struct {
 	to     *clusterapi.Replacement // nil: forget
 	resets bool                    // the machine is the same, and its TPM was cleared: only that is written
 	erase  string                  // the disk whose salt is deleted (K4); empty: none
+	member string                  // the control plane that is ordered to remove its etcd member; empty: nothing to remove
 }
 
 // Removed is the result.
@@ -50,8 +51,8 @@ type Removed struct {
 	Left   []string `json:"left,omitempty"`
 }
 
-// PlanForget determines what forgetting a node would do, and changes nothing. A control plane's etcd member must be
-// removed before: with memberGone the owner confirms that. With erase, the salt of its disk is deleted (K4).
+// PlanForget determines what forgetting a node would do, and changes nothing. A control plane's etcd member is removed before, by
+// [Departure.RemoveMember]; with memberGone the owner says that it is. With erase, the salt of its disk is deleted (K4).
 func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, erase bool) (*Departure, error) {
 	kube, err := Connect(d)
 	if err != nil {
@@ -79,7 +80,13 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			return nil, withRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster", name), "Add another control plane first.")
 		}
 		if !memberGone {
-			return nil, withRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum", name), removeMember(name, p.OtherControlPlanes[0]))
+			if out.member, err = remover(ctx, kube, p); err != nil {
+				return nil, err
+			}
+			if out.member == "" {
+				return nil, withRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum: no other control plane is ready and takes orders", name), removeMember(name, p.OtherControlPlanes[0]))
+			}
+			out.Plan = append(out.Plan, fmt.Sprintf("have %s remove its etcd member, by a signed order: up to five minutes", out.member))
 		}
 	}
 	if err := out.planListing(); err != nil {
@@ -92,7 +99,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
 		}
 		if n := len(p.Pods); n > 0 {
-			out.Warnings = append(out.Warnings, fmt.Sprintf("nothing is drained: %d pods are still there (%s). kubectl drain %s --ignore-daemonsets moves them first", n, some(p.Pods), name))
+			out.Warnings = append(out.Warnings, fmt.Sprintf("%d pods are on it (%s), and are deleted at once; with --drain they are evicted before", n, some(p.Pods)))
 		}
 	}
 	if p.Enrollment != nil {

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -34,7 +35,12 @@ const (
 // Order signs an order to a node's machine, and waits for the machine's report of its end. Each change is reported to
 // report. An order that failed, or that the machine refused, is an error. If the node has the same order already, which is
 // valid and not over, that one is waited for; another one is not replaced.
-func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, report func(string)) (*v1alpha1.OrderReport, error) {
+func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, report func(string)) (*v1alpha1.OrderReport, error) {
+	return follow(ctx, d, name, action, args, false, report)
+}
+
+// follow is [Order]; with begun, it waits for the beginning of the order only.
+func follow(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, begun bool, report func(string)) (*v1alpha1.OrderReport, error) {
 	kube, err := Connect(d)
 	if err != nil {
 		return nil, err
@@ -50,13 +56,13 @@ func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.
 		case err != nil:
 			return "", err
 		case before == nil:
-			if signed, err = newOrder(d, n, action, time.Now(), key); err != nil {
+			if signed, err = newOrder(d, n, action, args, time.Now(), key); err != nil {
 				return "", err
 			}
 			return signed.Note(), nil
 		}
 		o, err := ownerorder.ParseMachineOrder(before.Text)
-		if err == nil && o.Action != action {
+		if err == nil && (o.Action != action || !maps.Equal(o.Args, args)) {
 			err = withRemedy(fmt.Errorf("%s has the order %q of %s, which is not over", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Repeat that command to wait for its end. It ends by itself at "+o.NotAfter.Local().Format(time.DateTime)+" if the machine has not begun.")
 		}
 		signed = *before
@@ -82,6 +88,9 @@ func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.
 				if last = r; r.State != v1alpha1.OrderRunning {
 					return r, outcome(name, action, r)
 				}
+				if begun {
+					return r, nil
+				}
 			}
 			err = retry.Wait(ctx, reportPoll)
 		}
@@ -104,7 +113,7 @@ func pending(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, 
 	if err != nil {
 		return nil, nil //nolint:nilerr,nilnil // there is none
 	}
-	o, err := s.Genuine(ed25519.PublicKey(key[ed25519.PrivateKeySize-ed25519.PublicKeySize:]), on)
+	o, err := s.Genuine(publicOf(key), on)
 	if err != nil || now.After(o.NotAfter) {
 		return nil, nil //nolint:nilerr,nilnil // whoever wrote it: no machine executes it
 	}
@@ -112,6 +121,10 @@ func pending(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, 
 		return nil, nil //nolint:nilnil // it is over
 	}
 	return &s, nil
+}
+
+func publicOf(key ed25519.PrivateKey) ed25519.PublicKey {
+	return ed25519.PublicKey(key[ed25519.PrivateKeySize-ed25519.PublicKeySize:])
 }
 
 func addressee(d *ownerdir.Dir, n *v1alpha1.AttestedNode) (on ownerorder.Addressee, err error) {
@@ -129,14 +142,14 @@ func addressee(d *ownerdir.Dir, n *v1alpha1.AttestedNode) (on ownerorder.Address
 	return on, nil
 }
 
-func newOrder(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Action, now time.Time, key ed25519.PrivateKey) (ownerorder.SignedMachineOrder, error) {
+func newOrder(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Action, args map[string]string, now time.Time, key ed25519.PrivateKey) (ownerorder.SignedMachineOrder, error) {
 	on, err := addressee(d, n)
 	if err != nil {
 		return ownerorder.SignedMachineOrder{}, err
 	}
 	now = now.UTC()
 	return ownerorder.MachineOrder{
-		Cluster: on.Cluster.String(), Node: on.Node, Machine: on.Machine, Disk: on.Disk, Action: action, SignedAt: now, NotAfter: now.Add(OrderLife).Truncate(time.Second),
+		Cluster: on.Cluster.String(), Node: on.Node, Machine: on.Machine, Disk: on.Disk, Action: action, Args: args, SignedAt: now, NotAfter: now.Add(OrderLife).Truncate(time.Second),
 	}.Sign(key)
 }
 

@@ -47,10 +47,10 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { unenroll(context.WithoutCancel(t.Context()), n.Name) })
-	if _, err := Order(t.Context(), o.Dir, "nobody", ownerorder.ActionDoctor, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
+	if _, err := Order(t.Context(), o.Dir, "nobody", ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
 		t.Errorf("an order to an unknown node: %v", err)
 	}
-	if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionDoctor, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
+	if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
 		t.Errorf("an order to a machine that has not joined: %v", err)
 	}
 	n = enrollmentOf(t, n.Name)
@@ -74,7 +74,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 			machine := make(chan time.Time, 1)
 			go func() { machine <- obey(ctx, t, n.Name, on, ed25519.PublicKey(key[32:]), last, tt.states) }()
 			var said []string
-			r, err := Order(ctx, o.Dir, n.Name, ownerorder.ActionDoctor, func(s string) { said = append(said, s) })
+			r, err := Order(ctx, o.Dir, n.Name, ownerorder.ActionDoctor, nil, func(s string) { said = append(said, s) })
 			if (err == nil) != (tt.says == "") || err != nil && !strings.Contains(err.Error(), tt.says) {
 				t.Errorf("%v, want %q", err, tt.says)
 			}
@@ -91,7 +91,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 	unanswered := func(action ownerorder.Action) error {
 		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 		defer cancel()
-		_, err := Order(ctx, o.Dir, n.Name, action, func(string) {})
+		_, err := Order(ctx, o.Dir, n.Name, action, nil, func(string) {})
 		return err
 	}
 	t.Run("a machine that does not answer", func(t *testing.T) {
@@ -124,7 +124,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		if err := shared.Client.Update(t.Context(), n); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionReboot, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED {
+		if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionReboot, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED {
 			t.Error(err)
 		}
 	})

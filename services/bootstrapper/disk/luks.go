@@ -328,8 +328,7 @@ func (l *LUKS) write(h *luks2.Header) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	const sector = 512
-	parts := []struct{ from, to int }{{0, sector}, {sector, luks2.Size}}
+	parts := []struct{ from, to int }{{0, luks2.MarkSize}, {luks2.MarkSize, luks2.Size}}
 	if h.Label == luks2.LabelState {
 		parts[0], parts[1] = parts[1], parts[0]
 	}

@@ -1,5 +1,5 @@
-// Package etcd removes members from a cluster's etcd that an unfinished join of a control plane has left: kubeadm's own reset does so only if it got far
-// enough to read the cluster's configuration, and never for a machine that did not come back.
+// Package etcd removes members from a cluster's etcd: one that its owner names, and those that an unfinished join of a control plane has left: kubeadm's own
+// reset does so only if it got far enough to read the cluster's configuration, and never for a machine that did not come back.
 //
 // Before `kubeadm join` adds a member, etcd must have no member of this machine, and no learner of any machine. etcd takes one learner at a time, so an
 // old one would block every later join. Voting members of other machines are never removed: only the owner knows whether one is gone for good.
@@ -83,18 +83,29 @@ func Clean(ctx context.Context, t Target) ([]Member, error) {
 	if err := required.Fields("etcd.Clean", t, "Learners"); err != nil {
 		return nil, err
 	}
-	conf, err := clientTLS(t.CACert, t.CAKey)
+	return remove(ctx, t.ControlPlanes, t.CACert, t.CAKey, leftOver(t.Own, t.Learners))
+}
+
+// RemoveNode removes the member that has a node's name, and returns it; none, if there is none. It asks the etcd at one of the
+// addresses, with a certificate that it signs with etcd's authority, both PEM. etcd refuses if too few of the remaining members run.
+func RemoveNode(ctx context.Context, at []netip.Addr, caCert, caKey []byte, node string) ([]Member, error) {
+	if node == "" { // a member that never started has no name
+		return nil, errors.New("etcd: the node to remove has no name")
+	}
+	return remove(ctx, at, caCert, caKey, named(node))
+}
+
+func remove(ctx context.Context, at []netip.Addr, caCert, caKey []byte, which func(*etcdserverpb.Member) bool) ([]Member, error) {
+	conf, err := clientTLS(caCert, caKey)
 	if err != nil {
 		return nil, err
 	}
-	c, err := clientv3.New(clientv3.Config{
-		Context: ctx, Endpoints: urls(t.ControlPlanes, clientPort), TLS: conf, DialTimeout: dialTimeout, Logger: zap.NewNop(),
-	})
+	c, err := clientv3.New(clientv3.Config{Context: ctx, Endpoints: urls(at, clientPort), TLS: conf, DialTimeout: dialTimeout, Logger: zap.NewNop()})
 	if err != nil {
 		return nil, fmt.Errorf("etcd: %w", err)
 	}
 	defer c.Close() //nolint:errcheck // an error has no consequence
-	return clean(ctx, c, t.Own, t.Learners)
+	return clean(ctx, c, which)
 }
 
 // cluster is the part of etcd's API that is used.
@@ -103,7 +114,7 @@ type cluster interface {
 	MemberRemove(ctx context.Context, id uint64) (*clientv3.MemberRemoveResponse, error)
 }
 
-func clean(ctx context.Context, c cluster, own []netip.Addr, learners bool) (removed []Member, err error) {
+func clean(ctx context.Context, c cluster, which func(*etcdserverpb.Member) bool) (removed []Member, err error) {
 	call := func(f func(context.Context) error) error {
 		ctx, cancel := context.WithTimeout(ctx, callTimeout)
 		defer cancel()
@@ -114,7 +125,7 @@ func clean(ctx context.Context, c cluster, own []netip.Addr, learners bool) (rem
 		return nil, fmt.Errorf("etcd: list members: %w", err)
 	}
 	for _, m := range list.Members {
-		if !of(m, own) && (!learners || !m.GetIsLearner()) {
+		if !which(m) {
 			continue
 		}
 		if err := call(func(ctx context.Context) error { _, err := c.MemberRemove(ctx, m.GetID()); return err }); err != nil {
@@ -123,6 +134,16 @@ func clean(ctx context.Context, c cluster, own []netip.Addr, learners bool) (rem
 		removed = append(removed, Member{ID: m.GetID(), Name: m.GetName(), PeerURLs: m.GetPeerURLs(), Learner: m.GetIsLearner()})
 	}
 	return removed, nil
+}
+
+// leftOver returns what an unfinished join has left: members of this machine, and learners.
+func leftOver(own []netip.Addr, learners bool) func(*etcdserverpb.Member) bool {
+	return func(m *etcdserverpb.Member) bool { return of(m, own) || learners && m.GetIsLearner() }
+}
+
+// named returns the member of a node.
+func named(node string) func(*etcdserverpb.Member) bool {
+	return func(m *etcdserverpb.Member) bool { return m.GetName() == node }
 }
 
 // of reports whether one of the member's peer URLs has one of the addresses.

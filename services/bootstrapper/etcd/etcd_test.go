@@ -76,7 +76,7 @@ func TestOwnMembersAndLearnersGoAndNobodyElse(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := &members{list: tt.list}
-			removed, err := clean(t.Context(), m, own, true)
+			removed, err := clean(t.Context(), m, leftOver(own, true))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -93,7 +93,7 @@ func TestOutsideItsTurnAMachineRemovesOnlyItself(t *testing.T) {
 	m := &members{list: []*etcdserverpb.Member{
 		member(1, "node1", "192.168.77.11", false), member(3, "", "192.168.77.13", true), member(4, "node4", "192.168.77.14", true),
 	}}
-	if _, err := clean(t.Context(), m, own, false); err != nil {
+	if _, err := clean(t.Context(), m, leftOver(own, false)); err != nil {
 		t.Fatal(err)
 	}
 	if want := []uint64{1, 4}; !slices.Equal(m.ids(), want) {
@@ -101,12 +101,26 @@ func TestOutsideItsTurnAMachineRemovesOnlyItself(t *testing.T) {
 	}
 }
 
+// The owner names a node; a member that never started has no name, and is not removed by an order.
+func TestTheMemberOfANodeIsRemovedByName(t *testing.T) {
+	all := []*etcdserverpb.Member{member(1, "node1", "192.168.77.11", false), member(2, "node2", "192.168.77.12", false), member(3, "", "192.168.77.13", true)}
+	for name, want := range map[string][]uint64{"node2": {1, 3}, "node": {1, 2, 3}, "node22": {1, 2, 3}} {
+		m := &members{list: slices.Clone(all)}
+		if removed, err := clean(t.Context(), m, named(name)); err != nil || len(removed) != len(all)-len(want) || !slices.Equal(m.ids(), want) {
+			t.Errorf("%s: removed %v, %v; left %v", name, removed, err, m.ids())
+		}
+	}
+	if _, err := RemoveNode(t.Context(), nil, nil, nil, ""); err == nil || !strings.Contains(err.Error(), "has no name") {
+		t.Error(err)
+	}
+}
+
 func TestWhatCannotBeRemovedIsAnError(t *testing.T) {
 	own := []netip.Addr{netip.MustParseAddr("192.168.77.13")}
-	if _, err := clean(t.Context(), &members{}, own, true); err == nil {
+	if _, err := clean(t.Context(), &members{}, leftOver(own, true)); err == nil {
 		t.Error("an etcd that does not answer has nothing left")
 	}
-	removed, err := clean(t.Context(), &members{list: []*etcdserverpb.Member{member(3, "a", "192.168.77.14", true), member(4, "b", "192.168.77.13", false)}, stuck: 4}, own, true)
+	removed, err := clean(t.Context(), &members{list: []*etcdserverpb.Member{member(3, "a", "192.168.77.14", true), member(4, "b", "192.168.77.13", false)}, stuck: 4}, leftOver(own, true))
 	if err == nil || len(removed) != 1 || removed[0].ID != 3 || !strings.Contains(removed[0].String(), "learner 3") {
 		t.Errorf("removed %v, %v", removed, err)
 	}

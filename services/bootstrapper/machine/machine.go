@@ -39,6 +39,7 @@ const (
 	UnitAttester     = "muster-attester.service"
 	UnitRenewal      = "muster-renewal.service"
 	UnitOrders       = "muster-orders.service"
+	UnitReset        = "muster-reset.service"
 	UnitContainerd   = "containerd.service"
 )
 

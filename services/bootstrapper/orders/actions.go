@@ -3,10 +3,13 @@ package orders
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
 const (
@@ -23,10 +26,7 @@ const maxFinding = 300
 // Doctor returns the action that reports the findings of examine, in JSON. What does not fit is left out, and said to be: first
 // what is OK, then the warnings.
 func Doctor(examine func(context.Context) *checkup.Report) Action {
-	run := func(ctx context.Context) (string, error) {
-		return fitting(examine(ctx), maxOutput)
-	}
-	return Action{Run: run, Resume: func(ctx context.Context, _ bool) (string, error) { return run(ctx) }}
+	return repeatable(func(ctx context.Context, _ Args) (string, error) { return fitting(examine(ctx), maxOutput) })
 }
 
 func fitting(r *checkup.Report, limit int) (string, error) {
@@ -75,12 +75,54 @@ func Reboot(reboot func(context.Context) error) Action {
 		return err
 	}
 	return Action{
-		Run: func(ctx context.Context) (string, error) { return "", run(ctx) },
-		Resume: func(ctx context.Context, rebooted bool) (string, error) {
+		Run: func(ctx context.Context, _ Args) (string, error) { return "", run(ctx) },
+		Resume: func(ctx context.Context, _ Args, rebooted bool) (string, error) {
 			if rebooted {
 				return "", nil
 			}
 			return "", run(ctx)
 		},
 	}
+}
+
+// repeatable returns the action that begins anew after an interruption.
+func repeatable(run func(context.Context, Args) (string, error), args ...string) Action {
+	return Action{Args: args, Run: run, Resume: func(ctx context.Context, args Args, _ bool) (string, error) { return run(ctx, args) }}
+}
+
+// Reset returns the action that erases the state disk and restarts the machine. Nobody reports its end: the journal is on that disk.
+// After an interruption it begins anew, in the next boot too: there the disk was not erased.
+func Reset(erase, reboot func(context.Context) error) Action {
+	restart := Reboot(reboot)
+	return repeatable(func(ctx context.Context, args Args) (string, error) {
+		if err := erase(ctx); err != nil {
+			return "", err
+		}
+		out, err := restart.Run(ctx, args)
+		if err != nil {
+			err = fmt.Errorf("the state disk is erased; power the machine off and on: %w", err)
+		}
+		return out, err
+	})
+}
+
+// RemoveEtcdMember returns the action that removes the etcd member of another node. remove returns what it has removed, as text.
+func RemoveEtcdMember(node func() (string, error), remove func(ctx context.Context, member string) ([]string, error)) Action {
+	return repeatable(func(ctx context.Context, args Args) (string, error) {
+		member := args[ownerorder.ArgMember]
+		own, err := node()
+		switch {
+		case err != nil:
+			return "", err
+		case member == "":
+			return "", errors.New("the order names no member")
+		case member == own:
+			return "", fmt.Errorf("%s does not remove its own member: order it of another control plane", own)
+		}
+		removed, err := remove(ctx, member)
+		if err == nil && len(removed) == 0 {
+			return "etcd has no member " + member, nil
+		}
+		return strings.Join(removed, "; "), err
+	}, ownerorder.ArgMember)
 }

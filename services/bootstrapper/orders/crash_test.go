@@ -45,7 +45,7 @@ func TestAnOrderGoesOnAfterACrash(t *testing.T) {
 			}
 			genuine := n.actions[action]
 			dying, die := context.WithCancel(t.Context())
-			n.actions[action] = Action{Run: func(context.Context) (string, error) {
+			n.actions[action] = Action{Run: func(context.Context, Args) (string, error) {
 				n.ran(string(action))
 				die()
 				return "", errors.New("killed")
@@ -190,7 +190,7 @@ func TestAnActionThatNeverEndsIsGivenUp(t *testing.T) {
 		n.limit = 15 * time.Millisecond
 		release := make(chan struct{})
 		defer close(release)
-		n.actions[ownerorder.ActionDoctor] = Action{Run: func(context.Context) (string, error) { <-release; return "", nil }, Resume: n.actions[ownerorder.ActionDoctor].Resume}
+		n.actions[ownerorder.ActionDoctor] = Action{Run: func(context.Context, Args) (string, error) { <-release; return "", nil }, Resume: n.actions[ownerorder.ActionDoctor].Resume}
 		s := n.order(1)
 		n.deliver(s)
 		if err := n.process().once(t.Context()); err == nil {
@@ -204,8 +204,8 @@ func TestAnActionThatNeverEndsIsGivenUp(t *testing.T) {
 		n.deliver(s)
 		for try := range maxTries + 1 {
 			dying, die := context.WithCancel(t.Context())
-			crash := func(context.Context) (string, error) { n.ran("crash"); die(); return "", nil }
-			n.actions[ownerorder.ActionDoctor] = Action{Run: crash, Resume: func(ctx context.Context, _ bool) (string, error) { return crash(ctx) }}
+			crash := func(context.Context, Args) (string, error) { n.ran("crash"); die(); return "", nil }
+			n.actions[ownerorder.ActionDoctor] = repeatable(crash)
 			e := n.process()
 			rec, err := e.load(dying)
 			switch {

@@ -16,8 +16,10 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -183,12 +185,17 @@ func read(path string, into any) error {
 // errDamaged is of a file that is no JSON of ours.
 var errDamaged = errors.New("it is damaged")
 
+// Args are an order's arguments by their names.
+type Args = map[string]string
+
 // Action executes one kind of order.
 type Action struct {
+	// Args are the names of its arguments: an order has all of them and no other.
+	Args []string
 	// Run executes it, and returns the output that the owner wants.
-	Run func(ctx context.Context) (output string, err error)
+	Run func(ctx context.Context, args Args) (output string, err error)
 	// Resume goes on after this process has ended in the middle; rebooted reports whether the machine has.
-	Resume func(ctx context.Context, rebooted bool) (output string, err error)
+	Resume func(ctx context.Context, args Args, rebooted bool) (output string, err error)
 }
 
 // Config lists what an [Executor] needs. All fields are required.
@@ -293,7 +300,7 @@ func (e *Executor) once(ctx context.Context) error {
 		return nil
 	}
 	log := e.cfg.Log.With("order", in.signed().Digest())
-	owner, on, err := e.addressee()
+	owner, on, err := addressee(e.cfg.Image, e.cfg.Journal)
 	if err != nil {
 		e.waits(ctx, in, err)
 		return nil
@@ -318,7 +325,8 @@ func (e *Executor) once(ctx context.Context) error {
 	}
 	log.InfoContext(ctx, "order begins", "action", string(o.Action))
 	rec.Last = next
-	return e.execute(ctx, rec, e.cfg.Actions[o.Action].Run)
+	run := e.cfg.Actions[o.Action].Run
+	return e.execute(ctx, rec, func(ctx context.Context) (string, error) { return run(ctx, o.Args) })
 }
 
 // waits logs once why the order in the inbox is not decided on yet.
@@ -330,8 +338,8 @@ func (e *Executor) waits(ctx context.Context, in order, err error) {
 }
 
 // addressee returns the owner whom this machine obeys, and what its orders have to name.
-func (e *Executor) addressee() (ed25519.PublicKey, ownerorder.Addressee, error) {
-	rec, err := e.cfg.Journal()
+func addressee(image *metadata.Image, load func() (journal.Record, error)) (ed25519.PublicKey, ownerorder.Addressee, error) {
+	rec, err := load()
 	if err != nil {
 		return nil, ownerorder.Addressee{}, err
 	}
@@ -339,8 +347,8 @@ func (e *Executor) addressee() (ed25519.PublicKey, ownerorder.Addressee, error) 
 	if err != nil || rec.Step != journal.StepDone || len(rec.ClusterID) != len(keys.ClusterID{}) {
 		return nil, ownerorder.Addressee{}, errors.Join(errors.New("this machine is no node yet"), err)
 	}
-	owner := e.cfg.Image.OwnerKey
-	if owner == nil && e.cfg.Image.NoOwnerKey && len(rec.OwnerKey) > 0 {
+	owner := image.OwnerKey
+	if owner == nil && image.NoOwnerKey && len(rec.OwnerKey) > 0 {
 		owner = ed25519.PublicKey(rec.OwnerKey)
 	}
 	return owner, ownerorder.Addressee{Cluster: keys.ClusterID(rec.ClusterID), Node: rec.NodeName, Machine: id, Disk: rec.DiskID}, nil
@@ -354,18 +362,43 @@ func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 	if !o.SignedAt.After(begun) {
 		return fmt.Errorf("the order was signed at %s, and this machine has decided on one of %s", stamp(o.SignedAt), stamp(begun))
 	}
-	if _, known := e.cfg.Actions[o.Action]; !known {
+	a, known := e.cfg.Actions[o.Action]
+	if !known {
 		return fmt.Errorf("this version of the bootstrapper can't %q", o.Action)
+	}
+	if have, want := slices.Sorted(maps.Keys(o.Args)), slices.Sorted(slices.Values(a.Args)); !slices.Equal(have, want) {
+		return fmt.Errorf("%q has the arguments %q here, and not %q", o.Action, want, have)
 	}
 	return nil
 }
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
 
+// Begun returns nil if this machine has begun an order with this action, which is not over. Programs that run with the rights that
+// an action needs check it: whoever can start their unit can't give orders (B11).
+func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action) error {
+	var rec record
+	if err := read(filepath.Join(root, Journal), &rec); err != nil {
+		return err
+	}
+	if rec.Last.State != Running {
+		return errors.New("no order runs on this machine")
+	}
+	owner, on, err := addressee(image, load)
+	if err != nil {
+		return err
+	}
+	o, err := rec.Last.Order.signed().Genuine(owner, on)
+	if err == nil && o.Action != action {
+		err = fmt.Errorf("the order that runs on this machine is %q, not %q", o.Action, action)
+	}
+	return err
+}
+
 // resume goes on with an order that was begun, within a day of its expiry. Whoever can write the journal of a plain disk can't
 // invent one: the signature is verified again.
 func (e *Executor) resume(ctx context.Context, rec record) error {
-	owner, on, err := e.addressee()
+	owner, on, err := addressee(e.cfg.Image, e.cfg.Journal)
 	if err != nil {
 		return err // the next process tries again
 	}
@@ -390,7 +423,7 @@ func (e *Executor) resume(ctx context.Context, rec record) error {
 	if err != nil {
 		return e.end(ctx, rec, "", err)
 	}
-	return e.execute(ctx, rec, func(ctx context.Context) (string, error) { return a.Resume(ctx, rebooted) })
+	return e.execute(ctx, rec, func(ctx context.Context) (string, error) { return a.Resume(ctx, o.Args, rebooted) })
 }
 
 // execute writes that the latest order runs, runs it, and writes its end.

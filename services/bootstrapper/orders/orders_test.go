@@ -358,7 +358,7 @@ func TestWhatDoesNotFitIsLeftOutAndSaid(t *testing.T) {
 // A joinservice takes requests of 16 KiB: a longer report would cost the machine its attestation.
 func TestTheLargestReportFitsIntoARequest(t *testing.T) {
 	n := newNode(t)
-	n.actions[ownerorder.ActionDoctor] = Action{Run: func(context.Context) (string, error) {
+	n.actions[ownerorder.ActionDoctor] = Action{Run: func(context.Context, Args) (string, error) {
 		return strings.Repeat("é", 1<<20), errors.New(strings.Repeat("é", 1<<20))
 	}}
 	s := n.order(1)
@@ -371,7 +371,7 @@ func TestTheLargestReportFitsIntoARequest(t *testing.T) {
 
 func TestAnActionThatFailsSaysWhy(t *testing.T) {
 	n := newNode(t)
-	n.actions[ownerorder.ActionReboot] = Action{Run: func(context.Context) (string, error) {
+	n.actions[ownerorder.ActionReboot] = Action{Run: func(context.Context, Args) (string, error) {
 		return "", errors.New("no way down " + strings.Repeat("é", maxMessage))
 	}}
 	s := n.order(1, reboot)

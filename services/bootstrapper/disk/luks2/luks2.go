@@ -34,8 +34,8 @@ const (
 	// binarySize is the size of the binary header with its padding; its fields end at 512.
 	binarySize = 4096
 	jsonSize   = MetadataSize - binarySize
-	// markSize is the size that a disk writes completely or not at all.
-	markSize = 512
+	// MarkSize is the size in bytes that a disk writes completely or not at all.
+	MarkSize = 512
 )
 
 // These are the values that Muster writes.
@@ -113,7 +113,7 @@ type binaryHeader struct {
 	Checksum    [64]byte
 }
 
-const checksumOffset = markSize - 64
+const checksumOffset = MarkSize - 64
 
 // Parse copies the first [Size] bytes of a disk and checks them. The error names the field that differs from what Muster writes.
 func Parse(b []byte, want Integrity) (*Header, error) {
@@ -184,7 +184,7 @@ func parseMetadata(b []byte, place int) (parsed, error) {
 		return parsed{}, fmt.Errorf("its offset is %d", h.HdrOffset)
 	case h.SeqID == 0 || h.SeqID > maxEpoch:
 		return parsed{}, fmt.Errorf("epoch %d, want 1 to %d", h.SeqID, maxEpoch)
-	case !zero(h.Padding[:]) || !zero(b[markSize:binarySize]) || !zero(h.Checksum[sha256.Size:]):
+	case !zero(h.Padding[:]) || !zero(b[MarkSize:binarySize]) || !zero(h.Checksum[sha256.Size:]):
 		return parsed{}, errors.New("its padding is not zero")
 	}
 	if sum := checksum(b); !bytes.Equal(sum[:], h.Checksum[:sha256.Size]) {
@@ -230,8 +230,8 @@ func (h *binaryHeader) names(place int) (label string, id keys.DiskID, err error
 func checksum(b []byte) [sha256.Size]byte {
 	h := sha256.New()
 	h.Write(b[:checksumOffset])
-	h.Write(make([]byte, markSize-checksumOffset))
-	h.Write(b[markSize:])
+	h.Write(make([]byte, MarkSize-checksumOffset))
+	h.Write(b[MarkSize:])
 	return [sha256.Size]byte(h.Sum(nil))
 }
 
@@ -252,7 +252,7 @@ func Blank(b []byte) bool { return zero(b) }
 // New reports whether the first sector marks the disk as one that never became a cluster's, and returns its ID. The rest of such a disk is never read:
 // it is formatted again. An attacker who writes this mark to a disk destroys its data, but every writer can do that.
 func New(b []byte) (keys.DiskID, bool) {
-	if len(b) < markSize {
+	if len(b) < MarkSize {
 		return keys.DiskID{}, false
 	}
 	h, err := decode(b)
@@ -261,4 +261,22 @@ func New(b []byte) (keys.DiskID, bool) {
 	}
 	label, id, err := h.names(0)
 	return id, err == nil && label == LabelNew
+}
+
+// MarkNew returns the first sector of a header as [New] recognizes it. The rest of the header does not fit it any more: its
+// checksum is wrong. It returns an error if the header is not one of Muster's.
+func MarkNew(b []byte) ([]byte, error) {
+	if len(b) < MarkSize {
+		return nil, errors.New("it is shorter than a sector")
+	}
+	h, err := decode(b)
+	if err == nil {
+		_, _, err = h.names(0)
+	}
+	if err != nil {
+		return nil, err
+	}
+	h.Label = [48]byte{}
+	copy(h.Label[:], LabelNew)
+	return binary.Append(nil, binary.BigEndian, h)
 }

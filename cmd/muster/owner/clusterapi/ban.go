@@ -1,0 +1,50 @@
+package clusterapi
+
+import (
+	"context"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/enrollment"
+)
+
+// SetBanned bans the machine of an enrolled name, or lifts its ban. The API server refuses the writes of a banned machine from
+// then on, whether a joinservice runs or not.
+func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error {
+	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		was := n.Spec.Banned
+		n.Spec.Banned = banned
+		return was != banned
+	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
+	if err != nil {
+		return fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
+	}
+	now, err := c.serverTime(ctx)
+	if err != nil {
+		return err
+	}
+	present := func(string) enrollment.Present {
+		return enrollment.Present{Is: p.Node != nil, ControlPlane: p.ControlPlane}
+	}
+	if _, err := enrollment.Reconcile(ctx, c.client, present, enrollment.Clock{Latest: now}, p.Name); err != nil && !apierrors.IsNotFound(err) { // without the list no node writes at all
+		return err
+	}
+	return nil
+}
+
+// AwaitEviction waits until joinservice has deleted a banned name's Node and the pods that were bound to it.
+func (c *Client) AwaitEviction(ctx context.Context, name string) error {
+	return until(ctx, func(ctx context.Context) (bool, error) {
+		if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &corev1.Node{}); !Absent(err) {
+			return false, err
+		}
+		var pods corev1.PodList
+		err := c.client.List(ctx, &pods, client.MatchingFields{"spec.nodeName": name})
+		return err == nil && len(pods.Items) == 0, err
+	})
+}

@@ -1,0 +1,96 @@
+package clusterapi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/kubectl/pkg/drain"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// evictEvery is the pause before an eviction that a PodDisruptionBudget has refused is tried again.
+const evictEvery = 5 * time.Second
+
+// DrainOptions say which pods a drain may end although something is lost with them.
+type DrainOptions struct {
+	// EmptyDir allows pods with emptyDir volumes, whose data are lost.
+	EmptyDir bool
+	// Force allows pods that no controller makes again.
+	Force bool
+}
+
+// Drain makes a node unschedulable and evicts its pods, as kubectl drain does: within their PodDisruptionBudgets, with their own
+// grace periods, and without those of DaemonSets. It waits until they are gone, or ctx ends. cordoned reports that the node was
+// schedulable before. Pods that the options do not allow are an error that names them, before any is evicted.
+func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report func(string)) (cordoned bool, err error) {
+	h, node, err := c.drainer(ctx, name)
+	if err != nil {
+		return false, err
+	}
+	out := &lines{report: report}
+	h.Force, h.DeleteEmptyDirData, h.ErrOut = o.Force, o.EmptyDir, out
+	cordoned = !node.Spec.Unschedulable
+	if err := drain.RunCordonOrUncordon(h, node, true); err != nil {
+		return false, fmt.Errorf("cordon %s: %w", name, err)
+	}
+	if cordoned {
+		report("unschedulable: no new pods")
+	}
+	list, errs := h.GetPodsForDeletion(name)
+	if len(errs) > 0 {
+		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(errs...))
+	}
+	pods := list.Pods()
+	if err := h.DeleteOrEvictPods(pods); err != nil {
+		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(err, ctx.Err()))
+	}
+	report(fmt.Sprintf("drained: %d pods evicted", len(pods)))
+	return cordoned, nil
+}
+
+// Uncordon makes a node schedulable.
+func (c *Client) Uncordon(ctx context.Context, name string) error {
+	return once(ctx, func(ctx context.Context) error {
+		h, node, err := c.drainer(ctx, name)
+		if err != nil {
+			return err
+		}
+		return drain.RunCordonOrUncordon(h, node, false)
+	})
+}
+
+// drainer returns kubectl's drain, and the node.
+func (c *Client) drainer(ctx context.Context, name string) (*drain.Helper, *corev1.Node, error) {
+	k, err := kubernetes.NewForConfig(c.rest)
+	if err != nil {
+		return nil, nil, err
+	}
+	node, err := k.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+	if Absent(err) {
+		return nil, nil, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "there is no node %s", name)
+	} else if err != nil {
+		return nil, nil, err
+	}
+	h := &drain.Helper{
+		Ctx: ctx, Client: k, GracePeriodSeconds: -1, IgnoreAllDaemonSets: true, EvictErrorRetryDelay: evictEvery, Out: &lines{report: func(string) {}}, ErrOut: &lines{report: func(string) {}},
+	}
+	return h, node, nil
+}
+
+// lines passes what is written to report, a line at a time. Writers call it from several goroutines with whole lines.
+type lines struct{ report func(string) }
+
+func (l *lines) Write(b []byte) (int, error) {
+	for line := range strings.Lines(string(b)) {
+		l.report(strings.TrimSpace(line))
+	}
+	return len(b), nil
+}

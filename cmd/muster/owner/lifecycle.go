@@ -1,0 +1,181 @@
+package owner
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// OrderTimeout is how long a machine has for an order: until it expires, and then for the action.
+const OrderTimeout = OrderLife + 10*time.Minute
+
+// enrolled returns the state of a name that has an enrollment, which is not being deleted.
+func enrolled(ctx context.Context, kube *clusterapi.Client, name string) (*clusterapi.Presence, error) {
+	p, err := kube.Presence(ctx, name)
+	switch {
+	case err != nil:
+		return nil, err
+	case p.Enrollment == nil:
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
+	case p.Enrollment.Leaving():
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be taken back", name), "The machine is shut out. muster forget "+name+" completes it.")
+	}
+	return p, nil
+}
+
+// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call waits on.
+func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string)) error {
+	kube, err := Connect(d)
+	if err != nil {
+		return err
+	}
+	p, err := enrolled(ctx, kube, name)
+	if err != nil {
+		return err
+	}
+	if err := kube.SetBanned(ctx, p, true); err != nil {
+		return err
+	}
+	report("banned: its machine gets no ticket, no disk key and no certificate, and its writes are refused")
+	if p.ControlPlane && len(p.OtherControlPlanes) == 0 {
+		return withRemedy(fmt.Errorf("%s is the only control plane: its Node and its pods stay", name), "Add another control plane, which evicts it. To lift the ban: muster unban "+name+".")
+	}
+	if err := kube.AwaitEviction(ctx, name); err != nil {
+		return withRemedy(fmt.Errorf("%s is banned, but its Node or its pods are still there: %w", name, err), "joinservice deletes them: muster status shows whether one runs. An event of the AttestedNode names what keeps a pod: kubectl -n default get events --field-selector involvedObject.name="+name+".")
+	}
+	report("Node and pods deleted")
+	return nil
+}
+
+// Unban lifts the ban of a node's machine.
+func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
+	kube, err := Connect(d)
+	if err != nil {
+		return err
+	}
+	p, err := enrolled(ctx, kube, name)
+	if err != nil {
+		return err
+	}
+	if p.Enrollment.Annotations[v1alpha1.KeepNode] != "" {
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster replace %s was interrupted, and lifting the ban would let the old machine in", name), "Run muster replace "+name+" with the same flags again: it lifts the ban at its end.")
+	}
+	return kube.SetBanned(ctx, p, false)
+}
+
+// Drain evicts a node's pods; see [clusterapi.Client.Drain]. cordoned reports that the node was schedulable before.
+func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.DrainOptions, report func(string)) (cordoned bool, err error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return false, err
+	}
+	cordoned, err = kube.Drain(ctx, name, o, report)
+	if err != nil {
+		err = withRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Pods that nobody makes again need --force, pods with emptyDir volumes --delete-emptydir-data: both lose what the error names. A PodDisruptionBudget has to allow each eviction.")
+	}
+	return cordoned, err
+}
+
+// Uncordon makes a node schedulable again.
+func Uncordon(ctx context.Context, d *ownerdir.Dir, name string) error {
+	kube, err := Connect(d)
+	if err != nil {
+		return err
+	}
+	return kube.Uncordon(ctx, name)
+}
+
+// RemoveMember has another control plane remove a node's etcd member, by an order.
+func (d *Departure) RemoveMember(ctx context.Context, report func(string)) error {
+	if d.member == "" {
+		return nil
+	}
+	r, err := Order(ctx, d.dir, d.member, ownerorder.ActionRemoveEtcdMember, map[string]string{ownerorder.ArgMember: d.found.Name}, func(s string) { report(d.member + ": " + s) })
+	if err != nil {
+		return withRemedy(fmt.Errorf("the etcd member of %s was not removed: %w", d.found.Name, err), remedy(err)+"\n"+removeMember(d.found.Name, d.member))
+	}
+	report("etcd: " + r.Output)
+	d.member = ""
+	return nil
+}
+
+// remover returns a control plane that can be ordered to remove another one's etcd member; "" if there is none.
+func remover(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presence) (string, error) {
+	for _, name := range slices.Sorted(slices.Values(p.OtherControlPlanes)) {
+		o, err := kube.Presence(ctx, name)
+		if err != nil {
+			return "", err
+		}
+		if o.Ready() && o.Enrollment != nil && !o.Enrollment.ShutOut() && o.Enrollment.Spec.DiskID != "" {
+			return name, nil
+		}
+	}
+	return "", nil
+}
+
+// Reset is the plan for a machine whose disk is erased and that joins anew.
+type Reset struct {
+	*Departure
+	begun bool // by an earlier run
+}
+
+// PlanReset determines what the reset of a node's machine would do, and changes nothing.
+func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	p, err := enrolled(ctx, kube, name)
+	if err != nil {
+		return nil, err
+	}
+	if p.Enrollment.Spec.DiskMode == v1alpha1.DiskModePlain {
+		return nil, withRemedy(fmt.Errorf("the state disk of %s is not encrypted, so its machine can't erase it", name), "Power the machine off, erase its disk from a rescue system, and run muster forget "+name+".")
+	}
+	out := &Reset{begun: resetBegun(d, p.Enrollment)}
+	if out.Departure, err = PlanForget(ctx, d, name, false, true); err != nil {
+		return nil, err
+	}
+	if !out.begun {
+		out.Plan = slices.Insert(out.Plan, 0, fmt.Sprintf("have its machine erase its state disk %s and restart, by a signed order: up to five minutes", p.Enrollment.Spec.DiskID))
+	}
+	return out, nil
+}
+
+// resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted.
+func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode) bool {
+	key, err := d.OwnerKey()
+	if err != nil {
+		return false
+	}
+	on, err := addressee(d, n)
+	if err != nil {
+		return false
+	}
+	s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
+	if err != nil {
+		return false
+	}
+	o, err := s.Genuine(publicOf(key), on)
+	r := n.Status.Order
+	return err == nil && o.Action == ownerorder.ActionReset && r != nil && r.Digest == s.Digest() && r.State == v1alpha1.OrderRunning
+}
+
+// Order gives the machine the order, and returns when the machine says that it has begun.
+func (r *Reset) Order(ctx context.Context, report func(string)) error {
+	if r.begun {
+		return nil
+	}
+	if _, err := follow(ctx, r.dir, r.found.Name, ownerorder.ActionReset, nil, true, report); err != nil {
+		return withRemedy(err, remedy(err)+" If the machine has restarted already, muster forget "+r.found.Name+" --erase completes it.")
+	}
+	return nil
+}
