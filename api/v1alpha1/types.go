@@ -210,6 +210,20 @@ type OrderReport struct {
 	EndedAt *metav1.Time `json:"endedAt,omitempty"`
 }
 
+// CandidateVerdict is what a policy that is not in force says of a machine's latest evidence.
+type CandidateVerdict struct {
+	// Digest is the SHA-256 of the policy, in hexadecimal digits.
+	//
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
+	Digest string `json:"digest"`
+	// Verdict is the result.
+	Verdict `json:",inline"`
+	// Message describes a refusal.
+	//
+	// +kubebuilder:validation:MaxLength=1024
+	Message string `json:"message,omitempty"`
+}
+
 // AttestedNodeStatus is the result of the machine's latest attestation.
 type AttestedNodeStatus struct {
 	// LastVerdict is the verdict on the machine's latest evidence.
@@ -254,6 +268,11 @@ type AttestedNodeStatus struct {
 	// Certificates has the expiry of the kubelet's certificates: those on its disk, which the machine reports
 	// with each attestation, and before the first report those that were issued for it.
 	Certificates *NodeCertificates `json:"certificates,omitempty"`
+	// Candidate is the verdict of the policy in the annotation muster.dev/candidate on the latest evidence; unset
+	// without one. It is for the owner's information, and decides nothing.
+	//
+	// +optional
+	Candidate *CandidateVerdict `json:"candidate,omitempty"`
 	// Order is what the machine says of the latest order that it has begun or refused.
 	//
 	// +optional
@@ -347,6 +366,11 @@ const AskedAt = "muster.dev/asked-at"
 // what the owner's key has signed for it (B11). It is no field of the spec: an order does not change the
 // enrollment's generation, by which an older copy of the cluster is detected (B7).
 const OwnerOrder = "muster.dev/order"
+
+// PolicyCandidate is an annotation of the AttestationPolicy: a policy that its owner may put in force later, as
+// the signature in base64, a space, and the text. Each machine that attests is also appraised by it, which
+// changes nothing but [AttestedNodeStatus.Candidate].
+const PolicyCandidate = "muster.dev/candidate"
 
 // FormerAddresses is an annotation of an AttestedNode: addresses that its machine gave up by requesting others,
 // each with the time at which the last serving certificate for it expires (ADDRESS=RFC 3339, separated by

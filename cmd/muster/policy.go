@@ -18,7 +18,7 @@ import (
 
 func (a *app) policyCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "policy", Short: "Make, check, sign and apply the policy that says which machines may join"}
-	cmd.AddCommand(a.fromMeasurementsCommand(), a.fromImageCommand(), a.addClassCommand(), a.checkCommand(), a.signCommand(), a.applyCommand())
+	cmd.AddCommand(a.fromMeasurementsCommand(), a.fromImageCommand(), a.addClassCommand(), a.checkCommand(), a.diffCommand(), a.signCommand(), a.applyCommand())
 	return cmd
 }
 
@@ -80,11 +80,16 @@ func (a *app) signCommand() *cobra.Command {
 }
 
 func (a *app) applyCommand() *cobra.Command {
-	var timeout time.Duration
+	var (
+		timeout time.Duration
+		expel   bool
+	)
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
 		Short: "Sign the policy of the owner's folder and put it in force; FILE replaces it first",
-		Args:  cobra.MaximumNArgs(1),
+		Long: `Refuses a policy that running nodes do not match, by what the cluster has stored of their last evidence: the PCRs and the machine ID.
+muster policy diff has the cluster appraise them by it, with everything else that a policy demands.`,
+		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			path, err := a.folder()
 			if err != nil {
@@ -102,7 +107,7 @@ func (a *app) applyCommand() *cobra.Command {
 			}
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
 			defer cancel()
-			p, err := owner.ApplyPolicy(ctx, dir)
+			p, err := owner.ApplyPolicy(ctx, dir, expel)
 			if err != nil {
 				return err
 			}
@@ -115,6 +120,7 @@ func (a *app) applyCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
+	cmd.Flags().BoolVar(&expel, "expel", false, "also if running nodes do not match the policy: they get no key and no certificate from then on")
 	return cmd
 }
 

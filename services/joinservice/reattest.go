@@ -61,7 +61,7 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
-		status.Certificates, status.Order = reported(req), orderReport(req.GetOrder())
+		status.Certificates, status.Order, status.Candidate = reported(req), orderReport(req.GetOrder()), s.byCandidate(peer.Claims(), a.began)
 		var end func()
 		if end, err = s.limits.recording.Begin(ctx); err == nil {
 			var before, after *v1alpha1.AttestedNode
@@ -81,6 +81,24 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		s.cfg.Records.Accepted(peer.Machine())
 	}
 	return order, err
+}
+
+// maxCandidateMessage is the limit of the AttestedNode, in bytes.
+const maxCandidateMessage = 1 << 10
+
+// byCandidate returns what the owner's next policy says of the claims; nil if there is none. The node lock is that of the policy in
+// force, which has been checked.
+func (s *Service) byCandidate(c attest.Claims, now time.Time) *v1alpha1.CandidateVerdict {
+	next := s.cfg.Policy.Candidate()
+	if next == nil {
+		return nil
+	}
+	_, err := next.Policy.Appraise(c, attest.AnyLock())
+	out := &v1alpha1.CandidateVerdict{Digest: next.Digest, Verdict: v1alpha1.Verdict{Accepted: err == nil, Reason: reasonOf(err), Time: metav1.NewTime(now)}}
+	if err != nil {
+		out.Message = printable(err.Error(), maxCandidateMessage)
+	}
+	return out
 }
 
 // reported returns the machine's report of its kubelet's certificates, which is shown to the owner; nil if there is none.

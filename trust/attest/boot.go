@@ -165,6 +165,38 @@ func fit(kind string, all []boot, c Claims) (string, *MismatchError) {
 	return "", best
 }
 
+// MayMatch returns nil if the policy may accept a machine with these PCR values, and otherwise EK_UNTRUSTED or POLICY_REFUSED. It is
+// for an owner who knows only what the cluster has stored of a machine: its EK certificates, its TPM's firmware version and its event
+// log count as accepted. Only [Policy.Appraise] decides.
+func (p *Policy) MayMatch(m MachineID, values map[int][]byte) error {
+	if p.revoked.keys[m] {
+		return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the policy revokes the key %s (tpm2.revoked.keys)", m)
+	}
+	if len(p.machines) > 0 && !p.machines[m] {
+		return Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", m)
+	}
+	for _, of := range []struct {
+		kind string
+		all  []boot
+		any  bool
+	}{{"image", p.images, false}, {"class", p.classes, p.anyFirmware}} {
+		if !of.any && !slices.ContainsFunc(of.all, func(b boot) bool { return b.has(values) }) {
+			return Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "its PCRs have the values of no %s of the policy", of.kind)
+		}
+	}
+	return nil
+}
+
+// has reports whether these are the values of the image or class.
+func (b boot) has(values map[int][]byte) bool {
+	for i, want := range b.pcrs {
+		if !bytes.Equal(want, values[i]) {
+			return false
+		}
+	}
+	return true
+}
+
 // pcrs returns how many PCRs differ; an event log that cannot be appraised counts as one.
 func pcrs(all []Mismatch) int {
 	seen := map[int]bool{}

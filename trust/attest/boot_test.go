@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"google.golang.org/protobuf/proto"
+
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/internal/checked"
 )
@@ -173,4 +175,61 @@ func another(c *attestv1.MachineClass) *attestv1.MachineClass {
 	}
 	out.Pcrs[0].Value = hex.EncodeToString(value('b'))
 	return out
+}
+
+// What the cluster has stored of a machine shows what the policy certainly refuses.
+func TestAPolicyMayMatchStoredValues(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	m, other := MachineID{1}, MachineID{2}
+	const accepted, refused = attestv1.Reason_REASON_ACCEPTED, attestv1.Reason_REASON_POLICY_REFUSED
+	for name, tt := range map[string]struct {
+		change func(*attestv1.Policy)
+		pcr    int // that has another value
+		want   attestv1.Reason
+	}{
+		"as booted":        {pcr: -1, want: accepted},
+		"another image":    {pcr: 4, want: refused},
+		"other firmware":   {pcr: 7, want: refused},
+		"a PCR of no rule": {pcr: 10, want: accepted},
+		"any firmware": {func(p *attestv1.Policy) {
+			p.Tpm2.Classes, p.Insecure = nil, &attestv1.InsecureSwitches{AnyFirmware: true}
+		}, 7, accepted},
+		"a second image": {func(p *attestv1.Policy) {
+			second := proto.CloneOf(p.GetTpm2().GetImages()[0])
+			second.Name, second.Pcrs[0].Value = "image-b", hex.EncodeToString(value('x'))
+			p.Tpm2.Images = append(p.Tpm2.Images, second)
+		}, 4, accepted},
+		"not listed":                    {func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{other.String()} }, -1, refused},
+		"listed":                        {func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{m.String()} }, -1, accepted},
+		"revoked":                       {func(p *attestv1.Policy) { p.Tpm2.Revoked = &attestv1.Revoked{Keys: []string{m.String()}} }, -1, attestv1.Reason_REASON_EK_UNTRUSTED},
+		"rules over the event log, too": {func(p *attestv1.Policy) { p.Tpm2.Classes[0].EventLog = &attestv1.EventLogRules{} }, -1, accepted},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := goodPolicy(pemRoot)
+			if tt.change != nil {
+				tt.change(p)
+			}
+			parsed, err := ParsePolicy(encode(t, p))
+			if err != nil {
+				t.Fatal(err)
+			}
+			values := map[int][]byte{0: value('f'), 2: value('f'), 3: value('f'), 7: value('f'), 4: value('a'), 9: value('a'), 11: value('a')}
+			for _, i := range []int{8, 12, 13, 14} {
+				values[i] = make([]byte, 32)
+			}
+			if tt.pcr >= 0 {
+				values[tt.pcr] = value('x')
+			}
+			if err := parsed.MayMatch(m, values); ReasonOf(err) != tt.want {
+				t.Errorf("%v, want %s", err, ReasonName(tt.want))
+			}
+		})
+	}
+	p, err := ParsePolicy(encode(t, goodPolicy(pemRoot)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.MayMatch(m, nil); ReasonOf(err) != refused { // A3
+		t.Errorf("without values: %v", err)
+	}
 }

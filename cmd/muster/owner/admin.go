@@ -65,8 +65,9 @@ func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, erro
 	return p, attest.SignPolicy(key, json), nil
 }
 
-// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result.
-func ApplyPolicy(ctx context.Context, d *ownerdir.Dir) (*v1alpha1.AttestationPolicy, error) {
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
+// refuses a policy that running nodes do not match.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, expel bool) (*v1alpha1.AttestationPolicy, error) {
 	p, signed, err := SignedPolicy(d)
 	if err != nil {
 		return nil, err
@@ -84,6 +85,11 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir) (*v1alpha1.AttestationPol
 	}
 	if err := mustList(ctx, d, kube, p); err != nil {
 		return nil, err
+	}
+	if !expel {
+		if err := expelsNobody(ctx, kube, p); err != nil {
+			return nil, err
+		}
 	}
 	if err := kube.PutPolicy(ctx, signed); err != nil {
 		return nil, err

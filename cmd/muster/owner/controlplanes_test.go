@@ -116,7 +116,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, err = ApplyPolicy(ctx, o.Dir)
+		_, err = ApplyPolicy(ctx, o.Dir, false)
 		if p := Explain(err); p.Reason != "SERVER_NOT_LISTED" || !strings.Contains(p.Remedy, two.String()+`" # cp8`) {
 			t.Errorf("%+v", p)
 		}

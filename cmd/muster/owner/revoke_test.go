@@ -86,7 +86,7 @@ func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 		}
 		waiting, cancel := context.WithTimeout(ctx, 2*time.Second)
 		defer cancel()
-		_, err = ApplyPolicy(waiting, o.Dir)
+		_, err = ApplyPolicy(waiting, o.Dir, false)
 		if errors.Is(err, context.DeadlineExceeded) {
 			return nil
 		}

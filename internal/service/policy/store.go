@@ -17,6 +17,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -71,6 +72,7 @@ type Store struct {
 	lowest   uint64 // of this machine's image
 	log      *slog.Logger
 	inForce  atomic.Pointer[InForce]
+	next     atomic.Pointer[Candidate]
 	metrics  metrics
 	onReport func(Report)
 	mu       sync.Mutex // serializes changes; appraisals do not take it
@@ -78,6 +80,14 @@ type Store struct {
 	digest   string     // of the policy with the serial floor: another one with that serial is refused
 	report   Report
 	reported chan struct{} // closed and replaced with each change
+	noted    string        // the annotation that next was read from
+}
+
+// Candidate is a policy that the owner has signed but not put in force. It accepts nobody.
+type Candidate struct {
+	Policy *attest.Policy
+	// Digest is the SHA-256 of its text, in hexadecimal digits.
+	Digest string
 }
 
 type metrics struct {
@@ -116,6 +126,7 @@ func New(cfg Config) (*Store, error) {
 func (s *Store) Set(p *v1alpha1.AttestationPolicy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.setCandidate(p.Annotations[v1alpha1.PolicyCandidate])
 	if old := s.report.Observed; old != nil && old.UID == p.UID && old.Generation == p.Generation {
 		s.report.Observed = p // only its metadata or status changed
 		return
@@ -134,9 +145,37 @@ func (s *Store) Set(p *v1alpha1.AttestationPolicy) {
 func (s *Store) Remove(*v1alpha1.AttestationPolicy) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.setCandidate("")
 	s.inForce.Store(nil)
 	s.publish(Report{Err: attest.Refuse(attestv1.Reason_REASON_NOT_READY, "AttestationPolicy %q was deleted", v1alpha1.PolicyName)})
 }
+
+// setCandidate reads the annotation of that value. Its caller holds the lock.
+func (s *Store) setCandidate(note string) {
+	if note == s.noted {
+		return
+	}
+	s.noted = note
+	s.next.Store(nil)
+	if note == "" {
+		return
+	}
+	encoded, text, _ := strings.Cut(note, " ")
+	signature, err := base64.StdEncoding.DecodeString(encoded)
+	signed := &attestv1.SignedPolicy{Policy: []byte(text), Signature: signature}
+	var parsed *attest.Policy
+	if err == nil {
+		parsed, err = attest.OpenPolicy(s.owner, signed)
+	}
+	if err != nil {
+		s.log.Warn("the candidate of the policy is refused", "reason", attest.ReasonName(attest.ReasonOf(err)), "err", err)
+		return
+	}
+	s.next.Store(&Candidate{parsed, digest(signed)})
+}
+
+// Candidate returns the policy that the owner may put in force later; nil if there is none.
+func (s *Store) Candidate() *Candidate { return s.next.Load() }
 
 func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)

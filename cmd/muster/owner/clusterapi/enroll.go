@@ -212,6 +212,29 @@ func (c *Client) PutPolicy(ctx context.Context, signed *attestv1.SignedPolicy) e
 	}))
 }
 
+// SetCandidate sets the annotation [v1alpha1.PolicyCandidate] of the cluster's policy; "" removes it.
+func (c *Client) SetCandidate(ctx context.Context, note string) error {
+	return once(ctx, func(ctx context.Context) error {
+		p := &v1alpha1.AttestationPolicy{}
+		if err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
+			return err
+		}
+		if note == "" {
+			delete(p.Annotations, v1alpha1.PolicyCandidate)
+		} else {
+			metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.PolicyCandidate, note)
+		}
+		return c.client.Update(ctx, p) // a conflict is tried again
+	})
+}
+
+// Enrollments returns all AttestedNodes.
+func (c *Client) Enrollments(ctx context.Context) ([]v1alpha1.AttestedNode, error) {
+	var l v1alpha1.AttestedNodeList
+	err := once(ctx, func(ctx context.Context) error { return c.client.List(ctx, &l) })
+	return l.Items, err
+}
+
 // Policy returns the cluster's policy object.
 func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
 	var p v1alpha1.AttestationPolicy

@@ -3,6 +3,7 @@ package clusterapi
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -197,6 +198,18 @@ func diff(a, b map[string]any) (string, error) {
 		return "", err
 	}
 	return difflib.GetUnifiedDiffString(difflib.UnifiedDiff{A: before, B: after, FromFile: "before", ToFile: "after", Context: 3})
+}
+
+// DiffJSON returns a unified diff of two JSON objects in YAML; empty if they are the same.
+func DiffJSON(a, b []byte) (string, error) {
+	var before, after map[string]any
+	if err := json.Unmarshal(a, &before); err != nil {
+		return "", err
+	}
+	if err := json.Unmarshal(b, &after); err != nil {
+		return "", err
+	}
+	return diff(before, after)
 }
 
 // definitionChanges asks the API server for the result of applying each definition. One that would lose data is

@@ -1,0 +1,60 @@
+package main
+
+import (
+	"encoding/base64"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// candidate writes a policy that is not in force beside the one that is; nil removes it.
+func (s *fixture) candidate(t *testing.T, policy []byte) {
+	t.Helper()
+	membertest.Eventually(t, func() error { // joinservice writes the status
+		p := &v1alpha1.AttestationPolicy{}
+		if err := s.Client.Get(t.Context(), types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
+			return err
+		}
+		delete(p.Annotations, v1alpha1.PolicyCandidate)
+		if policy != nil {
+			metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.PolicyCandidate, base64.StdEncoding.EncodeToString(attest.SignPolicy(s.Owner, policy).GetSignature())+" "+string(policy))
+		}
+		return s.Client.Update(t.Context(), p)
+	})
+}
+
+// The owner sees what the next policy would say of a running node, before it says anything.
+func TestANodeIsAlsoAppraisedByTheNextPolicy(t *testing.T) {
+	s := setUp(t)
+	m := s.node(t)
+	next := func(t *testing.T, fits func(*v1alpha1.CandidateVerdict) bool) {
+		t.Helper()
+		membertest.Eventually(t, func() error { // joinservice learns of the candidate by a watch
+			if _, err := s.reattest(t, m); err != nil {
+				return err
+			}
+			st := s.Node(t, "w1").Status
+			if !st.LastVerdict.Accepted || st.PolicySerial != 1 {
+				t.Fatalf("the verdict is %+v, of serial %d", st.LastVerdict, st.PolicySerial)
+			}
+			return membertest.Want(fits(st.Candidate), "by the next policy: %+v", st.Candidate)
+		})
+	}
+	s.candidate(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) { p.Serial, p.Tpm2.Images = 2, nil }))
+	next(t, func(c *v1alpha1.CandidateVerdict) bool {
+		return c != nil && !c.Accepted && c.Reason == "POLICY_REFUSED" && c.Message != "" && !c.Time.IsZero()
+	})
+	s.candidate(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) { p.Serial = 3 }))
+	next(t, func(c *v1alpha1.CandidateVerdict) bool {
+		return c != nil && c.Accepted && c.Reason == "ACCEPTED" && c.Message == ""
+	})
+	s.candidate(t, nil)
+	next(t, func(c *v1alpha1.CandidateVerdict) bool { return c == nil })
+}

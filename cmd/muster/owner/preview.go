@@ -1,0 +1,175 @@
+package owner
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// attests is the longest pause between two attestations of a running node, with a margin.
+	attests = 15 * time.Minute
+	// maxNamedNodes is how many nodes an error names.
+	maxNamedNodes = 10
+)
+
+// running reports whether the node's machine has attested lately, and is not shut out.
+func running(n *v1alpha1.AttestedNode, now time.Time) bool {
+	v := n.Status.LastVerdict
+	return !n.ShutOut() && v != nil && v.Accepted && now.Sub(v.Time.Time) < attests
+}
+
+// expelsNobody returns an error that names the running nodes whose last evidence does not match the policy.
+func expelsNobody(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) error {
+	all, err := kube.Enrollments(ctx)
+	if err != nil {
+		return err
+	}
+	var expelled []string
+	for i := range all {
+		n := &all[i]
+		if !running(n, time.Now()) {
+			continue
+		}
+		if err := mayMatch(p, n); err != nil {
+			expelled = append(expelled, n.Name+": "+err.Error())
+		}
+	}
+	if len(expelled) == 0 {
+		return nil
+	}
+	return withRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%d running nodes do not match the policy: %s", len(expelled), strings.Join(expelled[:min(len(expelled), maxNamedNodes)], "; ")),
+		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them; muster status shows who does. To shut them out, repeat the command with --expel.")
+}
+
+// mayMatch compares what the cluster has stored of the node's last evidence with the policy.
+func mayMatch(p *attest.Policy, n *v1alpha1.AttestedNode) error {
+	m, err := attest.ParseMachineID(n.Spec.MachineID)
+	if err != nil {
+		return err
+	}
+	values := map[int][]byte{}
+	for number, digits := range n.Status.PCRs {
+		i, err := strconv.Atoi(number)
+		if err != nil {
+			return fmt.Errorf("PCR %q: %w", number, err)
+		}
+		if values[i], err = hex.DecodeString(digits); err != nil {
+			return fmt.Errorf("PCR %d: %w", i, err)
+		}
+	}
+	return p.MayMatch(m, values)
+}
+
+// Preview is what a policy says of a running node.
+type Preview struct {
+	Node string `json:"node"`
+	// Answered is false if its machine has not attested while Preview waited.
+	Answered bool   `json:"answered"`
+	Accepted bool   `json:"accepted"`
+	Reason   string `json:"reason,omitempty"`
+	Message  string `json:"message,omitempty"`
+}
+
+// String returns the result in words.
+func (p Preview) String() string {
+	switch {
+	case !p.Answered:
+		return "unknown: its machine has not attested in time"
+	case p.Accepted:
+		return "accepted"
+	}
+	return "refused with " + p.Reason + ": " + p.Message
+}
+
+// DiffPolicy returns how the policy in a file differs from the one in force: a unified diff in YAML, empty if they are the same.
+func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, error) {
+	_, next, err := policyfile.Parse(text)
+	if err != nil {
+		return "", err
+	}
+	kube, err := Connect(d)
+	if err != nil {
+		return "", err
+	}
+	have, err := kube.Policy(ctx)
+	if err != nil {
+		return "", err
+	}
+	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
+}
+
+// PreviewPolicy has the cluster appraise its running nodes by a policy that is not in force, as they attest, until each has or ctx
+// ends. It reports each node to report. It decides nothing and leaves nothing in the cluster.
+func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) (out []Preview, err error) {
+	_, json, err := policyfile.Parse(text)
+	if err != nil {
+		return nil, err
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return nil, err
+	}
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	signed := attest.SignPolicy(key, json)
+	sum := sha256.Sum256(signed.GetPolicy())
+	digest := hex.EncodeToString(sum[:])
+	began := time.Now()
+	if err := kube.SetCandidate(ctx, base64.StdEncoding.EncodeToString(signed.GetSignature())+" "+string(signed.GetPolicy())); err != nil {
+		return nil, err
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
+		defer cancel()
+		err = errors.Join(err, kube.SetCandidate(ctx, ""))
+	}()
+	seen := map[string]bool{}
+	for {
+		all, err := kube.Enrollments(ctx)
+		if err != nil {
+			return out, err
+		}
+		var waits []string
+		for i := range all {
+			n := &all[i]
+			switch c := n.Status.Candidate; {
+			case seen[n.Name] || !running(n, began):
+			case c == nil || c.Digest != digest:
+				waits = append(waits, n.Name)
+			default:
+				seen[n.Name] = true
+				p := Preview{Node: n.Name, Answered: true, Accepted: c.Accepted, Reason: printable(c.Reason), Message: printable(c.Message)}
+				out = append(out, p)
+				report(p)
+			}
+		}
+		if len(waits) == 0 {
+			return out, nil
+		}
+		if retry.Wait(ctx, reportPoll) != nil {
+			for _, name := range slices.Sorted(slices.Values(waits)) {
+				out = append(out, Preview{Node: name})
+				report(Preview{Node: name})
+			}
+			return out, nil
+		}
+	}
+}

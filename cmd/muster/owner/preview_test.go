@@ -1,0 +1,204 @@
+package owner
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// runs makes an enrollment whose machine was accepted some time ago.
+func runs(t *testing.T, name string, m *attesttest.Machine, ago time.Duration) {
+	t.Helper()
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker}}
+	if err := shared.Client.Create(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unenroll(context.WithoutCancel(t.Context()), name) })
+	n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.NewTime(time.Now().Add(-ago))}
+	n.Status.PCRs = map[string]string{}
+	for i, v := range m.PCRs() {
+		n.Status.PCRs[strconv.Itoa(i)] = hex.EncodeToString(v)
+	}
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	fresh(t)
+	kube := defined(t)
+	access(t, nil)
+	ca := attesttest.NewCA(t)
+	old, next := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{Image: "next"})
+	policy := func(serial uint64, machines ...*attesttest.Machine) []byte {
+		return attesttest.Policy(t, ca, machines, func(p *attestv1.Policy) { p.Serial = serial })
+	}
+	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), policy(1, old))
+	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
+		t.Fatal(err)
+	}
+	_, signed, err := SignedPolicy(o.Dir)
+	if err == nil {
+		err = kube.PutPolicy(ctx, signed)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	inForce := func() int64 {
+		p, err := kube.Policy(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return p.Generation
+	}
+	before := inForce()
+	runs(t, "old1", old, 0)
+	runs(t, "next1", next, 0)
+	runs(t, "off", old, time.Hour)
+	t.Run("one that a running node does not match is refused", func(t *testing.T) {
+		if err := o.Write(ownerdir.PolicyFile, policy(2, next)); err != nil {
+			t.Fatal(err)
+		}
+		_, err := ApplyPolicy(ctx, o.Dir, false)
+		if p := Explain(err); p.Reason != "POLICY_REFUSED" || !strings.Contains(p.Message, "1 running nodes") || !strings.Contains(p.Message, "old1: its PCRs have the values of no image") || !strings.Contains(p.Remedy, "--expel") {
+			t.Errorf("%+v", p)
+		}
+		if inForce() != before {
+			t.Error("it was put in force")
+		}
+	})
+	t.Run("a revoked machine", func(t *testing.T) {
+		revoking := attesttest.Policy(t, ca, []*attesttest.Machine{old, next}, func(p *attestv1.Policy) {
+			p.Serial, p.Tpm2.Revoked = 2, &attestv1.Revoked{Keys: []string{next.ID().String()}}
+		})
+		if err := o.Write(ownerdir.PolicyFile, revoking); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := ApplyPolicy(ctx, o.Dir, false); err == nil || !strings.Contains(err.Error(), "next1: the policy revokes") || strings.Contains(err.Error(), "old1") {
+			t.Errorf("%v", err)
+		}
+	})
+	t.Run("with --expel it is put in force", func(t *testing.T) {
+		if err := o.Write(ownerdir.PolicyFile, policy(2, next)); err != nil {
+			t.Fatal(err)
+		}
+		waiting, stop := context.WithCancel(ctx) // no service answers
+		defer stop()
+		done := make(chan error, 1)
+		go func() { _, err := ApplyPolicy(waiting, o.Dir, true); done <- err }()
+		for inForce() == before {
+			if err := ctx.Err(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		stop()
+		<-done
+	})
+}
+
+// joinservice, which does not run here, appraises by the candidate what attests.
+func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	fresh(t)
+	kube := defined(t)
+	access(t, nil)
+	ca := attesttest.NewCA(t)
+	m, other, silent, off := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
+	policy := attesttest.Policy(t, ca, []*attesttest.Machine{m})
+	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), policy)
+	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
+		t.Fatal(err)
+	}
+	_, signed, err := SignedPolicy(o.Dir)
+	if err == nil {
+		err = kube.PutPolicy(ctx, signed)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	runs(t, "n1", m, 0)
+	runs(t, "n2", other, 0)
+	runs(t, "n3", silent, 0)
+	runs(t, "n4", off, time.Hour)
+	next := attesttest.Policy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) { p.Serial = 2 })
+	if d, err := DiffPolicy(ctx, o.Dir, next); err != nil || !strings.Contains(d, "+serial: \"2\"") {
+		t.Errorf("%v\n%s", err, d)
+	}
+	waiting, stop := context.WithCancel(ctx)
+	defer stop()
+	appraised := make(chan struct{})
+	go func() {
+		defer close(appraised)
+		p := &v1alpha1.AttestationPolicy{}
+		for p.Annotations[v1alpha1.PolicyCandidate] == "" && ctx.Err() == nil {
+			if err := shared.Client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+		encoded, text, _ := strings.Cut(p.Annotations[v1alpha1.PolicyCandidate], " ")
+		signature, err := base64.StdEncoding.DecodeString(encoded)
+		if err != nil {
+			t.Error(err)
+		}
+		key, err := o.OwnerKey()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if _, err := attest.OpenPolicy(publicOf(key), &attestv1.SignedPolicy{Policy: []byte(text), Signature: signature}); err != nil {
+			t.Errorf("the candidate is refused: %v", err)
+		}
+		sum := sha256.Sum256([]byte(text))
+		for name, v := range map[string]v1alpha1.Verdict{"n1": {Accepted: true, Reason: "ACCEPTED"}, "n2": {Reason: "POLICY_REFUSED"}} {
+			n := &v1alpha1.AttestedNode{}
+			if err := shared.Client.Get(ctx, types.NamespacedName{Name: name}, n); err != nil {
+				t.Error(err)
+				return
+			}
+			v.Time = metav1.Now()
+			n.Status.Candidate = &v1alpha1.CandidateVerdict{Digest: hex.EncodeToString(sum[:]), Verdict: v, Message: "because\x1b[2J"}
+			if err := shared.Client.Status().Update(ctx, n); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	answered := 0
+	got, err := PreviewPolicy(waiting, o.Dir, next, func(Preview) {
+		if answered++; answered == 2 {
+			stop()
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-appraised
+	by := map[string]Preview{}
+	for _, p := range got {
+		by[p.Node] = p
+	}
+	if len(got) != 3 || !by["n1"].Accepted || by["n2"].Accepted || by["n2"].Reason != "POLICY_REFUSED" || strings.Contains(by["n2"].Message, "\x1b") || by["n3"].Answered {
+		t.Errorf("%+v", got)
+	}
+	p, err := kube.Policy(ctx)
+	if err != nil || p.Annotations[v1alpha1.PolicyCandidate] != "" {
+		t.Errorf("the candidate stays: %v", err)
+	}
+}
