@@ -187,6 +187,26 @@ func (p *Policy) MayMatch(m MachineID, values map[int][]byte) error {
 	return nil
 }
 
+// Images returns the names of the policy's images.
+func (p *Policy) Images() (names []string) {
+	for _, b := range p.images {
+		names = append(names, b.name)
+	}
+	return names
+}
+
+// Names returns the policy's names of the image and of the class that have these PCR values, each empty if none has. Like [Policy.MayMatch]
+// it ignores rules over the event log.
+func (p *Policy) Names(values map[int][]byte) (image, class string) {
+	first := func(all []boot) string {
+		if i := slices.IndexFunc(all, func(b boot) bool { return b.has(values) }); i >= 0 {
+			return all[i].name
+		}
+		return ""
+	}
+	return first(p.images), first(p.classes)
+}
+
 // has reports whether these are the values of the image or class.
 func (b boot) has(values map[int][]byte) bool {
 	for i, want := range b.pcrs {

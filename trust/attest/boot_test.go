@@ -229,6 +229,13 @@ func TestAPolicyMayMatchStoredValues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	values := map[int][]byte{4: value('a'), 9: value('a'), 11: value('a'), 0: value('f'), 2: value('f'), 3: value('f'), 7: value('x')}
+	for _, i := range []int{8, 12, 13, 14} {
+		values[i] = make([]byte, 32)
+	}
+	if image, class := p.Names(values); image != "image-a" || class != "" {
+		t.Errorf("image %q, class %q", image, class)
+	}
 	if err := p.MayMatch(m, nil); ReasonOf(err) != refused { // A3
 		t.Errorf("without values: %v", err)
 	}

@@ -63,17 +63,26 @@ func mayMatch(p *attest.Policy, n *v1alpha1.AttestedNode) error {
 	if err != nil {
 		return err
 	}
+	values, err := storedPCRs(n)
+	if err != nil {
+		return err
+	}
+	return p.MayMatch(m, values)
+}
+
+// storedPCRs returns the PCR values of the node's last evidence.
+func storedPCRs(n *v1alpha1.AttestedNode) (map[int][]byte, error) {
 	values := map[int][]byte{}
 	for number, digits := range n.Status.PCRs {
 		i, err := strconv.Atoi(number)
 		if err != nil {
-			return fmt.Errorf("PCR %q: %w", number, err)
+			return nil, fmt.Errorf("PCR %q: %w", number, err)
 		}
 		if values[i], err = hex.DecodeString(digits); err != nil {
-			return fmt.Errorf("PCR %d: %w", i, err)
+			return nil, fmt.Errorf("PCR %d: %w", i, err)
 		}
 	}
-	return p.MayMatch(m, values)
+	return values, nil
 }
 
 // Preview is what a policy says of a running node.

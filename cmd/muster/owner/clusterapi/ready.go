@@ -43,6 +43,22 @@ func (c *Client) ServicesReady(ctx context.Context, report func(string)) error {
 	return nil
 }
 
+// BootID returns the kernel's ID of the boot that a Node was registered or updated in.
+func (c *Client) BootID(ctx context.Context, name string) (string, error) {
+	n := &corev1.Node{}
+	err := once(ctx, func(ctx context.Context) error { return c.client.Get(ctx, types.NamespacedName{Name: name}, n) })
+	return n.Status.NodeInfo.BootID, err
+}
+
+// AwaitReady waits until a Node is Ready in another boot: after a restart it looks Ready until its lease has expired.
+func (c *Client) AwaitReady(ctx context.Context, name, notBoot string) error {
+	return until(ctx, func(ctx context.Context) (bool, error) {
+		n := &corev1.Node{}
+		err := client.IgnoreNotFound(c.client.Get(ctx, types.NamespacedName{Name: name}, n))
+		return err == nil && isReady(n) && n.Status.NodeInfo.BootID != notBoot, err
+	})
+}
+
 // Service returns what a DaemonSet of [Services] waits for, empty if it is ready, and its images.
 func (c *Client) Service(ctx context.Context, name string) (waits string, images []string, err error) {
 	var ds appsv1.DaemonSet

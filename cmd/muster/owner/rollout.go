@@ -1,0 +1,130 @@
+package owner
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Rollout says which image each node runs.
+type Rollout struct {
+	// Nodes are those that have attested, by name.
+	Nodes []Runs `json:"nodes"`
+	// Images counts the nodes of each image of the policy in force; with 0, the image can be removed from the policy.
+	Images map[string]int `json:"images"`
+}
+
+// Runs is what a node's machine booted, by its last evidence and the names of the policy in force.
+type Runs struct {
+	Node string        `json:"node"`
+	Role v1alpha1.Role `json:"role"`
+	// Image and Class are empty if the policy has none with these PCR values.
+	Image string `json:"image,omitempty"`
+	Class string `json:"class,omitempty"`
+	// Since is when this boot's first evidence was verified; zero if it is not known.
+	Since time.Time `json:"since,omitzero"`
+	// Attested is the time of the last evidence, Accepted whether the policy accepted it.
+	Attested time.Time `json:"attested"`
+	Accepted bool      `json:"accepted"`
+}
+
+// RolloutStatus reads which image each node runs.
+func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	have, err := kube.Policy(ctx)
+	if err != nil {
+		return nil, err
+	}
+	p, err := attest.ParsePolicy([]byte(have.Spec.Policy))
+	if err != nil {
+		return nil, err
+	}
+	all, err := kube.Enrollments(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := &Rollout{Nodes: []Runs{}, Images: map[string]int{}}
+	for _, name := range p.Images() {
+		out.Images[name] = 0
+	}
+	for i := range all {
+		n := &all[i]
+		if n.Status.LastVerdict == nil {
+			continue
+		}
+		values, err := storedPCRs(n)
+		if err != nil {
+			return nil, fmt.Errorf("AttestedNode %s: %w", n.Name, err)
+		}
+		r := Runs{Node: n.Name, Role: n.Spec.Role, Attested: n.Status.LastVerdict.Time.Time, Accepted: n.Status.LastVerdict.Accepted}
+		r.Image, r.Class = p.Names(values)
+		if n.Status.Boot != nil {
+			r.Since = n.Status.Boot.Since.Time
+		}
+		out.Nodes = append(out.Nodes, r)
+		out.Images[r.Image]++
+	}
+	slices.SortFunc(out.Nodes, func(a, b Runs) int { return cmp.Compare(a.Node, b.Node) })
+	return out, nil
+}
+
+// RebootInTurn drains and restarts nodes one after another. Each must be Ready, and Muster's services on all control planes, before
+// the next. It ends at the first node that fails; a repeated call with the nodes that are left continues. A node that was unschedulable
+// before stays so.
+func RebootInTurn(ctx context.Context, d *ownerdir.Dir, nodes []string, o clusterapi.DrainOptions, drainFor time.Duration, report func(node, step string)) error {
+	kube, err := Connect(d)
+	if err != nil {
+		return err
+	}
+	for i, name := range nodes {
+		if err := rebootOne(ctx, d, kube, name, o, drainFor, func(s string) { report(name, s) }); err != nil {
+			return withRemedy(fmt.Errorf("%s: %w", name, err), fmt.Sprintf("%d of %d nodes have restarted; the others were not touched. %s", i, len(nodes), remedy(err)))
+		}
+	}
+	return nil
+}
+
+func rebootOne(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, o clusterapi.DrainOptions, drainFor time.Duration, report func(string)) error {
+	drain, cancel := context.WithTimeout(ctx, drainFor)
+	defer cancel()
+	cordoned, err := Drain(drain, d, name, o, report)
+	if err != nil {
+		return err
+	}
+	boot, err := kube.BootID(ctx, name)
+	if err != nil {
+		return err
+	}
+	ordered, cancel := context.WithTimeout(ctx, OrderTimeout)
+	defer cancel()
+	if _, err := Order(ordered, d, name, ownerorder.ActionReboot, nil, report); err != nil {
+		return err
+	}
+	report("restarted")
+	waiting, cancel := context.WithTimeout(ctx, OrderTimeout)
+	defer cancel()
+	if err := kube.AwaitReady(waiting, name, boot); err != nil {
+		return withRemedy(fmt.Errorf("it has restarted and is not Ready: %w", err), "muster doctor --node "+name+" shows what is wrong. It takes no pods until kubectl uncordon "+name+".")
+	}
+	if err := kube.ServicesReady(waiting, func(string) {}); err != nil {
+		return err
+	}
+	if cordoned {
+		if err := kube.Uncordon(ctx, name); err != nil {
+			return withRemedy(err, "It has restarted, and takes no pods until kubectl uncordon "+name+".")
+		}
+	}
+	report("Ready")
+	return nil
+}

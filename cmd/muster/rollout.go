@@ -1,0 +1,138 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+)
+
+func (a *app) rolloutCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "rollout", Short: "Bring another image to the nodes: see who runs which, and restart nodes in turn"}
+	cmd.AddCommand(a.rolloutStatusCommand(), a.rolloutRebootCommand())
+	return cmd
+}
+
+func (a *app) rolloutStatusCommand() *cobra.Command {
+	var timeout time.Duration
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show which image and firmware class each node runs",
+		Long: `Names the images and machine classes of the policy in force by the PCRs of each node's last evidence. An image that no node runs can be
+removed from the policy (muster policy apply).`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			r, err := a.rollout(cmd.Context(), timeout)
+			if err != nil {
+				return err
+			}
+			if a.output == outputJSON {
+				return a.json(r)
+			}
+			w := tabwriter.NewWriter(a.stdout, 0, 0, 2, ' ', 0)
+			fmt.Fprintln(w, "NODE\tROLE\tIMAGE\tCLASS\tBOOTED\tVERDICT")
+			for _, n := range r.Nodes {
+				verdict := "accepted"
+				if !n.Accepted {
+					verdict = "refused"
+				}
+				booted := "unknown"
+				if !n.Since.IsZero() {
+					booted = n.Since.Local().Format(time.DateTime)
+				}
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", n.Node, n.Role, cmp.Or(n.Image, "none of the policy"), cmp.Or(n.Class, "none by its values"), booted, verdict)
+			}
+			if err := w.Flush(); err != nil {
+				return err
+			}
+			for _, name := range slices.Sorted(maps.Keys(r.Images)) {
+				if _, err := fmt.Fprintf(a.stdout, "%s: %d nodes\n", cmp.Or(name, "no image of the policy"), r.Images[name]); err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	}
+	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the API server")
+	return cmd
+}
+
+func (a *app) rollout(ctx context.Context, timeout time.Duration) (r *owner.Rollout, err error) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	err = a.withFolder(func(d *ownerdir.Dir) (err error) {
+		r, err = owner.RolloutStatus(ctx, d)
+		return err
+	})
+	return r, err
+}
+
+func (a *app) rolloutRebootCommand() *cobra.Command {
+	var (
+		pods draining
+		from string
+		yes  bool
+	)
+	cmd := &cobra.Command{
+		Use:   "reboot NODE… | --from IMAGE",
+		Short: "Restart nodes one after another, with their pods evicted before",
+		Long: `For each node in turn: its pods are evicted within their PodDisruptionBudgets, its machine restarts by an order that is signed with the
+owner's key, and its Node must be Ready, and Muster's services on all control planes, before the next one begins. With --from, the nodes
+are those whose last evidence is of that image of the policy. The command ends at the first node that fails, and continues when it is repeated.`,
+		ValidArgsFunction: a.completeNodes,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if (from == "") == (len(args) == 0) {
+				return usagef("which nodes? muster rollout reboot NODE…, or --from IMAGE")
+			}
+			nodes := args
+			if from != "" {
+				r, err := a.rollout(cmd.Context(), time.Minute)
+				if err != nil {
+					return err
+				}
+				if _, known := r.Images[from]; !known {
+					return usagef("the policy in force has no image %q; it has %q", from, slices.Sorted(maps.Keys(r.Images)))
+				}
+				for _, n := range r.Nodes {
+					if n.Image == from {
+						nodes = append(nodes, n.Node)
+					}
+				}
+			}
+			if len(nodes) == 0 {
+				return a.result(from, "no node runs it.")
+			}
+			if !yes {
+				fmt.Fprintf(a.stderr, "These machines restart one after another: %q.\n", nodes)
+				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), nodes[0]); err != nil {
+					return err
+				}
+			}
+			err := a.withFolder(func(d *ownerdir.Dir) error {
+				return owner.RebootInTurn(cmd.Context(), d, nodes, pods.options, pods.timeout, func(node, step string) { a.steps(node)(step) })
+			})
+			if err != nil {
+				return err
+			}
+			var failed error
+			for _, n := range nodes {
+				failed = errors.Join(failed, a.result(n, "restarted, and Ready."))
+			}
+			return failed
+		},
+	}
+	pods.flags(cmd, true)
+	cmd.Flags().Lookup("drain").Hidden = true // it always drains
+	cmd.Flags().StringVar(&from, "from", "", "name of an image of the policy: the nodes that run it")
+	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
+	return cmd
+}
