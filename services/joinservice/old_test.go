@@ -122,7 +122,9 @@ func (s seen) Write(line []byte) (int, error) {
 }
 
 // evidenceIsOld sets the clock so that evidence which was shown until now is too old.
-func (l *lone) evidenceIsOld() { l.ahead.Store(int64(time.Since(l.began) + maxEvidenceAge + time.Second)) }
+func (l *lone) evidenceIsOld() {
+	l.ahead.Store(int64(time.Since(l.began) + maxEvidenceAge + time.Second))
+}
 
 // client returns a client with an address of its own.
 func (l *lone) client(t *testing.T, a attest.Attester, from string) joinv1connect.JoinServiceClient {
