@@ -196,7 +196,7 @@ func TestSlowFrames(t *testing.T) {
 		return got, whole
 	}
 	x.refuses(t, attestv1.Reason_REASON_DEADLINE, func() attestv1.Reason {
-		got, whole := slow(200*time.Millisecond, 3000) // 20 min, and the server waits for 10 s
+		got, whole := slow(200*time.Millisecond, 2000) // 13 min, and the server waits for 10 s
 		if whole {
 			t.Errorf("%v once the whole frame was there", got)
 		}
