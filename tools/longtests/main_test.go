@@ -8,7 +8,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"go.uber.org/goleak"
 )
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // tests is a package of tests that note that they ran. The last one fails unless a file exists.
 const tests = `package p
