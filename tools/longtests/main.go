@@ -79,7 +79,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 			return err
 		}
 		for _, unit := range units(tests, o.together) {
-			took, before, err := one(ctx, o, unit, dir, binary, filepath.Join(o.state, commit, filepath.Base(p)+"."+strings.Join(unit, "+")), commit != "", out)
+			took, before, err := one(ctx, o, unit, dir, binary, filepath.Join(o.state, commit, strings.ReplaceAll(strings.TrimPrefix(p, "./"), "/", "-")+"."+strings.Join(unit, "+")), commit != "", out)
 			if ctx.Err() != nil {
 				return fmt.Errorf("interrupted in %s; what has passed is kept", strings.Join(unit, ", "))
 			}
