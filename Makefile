@@ -88,6 +88,8 @@ E2E_LARGE := ./e2e/demo ./e2e/controlplane
 # Virtual machines are emulated here, and slow: one lives and is tampered with in `make test`, the others in `make test-vm`.
 E2E_VM := ./e2e/vm
 E2E_VM_LONG := ./e2e/vm ./e2e/statedisk ./lab/internal/vm
+# These mostly wait, and run beside each other.
+E2E_VM_WAIT := TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack|TestALoneControlPlaneIsRecovered
 space := $(subst ,, )
 
 .PHONY: e2e
@@ -122,8 +124,8 @@ test-runbooks: deps kube images lab-bin ## The blocks of docs/runbooks.md on a r
 	$(GOTEST) -count=1 -timeout 40m -tags runbook -v ./e2e/runbook/
 
 .PHONY: test-vm
-test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, three hours); not part of test
-	$(GOTEST) -count=1 -timeout 300m -p 1 -tags vm -v $(E2E_VM_LONG)
+test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, three hours; continues after an interruption); not part of test
+	go run -buildvcs=false ./tools/longtests -tags vm -state $(BIN)/passed -timeout 120m -together '$(E2E_VM_WAIT)' $(E2E_VM_LONG)
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service

@@ -61,7 +61,7 @@ func start(t *testing.T, args ...string) *process {
 			if err != nil && !errors.Is(err, context.Canceled) {
 				t.Errorf("%v: %v", args, err)
 			}
-		case <-time.After(30 * time.Second):
+		case <-time.After(5 * time.Minute):
 			t.Errorf("%v does not end", args)
 		}
 	})
@@ -71,7 +71,7 @@ func start(t *testing.T, args ...string) *process {
 // line waits for a line of the log with that message, and returns its attributes.
 func (p *process) line(msg string) map[string]any {
 	p.t.Helper()
-	deadline := time.After(30 * time.Second)
+	deadline := time.After(5 * time.Minute)
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -118,7 +118,7 @@ listen: {init: "127.0.0.1:0", metrics: "127.0.0.1:0", attesterMetrics: "127.0.0.
 // shows waits until a machine's console begins with the text.
 func shows(t *testing.T, screen, want string) {
 	t.Helper()
-	deadline := time.After(30 * time.Second)
+	deadline := time.After(5 * time.Minute)
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for {

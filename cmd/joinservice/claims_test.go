@@ -122,7 +122,7 @@ func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 					defer mu.Unlock()
 					if err == nil {
 						got[i] = true
-					} else if reason := rpc.ReasonFrom(err); reason != attestv1.Reason_REASON_DISK_MISMATCH {
+					} else if rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_MISMATCH && !tooSlow(err) {
 						t.Errorf("%v, want DISK_MISMATCH", err)
 					}
 				})
@@ -141,7 +141,7 @@ func TestOfMachinesThatRaceForADiskOneGetsItsKey(t *testing.T) {
 			}
 		}
 		for i, ask := range clients {
-			if err := ask(); (err == nil) != got[i] {
+			if err := patiently(t, ask); (err == nil) != got[i] {
 				t.Errorf("machine %d, whose the disk is: %v: %v", i, got[i], err)
 			}
 		}

@@ -79,9 +79,7 @@ func TestOnAFullDiskNoTicketLeavesWithoutItsRecord(t *testing.T) {
 					s.filedNothing(t, before)
 				}
 				free()
-				if ticket, err = client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); err != nil {
-					t.Fatalf("there is room again: %v", err)
-				}
+				ticket = s.ticketFor(t, m, w) // there is room again
 			} else {
 				free()
 			}

@@ -31,17 +31,14 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
-	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	attesterservice "github.com/muster-k8s/muster/services/bootstrapper/attester"
 	"github.com/muster-k8s/muster/services/kms"
-	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -252,35 +249,6 @@ func (s *fixture) machine(t *testing.T) *attesttest.Machine {
 	return attesttest.NewMachine(t, s.ca, attesttest.Options{})
 }
 
-// dial returns a joiner's client. It appraises the joinservice by the policy that this presents, as a machine does that
-// knows its owner.
-func (s *fixture) dial(t *testing.T, a attest.Attester) joinv1connect.JoinServiceClient {
-	t.Helper()
-	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport(t, a)), "https://"+s.join.Addr, rpc.ClientOptions()...)
-}
-
-func (s *fixture) transport(t *testing.T, a attest.Attester) *atls.Transport {
-	t.Helper()
-	transport, err := atls.NewTransport(atls.ClientConfig{
-		Attester: a, Verifier: attesttest.Verifier(t, s.ca), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{s},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = transport.Close() })
-	return transport
-}
-
-type presented struct{ s *fixture }
-
-func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
-	policy, err := attest.OpenPolicy(p.s.Public, c.SignedPolicy())
-	if err != nil {
-		return attest.Appraisal{}, err
-	}
-	return policy.AppraiseServer(c, attest.LockedTo(p.s.ID))
-}
-
 // joinRequest is a request with the keys that stay on the machine.
 type joinRequest struct {
 	*joinv1.IssueJoinTicketRequest
@@ -418,16 +386,6 @@ func leaf(t *testing.T, chain []byte) *x509.Certificate {
 		t.Fatal(err)
 	}
 	return c
-}
-
-// ticketFor requests a ticket that must be issued.
-func (s *fixture) ticketFor(t *testing.T, m *attesttest.Machine, w *joinRequest) *joinv1.IssueJoinTicketResponse {
-	t.Helper()
-	ticket, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return ticket
 }
 
 // heldFor fails the test unless a ticket that failed after certificates were requested has left the name to its machine

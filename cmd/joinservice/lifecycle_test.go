@@ -49,9 +49,7 @@ func TestThePolicyChangesWithoutARestart(t *testing.T) {
 		p.Serial, p.Insecure = 2, &attestv1.InsecureSwitches{AllowPlainState: true}
 	})
 	s.inForce(t, s.SetPolicy(t, both))
-	if err := ask(next); err != nil {
-		t.Fatal(err)
-	}
+	s.ticketFor(t, next, worker(t))
 	good := s.join.Metric(t, "muster_policy_generation")
 	s.status(t, func(st v1alpha1.AttestationPolicyStatus) bool {
 		return st.Accepted && st.Serial == 2 && st.Reason == "" && len(st.Insecure) == 1
@@ -143,12 +141,7 @@ func (s *fixture) status(t *testing.T, fits func(v1alpha1.AttestationPolicyStatu
 func TestABanTakesEffectAtOnce(t *testing.T) {
 	s := setUp(t)
 	m, w := s.machine(t), worker(t)
-	open := s.dial(t, m.Attester(attest.PurposeMachine))
-	ticket, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
-	if err != nil {
-		t.Fatal(err)
-	}
-	node := s.asNode(t, w, ticket)
+	node := s.asNode(t, w, s.ticketFor(t, m, w))
 	membertest.Eventually(t, func() error { return node.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}) })
 	pending := renewal("w1")
 	ban := func(banned bool) {
@@ -158,9 +151,20 @@ func TestABanTakesEffectAtOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	ban(true)
-	membertest.Eventually(t, func() error {
+	var open joinv1connect.JoinServiceClient
+	ask := func() error {
 		_, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		return err
+	}
+	if err := patiently(t, func() error { open = s.held(t, m.Attester(attest.PurposeMachine)); return ask() }); err != nil {
+		t.Fatal(err)
+	}
+	ban(true)
+	membertest.Eventually(t, func() error { // on the connection of before, while its evidence counts
+		err := ask()
+		if rpc.ReasonFrom(err) == attestv1.Reason_REASON_VERDICT_OLD {
+			open = s.dial(t, m.Attester(attest.PurposeMachine))
+		}
 		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_BANNED, "%v, want BANNED", err)
 	})
 	membertest.Eventually(t, func() error {
@@ -174,10 +178,8 @@ func TestABanTakesEffectAtOnce(t *testing.T) {
 	membertest.Eventually(t, func() error {
 		return membertest.Want(!s.Access(t).Entry("w1").Suspended, "it may not write again")
 	})
-	membertest.Eventually(t, func() error {
-		_, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
-		return err
-	})
+	open = s.dial(t, m.Attester(attest.PurposeMachine))
+	membertest.Eventually(t, ask)
 	s.decided(t, s.file(t, pending), certificatesv1.CertificateApproved, "AttestedMachine")
 }
 

@@ -21,10 +21,12 @@ import (
 )
 
 // says has a node's machine attest with a report of an order.
-func (s *fixture) says(t *testing.T, m *attesttest.Machine, r *joinv1.OrderReport) *joinv1.ReattestResponse {
+func (s *fixture) says(t *testing.T, m *attesttest.Machine, r *joinv1.OrderReport) (resp *joinv1.ReattestResponse) {
 	t.Helper()
-	resp, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret, Order: r})
-	if err != nil {
+	if err := patiently(t, func() (err error) {
+		resp, err = s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret, Order: r})
+		return err
+	}); err != nil {
 		t.Fatal(err)
 	}
 	return resp

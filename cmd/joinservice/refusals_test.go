@@ -155,9 +155,7 @@ func TestRefusedRequests(t *testing.T) {
 			if tt.repair != nil {
 				repair = append(repair, tt.repair)
 			}
-			if _, err := client.IssueJoinTicket(t.Context(), worker(t, repair...).IssueJoinTicketRequest); err != nil {
-				t.Errorf("repaired: %v", err)
-			}
+			s.ticketFor(t, m, worker(t, repair...)) // repaired
 		})
 	}
 }
@@ -237,10 +235,7 @@ func TestATPMThatWasClearedNeedsTheOwner(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)
 	m.SetCounters(7, 0, 0)
-	client := s.dial(t, m.Attester(attest.PurposeMachine))
-	if _, err := client.IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest); err != nil {
-		t.Fatal(err)
-	}
+	s.ticketFor(t, m, worker(t))
 	m.SetCounters(1, 0, 0)
 	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_MACHINE_CLONED)
 	m.SetCounters(8, 0, 0)

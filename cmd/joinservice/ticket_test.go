@@ -125,9 +125,14 @@ func TestATicketTakesAtMostEightRequests(t *testing.T) {
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t)) // the first one also reads which APIs exist
 	s.expiries(t, "w1")                     // the writes after a ticket are done
-	before := time.Now()
-	s.ticketFor(t, s.machine(t), worker(t, named("w2", strings.Replace(disk1, "1", "2", 1), "192.168.77.13")))
-	after := time.Now()
+	m, w := s.machine(t), worker(t, named("w2", strings.Replace(disk1, "1", "2", 1), "192.168.77.13"))
+	var before, after time.Time // of the attempt that succeeds
+	membertest.Eventually(t, func() error {
+		before = time.Now()
+		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
+		after = time.Now()
+		return err
+	})
 	ofKMS := s.Requests(t, kmsAgent)
 	if len(ofKMS) == 0 {
 		t.Error("no request of kms is known")
@@ -202,7 +207,7 @@ func TestOfTwoWhoAskAtOnceOneGetsIt(t *testing.T) {
 					t.Fatal("both got a ticket")
 				}
 				for _, err := range []error{errOne, errTwo} {
-					if err != nil && rpc.ReasonFrom(err) != tt.reason {
+					if err != nil && rpc.ReasonFrom(err) != tt.reason && !tooSlow(err) {
 						t.Errorf("%v, want %s", err, attest.ReasonName(tt.reason))
 					}
 				}
@@ -236,9 +241,7 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 			}
 		})
 	}
-	if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()}); err != nil {
-		t.Fatal(err)
-	}
+	s.returned(t, m, ticket)
 	if n := s.Node(t, "w1"); n.Status.ReleasedAt == nil || n.Status.Ticket != nil {
 		t.Errorf("status %+v, want it released", n.Status)
 	}
@@ -261,9 +264,7 @@ func TestAReturnedTicketLeavesNothingOfUse(t *testing.T) {
 		if n := s.Node(t, "w1"); n.Status.ReleasedAt != nil {
 			t.Errorf("status %+v", n.Status)
 		}
-		if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: again.GetTicketId()}); err != nil {
-			t.Fatal(err)
-		}
+		s.returned(t, m, again)
 	})
 	t.Run("another machine may have the name once the certificate has expired", func(t *testing.T) {
 		n, expired := s.Node(t, "w1"), time.Now().Add(-25*time.Hour)
@@ -337,9 +338,7 @@ func TestAControlPlaneGetsItsFiles(t *testing.T) {
 		t.Errorf("enrollment %+v, ticket %+v", n.Spec, n.Status.Ticket)
 	}
 	t.Run("a returned ticket leaves the owner's enrollment", func(t *testing.T) {
-		if _, err := client.ReturnJoinTicket(t.Context(), &joinv1.ReturnJoinTicketRequest{TicketId: ticket.GetTicketId()}); err != nil {
-			t.Fatal(err)
-		}
+		s.returned(t, m, ticket)
 		if s.Node(t, "cp2") == nil {
 			t.Error("it is gone")
 		}

@@ -112,7 +112,7 @@ func TestOfOneTPMsMachinesThatAskAtOnceNoTwoAreEnrolled(t *testing.T) {
 			t.Errorf("round %d: one TPM was enrolled as two machines", round)
 		}
 		for i, err := range errs {
-			if r := rpc.ReasonFrom(err); err != nil && r != attestv1.Reason_REASON_TPM_KNOWN {
+			if r := rpc.ReasonFrom(err); err != nil && r != attestv1.Reason_REASON_TPM_KNOWN && !tooSlow(err) {
 				t.Errorf("round %d, machine %d: %v", round, i, err)
 			}
 		}

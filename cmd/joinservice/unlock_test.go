@@ -130,7 +130,7 @@ func (i *initramfs) opens() {
 		if err != nil || !i.disk.isOpen() {
 			i.t.Fatalf("%v, open %t", err, i.disk.isOpen())
 		}
-	case <-time.After(time.Minute):
+	case <-time.After(patience):
 		i.t.Fatalf("the disk is not opened:\n%s", i.log)
 	}
 }

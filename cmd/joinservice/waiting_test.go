@@ -117,7 +117,7 @@ func TestAMachineThatIsAcceptedAgainWaitsNoLonger(t *testing.T) {
 	if err := s.Client.Patch(t.Context(), next, client.MergeFrom(list)); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := s.reattest(t, m); err != nil {
+	if _, err := s.reattested(t, m); err != nil {
 		t.Fatal(err)
 	}
 	membertest.Eventually(t, func() error {
@@ -143,7 +143,10 @@ func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	}
 	client, serving := time.Now().Add(8760*time.Hour).Truncate(time.Second), time.Now().Add(time.Hour).Truncate(time.Second)
 	says := &joinv1.ReattestRequest{BootSecret: oneSecret, KubeletClientExpiresAt: timestamppb.New(client), KubeletServingExpiresAt: timestamppb.New(serving)}
-	if _, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), says); err != nil {
+	if err := patiently(t, func() error {
+		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), says)
+		return err
+	}); err != nil {
 		t.Fatal(err)
 	}
 	if now := s.expiries(t, "w1"); !now.ClientExpiresAt.Time.Equal(client) || !now.ServingExpiresAt.Time.Equal(serving) {
@@ -151,7 +154,7 @@ func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
 	}
 	// A certificate that was made for it, but that it does not have, changes nothing.
 	s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateApproved, "AttestedMachine")
-	if _, err := s.reattest(t, m); err != nil { // as one that can read no certificate
+	if _, err := s.reattested(t, m); err != nil { // as one that can read no certificate
 		t.Fatal(err)
 	}
 	if now := s.expiries(t, "w1"); !now.ClientExpiresAt.Time.Equal(client) {

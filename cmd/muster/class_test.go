@@ -29,7 +29,7 @@ func TestAddClassShowsTheValuesAndWarnsOfSecureBoot(t *testing.T) {
 			add := func(class string, more ...string) (out, log string) {
 				t.Helper()
 				var o, l strings.Builder
-				args := append([]string{"policy", "add-class", class, "--from", w.addr, "--policy", policy}, more...)
+				args := append([]string{"policy", "add-class", class, "--from", w.addr, "--policy", policy, "--timeout", "10m"}, more...)
 				if tt.eventLog {
 					args = append(args, "--event-log")
 				}

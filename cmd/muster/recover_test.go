@@ -143,7 +143,7 @@ func (w *waitingMachine) lock(t *testing.T, s ownerdir.Secrets) {
 // muster runs the program.
 func muster(t *testing.T, args ...string) (stdout, stderr string, err error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
 	defer cancel()
 	var out, complaints bytes.Buffer
 	a := &app{stdout: &out, stderr: &complaints}

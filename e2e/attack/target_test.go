@@ -38,6 +38,9 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// patience is how long something may take on a busy computer.
+const patience = 5 * time.Minute
+
 // target is a server of all of Muster's services, to be attacked. Its handlers answer nothing: an attack is over when
 // one is reached.
 type target struct {
@@ -177,8 +180,15 @@ func (b *buffer) bytes() []byte {
 // refuses runs an attack that must end with that verdict; metric, log and audit log must record it too (R1).
 func (x *target) refuses(t *testing.T, want attestv1.Reason, play func() attestv1.Reason) {
 	t.Helper()
-	refusaltest.Reported(t, x.witnesses, want, refusaltest.Connection(), func() {
-		if got := play(); got != want {
+	places := refusaltest.Connection()
+	places.Beside = []attestv1.Reason{attestv1.Reason_REASON_DEADLINE} // on a busy computer
+	refusaltest.Reported(t, x.witnesses, want, places, func() {
+		until := time.Now().Add(patience)
+		got := play()
+		for got != want && got == attestv1.Reason_REASON_DEADLINE && time.Now().Before(until) {
+			got = play()
+		}
+		if got != want {
 			t.Errorf("%v, want %v", got, want)
 		}
 	})
@@ -219,6 +229,35 @@ func reach(t *testing.T, c *http.Client, addr string) error {
 		return err
 	}
 	return resp.Body.Close()
+}
+
+// insist repeats what took the server too long, or was cut off, as happens on a busy computer.
+func insist(t *testing.T, do func() error) error {
+	t.Helper()
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for until := time.Now().Add(patience); ; <-tick.C {
+		err := do()
+		if !cutShort(err) || time.Now().After(until) || t.Context().Err() != nil {
+			return err
+		}
+	}
+}
+
+// cutShort reports whether a peer did not wait, or had no room: a repetition may succeed.
+func cutShort(err error) bool {
+	switch rpc.ReasonFrom(err) {
+	case attestv1.Reason_REASON_UNSPECIFIED, attestv1.Reason_REASON_DEADLINE, attestv1.Reason_REASON_BUSY:
+		return true
+	default:
+		return false
+	}
+}
+
+// reaches is reach for a client that the server has a verdict about.
+func reaches(t *testing.T, c *http.Client, addr string) error {
+	t.Helper()
+	return insist(t, func() error { return reach(t, c, addr) })
 }
 
 // evil is a TLS server of the attacker's; handle gets each connection, which ends when it returns.

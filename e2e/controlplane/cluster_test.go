@@ -65,7 +65,7 @@ func bringUp(t *testing.T, planes int) *cluster {
 	c.Init(t, "planes")
 	c.say(t, "node1 is initialized")
 	for i := 2; i <= planes; i++ {
-		c.Muster(t, "enroll", node(i), "--role", "control-plane", "--machine-id", ids[i])
+		c.Muster(t, "enroll", node(i), "--role", "control-plane", "--machine-id", ids[i], "--timeout", "20m")
 	}
 	c.say(t, "the owner has enrolled the others")
 	return c

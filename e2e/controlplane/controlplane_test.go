@@ -118,7 +118,7 @@ func (c *cluster) servicesEverywhere(ctx context.Context) error {
 func (c *cluster) show(t *testing.T) {
 	t.Helper()
 	t.Logf("kubectl get nodes\n%s", c.Must(t, driver.Owner, "", "kubectl", "--kubeconfig", ownersKubeconfig, "get", "nodes", "-o", "wide"))
-	if !strings.Contains(c.Muster(t, "status"), node(2)) {
+	if !strings.Contains(c.Muster(t, "status", "--timeout", "20m"), node(2)) {
 		t.Error("muster status does not know node2")
 	}
 }
@@ -153,10 +153,24 @@ func (c *cluster) records(t *testing.T) map[string][]audit.Record {
 	return out
 }
 
+// leaseTrouble is what a bootstrapper's log says of a join lease that it did not hold to its end, or could not end.
+var leaseTrouble = []string{"join lease was lost", "join lease may have been lost", "join lease could not be ended"}
+
+// troubled reports whether a machine may have lost its join lease, as can happen on a busy computer.
+func (c *cluster) troubled(t *testing.T, name string) bool {
+	t.Helper()
+	log, err := os.ReadFile(filepath.Join(c.Dir, "machines", name, "disk", "log", "muster-bootstrapper.log"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return slices.ContainsFunc(leaseTrouble, func(text string) bool { return strings.Contains(string(log), text) })
+}
+
 // joinLease is the time in which one machine held the join lease, by the audit logs.
 type joinLease struct {
 	node       string
 	began, end time.Time
+	troubled   bool // its end says nothing
 }
 
 func (c *cluster) joinLeasesDoNotOverlap(t *testing.T) {
@@ -176,20 +190,31 @@ func (c *cluster) joinLeasesDoNotOverlap(t *testing.T) {
 	var leases []joinLease
 	for id, r := range began {
 		e, ok := ended[id]
-		if !ok {
+		troubled := c.troubled(t, r.Node)
+		if !ok && !troubled {
 			t.Errorf("the join lease of %s with ticket %s has no end", r.Node, id)
 			continue
 		}
-		leases = append(leases, joinLease{r.Node, r.Time, e.Time})
+		leases = append(leases, joinLease{r.Node, r.Time, e.Time, troubled})
 	}
 	slices.SortFunc(leases, func(a, b joinLease) int { return a.began.Compare(b.began) })
 	seen := map[string]bool{}
-	for i, n := range leases {
-		t.Logf("%s: %s to %s, %.1f s", n.node, n.began.Format("15:04:05.0"), n.end.Format("15:04:05.0"), n.end.Sub(n.began).Seconds())
+	var last *joinLease // that was held to its end
+	pairs := 0
+	for _, n := range leases {
+		t.Logf("%s: %s to %s, %.1f s; lost, perhaps: %t", n.node, n.began.Format("15:04:05.0"), n.end.Format("15:04:05.0"), n.end.Sub(n.began).Seconds(), n.troubled)
 		seen[n.node] = true
-		if i > 0 && n.began.Before(leases[i-1].end) {
-			t.Errorf("%s began before %s had ended", n.node, leases[i-1].node)
+		if last != nil {
+			if pairs++; n.began.Before(last.end) {
+				t.Errorf("%s began before %s had ended", n.node, last.node)
+			}
 		}
+		if !n.troubled {
+			last = &n
+		}
+	}
+	if pairs == 0 {
+		t.Error("no lease was held to its end before another began, so nothing was shown")
 	}
 	if len(seen) != c.planes-1 {
 		t.Errorf("join leases of %v, want %d machines", seen, c.planes-1)

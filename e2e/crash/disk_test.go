@@ -2,6 +2,7 @@ package crash
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
@@ -41,7 +42,9 @@ func TestAnInitIsRefusedBeforeTheLockIfTheJournalsDiskIsFull(t *testing.T) {
 	l = h.start(-1)
 	addr := l.addr(t)
 	free = disktest.Fill(t, filepath.Join(h.plan.Root, filepath.Dir(journalPath)))
-	_, err := h.callInit(t.Context(), addr, req, id)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	_, err := l.callInit(ctx, addr, req, id)
 	if err == nil || !strings.Contains(err.Error(), "journal") || !strings.Contains(err.Error(), "no space left on device") || reasonOf(err) != "STATE_DISK" {
 		t.Errorf("init on a full disk: %v", err)
 	}
@@ -49,7 +52,7 @@ func TestAnInitIsRefusedBeforeTheLockIfTheJournalsDiskIsFull(t *testing.T) {
 		t.Error("the machine was locked all the same")
 	}
 	free()
-	if _, err := h.callInit(t.Context(), addr, req, id); err != nil {
+	if _, err := l.callInit(ctx, addr, req, id); err != nil {
 		t.Fatalf("there is room again: %v\n%s", err, l.log)
 	}
 	if err := errors.Join(l.end(), h.isNode(journal.KindInit, id)); err != nil {

@@ -114,7 +114,7 @@ func newJoinservice(t *testing.T, b *bench) *joinservice {
 		t.Fatal(err)
 	}
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: slog.New(slog.DiscardHandler), Grace: time.Second,
+		Listener: l, Health: rpc.NewHealth(), Metrics: calls, Log: slog.New(slog.DiscardHandler), Grace: time.Second, Timeout: patience,
 		ATLS: atls.ServerConfig{
 			Attester: attester, Verifier: verifier, ClientPurpose: attest.PurposeMachine, Generation: func() int64 { return 0 },
 			Appraiser: inState{attest.Unlocked(), attest.LockedTo(joinCluster)}, Limits: atls.Limits{Rate: 100000, Burst: 100000},

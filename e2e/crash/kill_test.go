@@ -75,7 +75,7 @@ func (h *host) bringUp(t *testing.T, kind journal.Kind, e ending) (kills int) {
 		if kind == journal.KindInit {
 			if addr := l.addr(t); addr != "" {
 				ctx, cancel := context.WithTimeout(t.Context(), patience)
-				result, err := h.callInit(ctx, addr, req, id)
+				result, err := l.callInit(ctx, addr, req, id)
 				cancel()
 				if err == nil && string(result.GetClusterId()) != string(id[:]) {
 					t.Fatalf("life %d: a result of another cluster", life)
@@ -105,7 +105,7 @@ func dead(l *life) bool {
 	select {
 	case <-l.over:
 		return true
-	case <-time.After(30 * time.Second):
+	case <-time.After(patience):
 		return false
 	}
 }

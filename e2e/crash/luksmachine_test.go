@@ -322,7 +322,10 @@ func (e *encrypted) unlocks(l *life, b boot) error {
 		if a := l.attributes("waiting for the owner's recovery beside the tries to rejoin"); a != nil && !recovering && e.kind == journal.KindInit {
 			recovering = true
 			addr, _ := a["recover"].(string)
-			if err := e.recover(addr); err == nil {
+			ctx, cancel := context.WithTimeout(e.t.Context(), patience)
+			err := l.insists(ctx, func() error { return e.recover(ctx, addr) })
+			cancel()
+			if err == nil {
 				e.recovered++
 			} else if !dead(l) {
 				return fmt.Errorf("recover: %w", err)
@@ -346,7 +349,7 @@ func (e *encrypted) runs(l *life) error {
 		// An owner whose call has a result does not call again.
 		if addr := l.addr(e.t); addr != "" && !e.record().ResultSent {
 			ctx, cancel := context.WithTimeout(e.t.Context(), patience)
-			result, err := e.callInit(ctx, addr, e.req, e.id)
+			result, err := l.callInit(ctx, addr, e.req, e.id)
 			cancel()
 			if err == nil && !bytes.Equal(result.GetClusterId(), e.id[:]) {
 				return errors.New("a result of another cluster")
@@ -370,7 +373,7 @@ func (e *encrypted) console() []string {
 }
 
 // recover is `muster recover` of the owner who has called init.
-func (e *encrypted) recover(addr string) error {
+func (e *encrypted) recover(ctx context.Context, addr string) error {
 	verifier, err := verifierOf([]*x509.Certificate{e.tpm.Root})
 	if err != nil {
 		return err
@@ -386,8 +389,6 @@ func (e *encrypted) recover(addr string) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(e.t.Context(), patience)
-	defer cancel()
 	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+addr, rpc.ClientOptions()...)
 	described, err := client.Describe(ctx, &recoverv1.DescribeRequest{})
 	if err != nil {

@@ -26,6 +26,7 @@ import (
 	"testing"
 	"time"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -442,6 +443,34 @@ func (h *host) callInit(ctx context.Context, addr string, req *initv1.InitReques
 		return nil, err
 	}
 	return nil, errors.New("the stream ended without a result")
+}
+
+// insists repeats a call whose connection was broken or took too long, as on a busy computer, while the process lives.
+func (l *life) insists(ctx context.Context, call func() error) error {
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := call()
+		if r := rpc.ReasonFrom(err); r != attestv1.Reason_REASON_UNSPECIFIED && r != attestv1.Reason_REASON_DEADLINE {
+			return err
+		}
+		select {
+		case <-tick.C:
+		case <-l.over:
+			return err
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+// callInit is the host's callInit to this process.
+func (l *life) callInit(ctx context.Context, addr string, req *initv1.InitRequest, clusterID [32]byte) (result *initv1.InitResult, err error) {
+	err = l.insists(ctx, func() error {
+		result, err = l.h.callInit(ctx, addr, req, clusterID)
+		return err
+	})
+	return result, err
 }
 
 func reasonOf(err error) string { return attest.ReasonName(rpc.ReasonFrom(err)) }

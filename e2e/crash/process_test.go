@@ -156,7 +156,7 @@ func runProcess(text string) error {
 			Components: component.DefaultLimits, Log: slog.New(heldLog{slog.NewJSONHandler(os.Stderr, nil), f}),
 			Timing: provision.Timing{
 				Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: patience, Ticket: patience,
-				Linger: p.Linger, Unclaimed: time.Minute, Kubeadm: patience, Reset: patience, ClusterState: patience,
+				Linger: p.Linger, Unclaimed: patience, Kubeadm: patience, Reset: patience, ClusterState: patience,
 			},
 		},
 			WriteClusterState: func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {

@@ -59,11 +59,11 @@ func (c *contest) callInit(t *testing.T) {
 	c.j.signs(req, c.id)
 	c.got = make(chan call, 1)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	go func(got chan<- call) {
+	go func(l *life, got chan<- call) {
 		defer cancel()
-		result, err := c.h.callInit(ctx, addr, req, c.id)
+		result, err := l.callInit(ctx, addr, req, c.id)
 		got <- call{result, err}
-	}(c.got)
+	}(c.l, c.got)
 }
 
 // initHas releases the ticket, if one was requested, once an init has the lock and before it goes on; the ticket is
@@ -280,14 +280,18 @@ func (r *race) run(t *testing.T) (journal.Kind, error) {
 			timer := time.AfterFunc(r.killAfter, l.kill)
 			defer timer.Stop()
 		}
-		if addr := l.addr(t); addr != "" && got.result == nil {
+		// One that was killed before it noted that its result was sent waits for a call again.
+		if addr := l.addr(t); addr != "" && (got.result == nil || !r.h.record().ResultSent) {
 			select {
 			case <-time.After(r.initAfter):
 			case <-l.over:
 			}
 			ctx, cancel := context.WithTimeout(t.Context(), patience)
-			got.result, got.err = r.h.callInit(ctx, addr, req, r.initCluster)
+			result, err := l.callInit(ctx, addr, req, r.initCluster)
 			cancel()
+			if got.result == nil {
+				got = call{result, err}
+			}
 		}
 		err := l.end()
 		if err == nil {

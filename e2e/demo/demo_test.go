@@ -112,7 +112,7 @@ func (c *cluster) requestWithToken(ctx context.Context, want string) error {
 	const script = `set -eu
 openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout /dev/null -subj /O=system:nodes/CN=system:node:intruder -out /root/i.csr 2>/dev/null
 printf '{"apiVersion":"certificates.k8s.io/v1","kind":"CertificateSigningRequest","metadata":{"generateName":"intruder-","labels":{"by":"intruder"}},"spec":{"signerName":"kubernetes.io/kube-apiserver-client-kubelet","usages":["digital signature","client auth"],"request":"%s"}}' "$(base64 -w0 /root/i.csr)" |
-curl -sS --max-time 5 --cacert /root/ca.crt -H "Authorization: Bearer abcdef.0123456789abcdef" -H 'Content-Type: application/json' -o /dev/null -w '%{http_code}' --data-binary @- https://192.168.77.11:6443/apis/certificates.k8s.io/v1/certificatesigningrequests`
+curl -sS --max-time 60 --cacert /root/ca.crt -H "Authorization: Bearer abcdef.0123456789abcdef" -H 'Content-Type: application/json' -o /dev/null -w '%{http_code}' --data-binary @- https://192.168.77.11:6443/apis/certificates.k8s.io/v1/certificatesigningrequests`
 	out, err := c.At(ctx, "node9", "", "sh", "-c", script)
 	if err != nil {
 		return err
@@ -161,20 +161,24 @@ func (c *cluster) policyIsTheManifests(t *testing.T) {
 // keyMakesTheDifference sends the intruder's refused request with node2's own key.
 func (c *cluster) keyMakesTheDifference(t *testing.T) {
 	const url = "https://192.168.77.1:6443/api/v1/namespaces/kube-system/configmaps/kubeadm-config"
-	get := func(where, cert, key, ca string) (string, error) {
-		return c.At(t.Context(), where, "", "curl", "-sS", "--max-time", "5", "--cacert", ca, "--cert", cert, "--key", key, "-o", "/dev/null", "-w", "%{http_code}", url)
+	get := func(ctx context.Context, where, cert, key, ca string) (string, error) {
+		return c.At(ctx, where, "", "curl", "-sS", "--max-time", "60", "--cacert", ca, "--cert", cert, "--key", key, "-o", "/dev/null", "-w", "%{http_code}", url)
 	}
 	const current = "/var/lib/kubelet/pki/kubelet-client-current.pem"
-	if out, err := get("node2", current, current, "/etc/kubernetes/pki/ca.crt"); err != nil || out != "200" {
-		t.Errorf("node2's certificate with its key: %s %v", out, err)
-	}
-	if out, err := get("node9", "/root/client.crt", "/root/own.key", "/root/ca.crt"); err == nil {
+	labtest.Eventually(t, func(ctx context.Context) error {
+		out, err := get(ctx, "node2", current, current, "/etc/kubernetes/pki/ca.crt")
+		if err == nil && out != "200" {
+			err = fmt.Errorf("node2's certificate with its key: HTTP %s", out)
+		}
+		return err
+	})
+	if out, err := get(t.Context(), "node9", "/root/client.crt", "/root/own.key", "/root/ca.crt"); err == nil {
 		t.Errorf("node2's certificate with another key: %s", out)
 	}
 }
 
 func (c *cluster) ownersWorkstation(t *testing.T) {
-	for _, argv := range [][]string{{"muster", "version"}, {"muster", "status", "--output", "json"}, {"kubectl", "version", "--client"}} {
+	for _, argv := range [][]string{{"muster", "version"}, {"muster", "status", "--output", "json", "--timeout", "20m"}, {"kubectl", "version", "--client"}} {
 		if out, err := c.At(t.Context(), driver.Owner, "", argv...); err != nil || out == "" {
 			t.Errorf("%v: %q %v", argv, out, err)
 		}
@@ -184,7 +188,7 @@ func (c *cluster) ownersWorkstation(t *testing.T) {
 func (c *cluster) enroll(t *testing.T) {
 	id := strings.Repeat("ab", 32)
 	enroll := func(id string) error {
-		_, err := c.At(t.Context(), driver.Owner, "", "muster", "enroll", "node6", "--role", "control-plane", "--machine-id", id)
+		_, err := c.At(t.Context(), driver.Owner, "", "muster", "enroll", "node6", "--role", "control-plane", "--machine-id", id, "--timeout", "20m")
 		return err
 	}
 	for range 2 { // a repetition changes nothing

@@ -148,7 +148,7 @@ func (tr traces) processesGone() error {
 func (tr traces) checkGone(t *testing.T) {
 	t.Helper()
 	// All have ended; the process that adopted an orphan may need a moment to reap it.
-	eventually(t, time.Minute, func(context.Context) error { return tr.processesGone() })
+	eventually(t, 5*time.Minute, func(context.Context) error { return tr.processesGone() })
 	for _, c := range tr.cgroups {
 		if _, err := os.Stat(c); err == nil {
 			t.Errorf("cgroup %s is left", c)

@@ -25,9 +25,9 @@ const (
 func (c *cluster) writes(ctx context.Context, node, pem string) error {
 	const script = `set -eu
 umask 077; cat > /root/as.pem
-curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt --cert /root/as.pem --key /root/as.pem -H 'Content-Type: application/json' \
+curl -sS --max-time 60 --cacert /etc/kubernetes/pki/ca.crt --cert /root/as.pem --key /root/as.pem -H 'Content-Type: application/json' \
   --data '{"apiVersion":"v1","kind":"Node","metadata":{"name":"%s"}}' -w '\n%%{http_code}' 'https://192.168.77.1:6443/api/v1/nodes?dryRun=All'`
-	out, err := c.At(ctx, "node1", pem, "sh", "-c", fmt.Sprintf(script, node))
+	out, err := c.answer(ctx, pem, fmt.Sprintf(script, node))
 	if err != nil {
 		return err
 	}
@@ -36,6 +36,15 @@ curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt --cert /root/as.pem --
 		return fmt.Errorf("HTTP %s: %s", status, out[:i])
 	}
 	return nil
+}
+
+// answer runs a script on node1 that asks the API server, until there is an answer.
+func (c *cluster) answer(ctx context.Context, stdin, script string) (out string, err error) {
+	err = labtest.Within(ctx, labtest.Patience, func(ctx context.Context) (err error) {
+		out, err = c.At(ctx, "node1", stdin, "sh", "-c", script)
+		return err
+	})
+	return out, err
 }
 
 // refused returns an error if the API server accepts a write as the node with that key, or refuses it for another
@@ -55,8 +64,8 @@ func (c *cluster) refused(ctx context.Context, node, key, why string) error {
 func (c *cluster) believes(ctx context.Context, token string) (string, error) {
 	const script = `set -eu
 umask 077; { printf 'Authorization: Bearer '; cat; } > /root/as.header
-curl -sS --max-time 5 --cacert /etc/kubernetes/pki/ca.crt -H @/root/as.header -o /dev/null -w '%{http_code}' https://192.168.77.1:6443/api/v1/services`
-	return c.At(ctx, "node1", token, "sh", "-c", script)
+curl -sS --max-time 60 --cacert /etc/kubernetes/pki/ca.crt -H @/root/as.header -o /dev/null -w '%{http_code}' https://192.168.77.1:6443/api/v1/services`
+	return c.answer(ctx, token, script)
 }
 
 // watches opens a watch on the node's pods for a day, with the kubelet's certificate. The returned channel is closed
@@ -175,7 +184,7 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 		if err := c.writes(t.Context(), "node2", oldKey); err != nil {
 			t.Fatalf("before it is forgotten: %v", err)
 		}
-		c.Muster(t, "forget", "node2", "--yes")
+		c.Muster(t, "forget", "node2", "--yes", "--timeout", "20m")
 		labtest.Eventually(t, func(ctx context.Context) error { return c.refused(ctx, "node2", oldKey, "or was removed") })
 		if out, err := c.Kubectl(t.Context(), "get", "node,attestednode", "node2", "--ignore-not-found", "-o", "name"); err != nil || out != "" {
 			t.Fatalf("left: %s %v", out, err)
@@ -195,7 +204,7 @@ func TestNamesLeaveTheirMachines(t *testing.T) {
 	t.Run("a machine with a new TPM takes its name and disk over", func(t *testing.T) {
 		c.Must(t, "node3", oldDisk, "sh", "-c", "mkdir -p "+diskID[:strings.LastIndexByte(diskID, '/')]+" && cat > "+diskID)
 		id := c.MachineID(t, "192.168.77.13")
-		c.Muster(t, "replace", "node3", "--tpm", id, "--yes")
+		c.Muster(t, "replace", "node3", "--tpm", id, "--yes", "--timeout", "20m")
 		c.Must(t, "node3", "", "sed", "-i", `s/joinEndpoints: \[\]/joinEndpoints: ["`+labtest.Joinservice+`"]/`, metadata)
 		c.Must(t, "node3", "", "systemctl", "restart", "muster-bootstrapper")
 		labtest.Eventually(t, func(ctx context.Context) error {

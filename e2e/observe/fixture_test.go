@@ -186,7 +186,7 @@ func (w *fixture) write(t *testing.T, name string, content any) {
 
 // ask calls Prometheus's HTTP API and decodes the answer's data.
 func (w *fixture) ask(ctx context.Context, path string, query url.Values, into any) error {
-	out, err := w.At(ctx, driver.Owner, "", "curl", "-sS", "--max-time", "20", "http://"+receiver+"/api/v1/"+path+"?"+query.Encode())
+	out, err := w.At(ctx, driver.Owner, "", "curl", "-sS", "--max-time", "300", "http://"+receiver+"/api/v1/"+path+"?"+query.Encode())
 	if err != nil {
 		return err
 	}

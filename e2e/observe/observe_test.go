@@ -59,15 +59,18 @@ func (w *fixture) targetsAreUp(t *testing.T) {
 		return nil
 	})
 	t.Logf("targets: %q", got)
-	instances, err := w.query(t.Context(), `count by (job) (count by (job, instance) (up))`)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, s := range instances {
-		if job := s.Metric["job"]; (job == "muster-attester" || job == "muster-bootstrapper") && s.Value[1] != "3" {
-			t.Errorf("%s has %v instances, want 3: machines can't be told apart", job, s.Value[1])
+	labtest.Eventually(t, func(ctx context.Context) error {
+		instances, err := w.query(ctx, `count by (job) (count by (job, instance) (up))`)
+		if err != nil {
+			return err
 		}
-	}
+		for _, s := range instances {
+			if job := s.Metric["job"]; (job == "muster-attester" || job == "muster-bootstrapper") && s.Value[1] != "3" {
+				return fmt.Errorf("%s has %v instances, want 3: machines can't be told apart", job, s.Value[1])
+			}
+		}
+		return nil
+	})
 }
 
 type alert struct {
@@ -127,15 +130,15 @@ func (w *fixture) refusalsRaiseAlerts(t *testing.T) {
 	labtest.Eventually(t, func(ctx context.Context) error {
 		return w.firing(ctx, "MusterInsecureSwitch", "reason", "allowPlainState")
 	})
-	alerts, err := w.alerts(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, a := range alerts {
-		if a.State == "firing" && a.Labels["severity"] == "critical" {
-			t.Errorf("a healthy cluster raises %v", a.Labels)
+	labtest.Eventually(t, func(ctx context.Context) error { // on a busy computer, a scrape may fail for a while
+		alerts, err := w.alerts(ctx)
+		for _, a := range alerts {
+			if a.State == "firing" && a.Labels["severity"] == "critical" {
+				return fmt.Errorf("a healthy cluster raises %v", a.Labels)
+			}
 		}
-	}
+		return err
+	})
 }
 
 func (w *fixture) policyAlertComesAndGoes(t *testing.T) {

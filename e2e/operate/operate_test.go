@@ -75,7 +75,7 @@ func (s *seat) show(t *testing.T, args ...string) {
 // until waits for a condition.
 func until(t *testing.T, f func() error) {
 	t.Helper()
-	deadline := time.After(3 * time.Minute)
+	deadline := time.After(10 * time.Minute)
 	tick := time.NewTicker(500 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -142,25 +142,25 @@ func (s *seat) whoWaits(t *testing.T) {
 			return fmt.Errorf("waiting: %+v", st.Waiting)
 		case len(st.Nodes) != 2 || st.Nodes[1].ClientExpires == nil || st.Nodes[1].ServingExpires == nil || !st.Nodes[1].Ready:
 			return fmt.Errorf("nodes: %+v", st.Nodes)
+		case len(st.Pods) != 2 || len(st.Certificates) != 2 || len(st.Attention) != 0:
+			return fmt.Errorf("%+v", st)
 		}
 		return nil
 	})
 	if w := st.Waiting[0]; w.Reason != "POLICY_REFUSED" || w.Address != "192.168.77.13" || w.Remedy == "" {
 		t.Errorf("%+v", w)
 	}
-	if len(st.Pods) != 2 || len(st.Certificates) != 2 || len(st.Attention) != 0 {
-		t.Errorf("%+v", st)
-	}
 	s.show(t, "status")
-	if _, err := s.muster(t.Context(), "status", "--check"); err != nil {
-		t.Errorf("a machine that is not enrolled was refused, and --check fails: %v", err)
-	}
+	until(t, func() error { // a machine that is not enrolled was refused, and that is no reason to fail
+		_, err := s.muster(t.Context(), "status", "--check", "--timeout", "20m")
+		return err
+	})
 }
 
 // examine returns doctor's findings that are not OK. Its exit code must be 1 exactly if a check failed.
 func (s *seat) examine(t *testing.T) (failed []checkup.Finding) {
 	t.Helper()
-	text, err := s.muster(t.Context(), "doctor", "--output", "json")
+	text, err := s.muster(t.Context(), "doctor", "--output", "json", "--timeout", "20m")
 	r, jerr := decode[checkup.Report](text, err)
 	if jerr != nil {
 		t.Fatal(jerr)

@@ -48,7 +48,7 @@ func (c *cluster) asks(ctx context.Context, t *testing.T, token string) (string,
 	request := base64.StdEncoding.EncodeToString(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}))
 	body := `{"apiVersion":"certificates.k8s.io/v1","kind":"CertificateSigningRequest","metadata":{"name":"node9"},"spec":{"request":"` + request +
 		`","signerName":"kubernetes.io/kube-apiserver-client-kubelet","usages":["digital signature","client auth"]}}`
-	out, err := c.At(ctx, "node1", body, "curl", "-sS", "--max-time", "5", "--cacert", "/etc/kubernetes/pki/ca.crt", "-H", "Content-Type: application/json",
+	out, err := c.At(ctx, "node1", body, "curl", "-sS", "--max-time", "60", "--cacert", "/etc/kubernetes/pki/ca.crt", "-H", "Content-Type: application/json",
 		"-H", "Authorization: Bearer "+token, "--data", "@-", "-o", "/root/answer", "-w", "%{http_code}",
 		"https://192.168.77.1:6443/apis/certificates.k8s.io/v1/certificatesigningrequests?dryRun=All")
 	return out, err
@@ -179,14 +179,14 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(c.OwnerDir(), "values.yaml"), []byte("kms: {resources: {requests: {cpu: 11m}}}\n"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		c.Muster(t, "upgrade", "--directory", "muster-token", "--chart-values", "values.yaml")
+		c.Muster(t, "upgrade", "--directory", "muster-token", "--chart-values", "values.yaml", "--wait", "10m", "--timeout", "30m")
 		out, err := c.Kubectl(t.Context(), "-n", "muster-system", "get", "ds", "muster-joinservice", "-o", "jsonpath={.spec.template.spec.containers[0].args}")
 		if err != nil || !strings.Contains(out, "--join-credential=token") {
 			t.Errorf("%s %v", out, err)
 		}
 	})
 	t.Run("a node can be forgotten", func(t *testing.T) {
-		c.Muster(t, "forget", "node2", "--directory", "muster-token", "--yes")
+		c.Muster(t, "forget", "node2", "--directory", "muster-token", "--yes", "--timeout", "20m")
 		if out, err := c.Kubectl(t.Context(), "get", "node,attestednode", "node2", "--ignore-not-found", "-o", "name"); err != nil || out != "" {
 			t.Errorf("left: %s %v", out, err)
 		}
@@ -208,5 +208,5 @@ func (c *cluster) alive(t *testing.T, node string) string {
 }
 
 func (c *cluster) doctor(ctx context.Context) (string, error) {
-	return c.At(ctx, driver.Owner, "", "muster", "doctor", "--directory", "muster-token")
+	return c.At(ctx, driver.Owner, "", "muster", "doctor", "--directory", "muster-token", "--timeout", "20m")
 }

@@ -15,7 +15,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
@@ -101,9 +100,13 @@ func (c *release) etcdHoldsNoSecret(t *testing.T) {
 		t.Fatal(n, err)
 	}
 	const key, prefix = "/registry/secrets/muster-system/muster-kms-root", "k8s:enc:secretbox:v1:muster-v1:"
-	out := c.Must(t, "node1", "", "curl", "-sS", "--max-time", "20", "--cacert", "/etc/kubernetes/pki/etcd/ca.crt",
-		"--cert", "/etc/kubernetes/pki/etcd/healthcheck-client.crt", "--key", "/etc/kubernetes/pki/etcd/healthcheck-client.key",
-		"-d", `{"key":"`+base64.StdEncoding.EncodeToString([]byte(key))+`"}`, "https://127.0.0.1:2379/v3/kv/range")
+	var out string
+	labtest.Eventually(t, func(ctx context.Context) (err error) {
+		out, err = c.At(ctx, "node1", "", "curl", "-sS", "--max-time", "60", "--cacert", "/etc/kubernetes/pki/etcd/ca.crt",
+			"--cert", "/etc/kubernetes/pki/etcd/healthcheck-client.crt", "--key", "/etc/kubernetes/pki/etcd/healthcheck-client.key",
+			"-d", `{"key":"`+base64.StdEncoding.EncodeToString([]byte(key))+`"}`, "https://127.0.0.1:2379/v3/kv/range")
+		return err
+	})
 	var answer struct {
 		KVs []struct{ Value []byte }
 	}
@@ -142,7 +145,7 @@ func (c *release) dryRun(t *testing.T, images string) {
 }
 
 func (c *release) missingImage(t *testing.T) {
-	_, err := c.At(t.Context(), driver.Owner, "", "muster", "upgrade", "--kms-image", "ghcr.io/muster-k8s/kms@sha256:"+strings.Repeat("0", 64), "--wait", "20s")
+	_, err := c.At(t.Context(), driver.Owner, "", "muster", "upgrade", "--kms-image", "ghcr.io/muster-k8s/kms@sha256:"+strings.Repeat("0", 64), "--wait", "3m") // and again for the way back
 	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("revision %d did not get ready and was rolled back, by revision %d", c.before+2, c.before+3)) || !strings.Contains(err.Error(), "What to do:") {
 		t.Fatal(err)
 	}
@@ -156,7 +159,7 @@ func (c *release) whileMachinesJoin(t *testing.T, images string) {
 	var joins sync.WaitGroup
 	var err error
 	joins.Go(func() { _, err = c.AddNode(t.Context(), labtest.Worker("node3")) })
-	out := c.Muster(t, "upgrade", "--images", images)
+	out := c.Muster(t, "upgrade", "--images", images, "--wait", "10m", "--timeout", "30m")
 	c.Add(t, labtest.Worker("node4"))
 	joins.Wait()
 	if err != nil {
@@ -206,14 +209,14 @@ func (c *release) killed(t *testing.T, images string) {
 			t.Fatal(err)
 		}
 	}
-	cmd, err := c.Command(t.Context(), driver.Owner, "muster", "upgrade", "--images", c.images(t, crashes, "crashes"))
+	cmd, err := c.Command(t.Context(), driver.Owner, "muster", "upgrade", "--images", c.images(t, crashes, "crashes"), "--wait", "30m", "--timeout", "40m") // it must not go back before it is killed
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	err = labtest.Within(t.Context(), 3*time.Minute, func(ctx context.Context) error {
+	err = labtest.Within(t.Context(), labtest.Patience, func(ctx context.Context) error {
 		out, err := c.Kubectl(ctx, "-n", "muster-system", "get", "pods", "-o", "jsonpath={.items[*].status.containerStatuses[0].restartCount}")
 		if err == nil && strings.Trim(out, "0 ") == "" {
 			err = fmt.Errorf("nothing crashed yet: %q", out)
@@ -231,7 +234,7 @@ func (c *release) killed(t *testing.T, images string) {
 	// The previous pods still serve beside those that crash.
 	c.Add(t, labtest.Worker("node5"))
 	c.Ready(t, "node5")
-	_, progress, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "--images", images)
+	_, progress, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "--images", images, "--wait", "10m", "--timeout", "30m")
 	if err != nil || !strings.Contains(progress, fmt.Sprintf("revision %d was interrupted and is taken up", c.before+5)) {
 		t.Fatalf("it doesn't say so: %v\n%s", err, progress)
 	}
@@ -246,7 +249,7 @@ func (c *release) plainHelm(t *testing.T) {
 		t.Errorf("%v\n%s", err, values)
 	}
 	chart := filepath.Join(c.Root, "deploy", "charts", "muster")
-	if out, err := c.plain(ctx, "upgrade", "muster", chart, "--reuse-values", "--set", "kms.resources.requests.cpu=11m", "--wait", "--timeout", "3m"); err != nil {
+	if out, err := c.plain(ctx, "upgrade", "muster", chart, "--reuse-values", "--set", "kms.resources.requests.cpu=11m", "--wait", "--timeout", "15m"); err != nil {
 		t.Fatal(err)
 	} else {
 		t.Log(out)
@@ -257,7 +260,7 @@ func (c *release) plainHelm(t *testing.T) {
 	if out := c.Muster(t, "upgrade", "--dry-run"); !strings.Contains(out, fmt.Sprintf("Nothing would change: revision %d", c.before+7)) {
 		t.Error("what plain helm set does not stay")
 	}
-	if out, err := c.plain(ctx, "rollback", "muster", strconv.Itoa(c.before+6), "--wait", "--timeout", "3m"); err != nil {
+	if out, err := c.plain(ctx, "rollback", "muster", strconv.Itoa(c.before+6), "--wait", "--timeout", "15m"); err != nil {
 		t.Error(err)
 	} else {
 		t.Log(out)

@@ -28,8 +28,8 @@ import (
 )
 
 const (
-	startTimeout = 2 * time.Minute // on a machine that builds at the same time
-	stopTimeout  = 10 * time.Second
+	startTimeout = 10 * time.Minute // on a machine that builds at the same time
+	stopTimeout  = 5 * time.Minute
 )
 
 // Cluster is a running control plane without nodes.

@@ -156,10 +156,11 @@ func TestAClosedConnectionHoldsNoMemory(t *testing.T) {
 }
 
 func TestAConnectionWithoutACallIsClosed(t *testing.T) {
+	const idle = 2 * time.Second
 	var l *accepted
 	r := run(t, keyService{}, func(c *rpc.Config) {
 		l = &accepted{Listener: c.Listener}
-		c.Listener, c.IdleTimeout = l, 200*time.Millisecond
+		c.Listener, c.IdleTimeout = l, idle
 	})
 	for name, client := range clients(t, r) {
 		t.Run(name, func(t *testing.T) {
@@ -183,7 +184,7 @@ func TestAConnectionWithoutACallIsClosed(t *testing.T) {
 			select {
 			case <-ended:
 				t.Errorf("a call under way ended: %v", long.Err())
-			case <-time.After(time.Second): // five times as long as one without a call stays
+			case <-time.After(2 * idle): // twice as long as one without a call stays
 			}
 			_ = long.Close()
 			<-ended
@@ -250,7 +251,7 @@ func (o *opened) sent() bool {
 	o.t.Helper()
 	_, err := o.conn.Write(o.out.Bytes())
 	o.out.Reset()
-	o.must(o.conn.SetReadDeadline(time.Now().Add(30 * time.Second)))
+	o.must(o.conn.SetReadDeadline(time.Now().Add(patience)))
 	for err == nil {
 		var f http2.Frame
 		if f, err = o.ReadFrame(); err == nil && f.Header().Type == http2.FramePing {
@@ -263,7 +264,7 @@ func (o *opened) sent() bool {
 // until reads frames up to one of that type.
 func (o *opened) until(want http2.FrameType) {
 	o.t.Helper()
-	o.must(o.conn.SetReadDeadline(time.Now().Add(30 * time.Second)))
+	o.must(o.conn.SetReadDeadline(time.Now().Add(patience)))
 	for {
 		f, err := o.ReadFrame()
 		if err != nil {
@@ -331,11 +332,11 @@ func TestARestOfARequestThatDoesNotComeEndsItsConnection(t *testing.T) {
 			}
 			defer func() { _ = c.Close() }()
 			_, err = c.Write([]byte(request))
-			if err = errors.Join(err, c.SetReadDeadline(time.Now().Add(20*time.Second))); err != nil {
+			if err = errors.Join(err, c.SetReadDeadline(time.Now().Add(patience))); err != nil {
 				t.Fatal(err)
 			}
 			if _, err := io.ReadAll(c); errors.Is(err, os.ErrDeadlineExceeded) {
-				t.Error("it is still open after 20 s")
+				t.Errorf("it is still open after %s", patience)
 			}
 		})
 	}

@@ -244,18 +244,34 @@ func (r *running) calls() (sum float64) {
 	return sum
 }
 
+// patience is how long a machine that builds at the same time may take.
+const patience = 5 * time.Minute
+
 func wait(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	for until := time.Now().Add(10 * time.Second); !ok(); <-tick.C {
+	for until := time.Now().Add(patience); !ok(); <-tick.C {
 		if time.Now().After(until) {
-			t.Fatalf("not within 10 s: %s", what)
+			t.Fatalf("not within %s: %s", patience, what)
 		}
 	}
 }
 
+// With none of these peers the stop would be over at once. One that waits for them takes 5 s at least each time, on a fast
+// machine too, so one quick stop shows that it does not.
 func TestSilentPeersDoNotHoldUpTheStop(t *testing.T) {
+	took, began := time.Hour, time.Now()
+	for took > 3*time.Second && !t.Failed() {
+		if time.Since(began) > patience {
+			t.Fatalf("the stop took %s", took)
+		}
+		t.Run("one stop", func(t *testing.T) { took = stopBesideSilentPeers(t) })
+	}
+}
+
+func stopBesideSilentPeers(t *testing.T) (took time.Duration) {
+	t.Helper()
 	r := run(t, keyService{}, nil)
 	var conns []net.Conn
 	open := func(protos ...string) net.Conn {
@@ -285,12 +301,9 @@ func TestSilentPeersDoNotHoldUpTheStop(t *testing.T) {
 	if err := r.stop(); err != nil {
 		t.Fatal(err)
 	}
-	// An idle HTTP/2 connection gets GOAWAY and has a second to close.
-	if took := time.Since(began); took > 3*time.Second {
-		t.Errorf("the stop took %s", took)
-	}
+	took = time.Since(began) // an idle HTTP/2 connection gets GOAWAY and has a second to close
 	for i, c := range conns {
-		if err := c.SetReadDeadline(time.Now().Add(5 * time.Second)); err != nil {
+		if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
 			t.Fatal(err)
 		}
 		var timeout net.Error
@@ -299,6 +312,7 @@ func TestSilentPeersDoNotHoldUpTheStop(t *testing.T) {
 		}
 		_ = c.Close()
 	}
+	return took
 }
 
 func TestACallUnderWayMayEnd(t *testing.T) {

@@ -58,6 +58,7 @@ func Init(image []byte, n Node) ([]byte, error) {
 			"bootstrapTokens":  []object{{"token": Token}},
 			"localAPIEndpoint": object{"advertiseAddress": n.Address},
 			"nodeRegistration": registration(n),
+			"timeouts":         timeouts(),
 		}),
 		with(k.ClusterConfiguration, "kubeadm.k8s.io/v1beta4", "ClusterConfiguration", object{
 			"kubernetesVersion":    "v1.36.1",
@@ -87,7 +88,14 @@ func Join(ca []byte, n Node) ([]byte, error) {
 			"apiServerEndpoint": driver.ControlPlaneEndpoint, "token": Token, "caCertHashes": []string{"sha256:" + hex.EncodeToString(pin[:])},
 		}},
 		"nodeRegistration": registration(n),
+		"timeouts":         timeouts(),
 	})
+}
+
+// timeouts are long enough for a computer that does other things too.
+func timeouts() object {
+	const long = "20m0s"
+	return object{"controlPlaneComponentHealthCheck": long, "discovery": long, "etcdAPICall": long, "kubeletHealthCheck": long, "kubernetesAPICall": long, "tlsBootstrap": long}
 }
 
 func registration(n Node) object {

@@ -113,7 +113,7 @@ func (r *run) look(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := r.show(ctx, driver.Owner, r.muster(), "status"); err != nil {
+	if err := r.show(ctx, driver.Owner, r.muster(), "status", "--timeout", "20m"); err != nil {
 		return err
 	}
 	nodes, err := r.names(ctx, "nodes")
@@ -128,12 +128,18 @@ func (r *run) look(ctx context.Context) error {
 		{"nodes", `jsonpath={range .items[*]}{.status.conditions[?(@.type=="Ready")].status}{" "}{end}`},
 		{"attestednodes", `jsonpath={range .items[*]}{.status.lastVerdict.accepted}{" "}{end}`},
 	} {
-		out, err := r.kubectl(ctx, "get", q[0], "-o", q[1])
+		err := until(ctx, func(ctx context.Context) error { // on a busy computer, a node may be late for once
+			out, err := r.kubectl(ctx, "get", q[0], "-o", q[1])
+			if err != nil {
+				return err
+			}
+			if got := strings.Fields(strings.ToLower(out)); !slices.Equal(got, []string{"true", "true"}) {
+				return fmt.Errorf("%s: Ready, or accepted: %v", q[0], got)
+			}
+			return nil
+		})
 		if err != nil {
 			return err
-		}
-		if got := strings.Fields(strings.ToLower(out)); !slices.Equal(got, []string{"true", "true"}) {
-			return fmt.Errorf("%s: Ready, or accepted: %v", q[0], got)
 		}
 	}
 	return nil

@@ -217,7 +217,9 @@ contexts: [{name: x, context: {cluster: c, user: u}}]
 current-context: x
 `
 
-func joinConfiguration(discovery string) string {
+// joinConfiguration gives the certificate of the kubelet, which does not come, a short time, and discovery as long as
+// given: where that must succeed, a busy computer may need longer.
+func joinConfiguration(discovery, patience string) string {
 	return `apiVersion: kubeadm.k8s.io/v1beta4
 kind: JoinConfiguration
 discovery:
@@ -226,7 +228,7 @@ nodeRegistration:
   name: ` + attacker + `
   criSocket: unix:///run/containerd/containerd.sock
   ignorePreflightErrors: [SystemVerification]
-timeouts: {discovery: 10s, tlsBootstrap: 10s, kubernetesAPICall: 10s}
+timeouts: {discovery: ` + patience + `, tlsBootstrap: 10s, kubernetesAPICall: 5m}
 `
 }
 
@@ -234,7 +236,7 @@ timeouts: {discovery: 10s, tlsBootstrap: 10s, kubernetesAPICall: 10s}
 func (r *run) kubeadmByCertificate(ctx context.Context) error {
 	for path, content := range map[string]string{
 		"/root/discovery.conf": joinByCertificate,
-		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: abcdef.0123456789abcdef"),
+		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: abcdef.0123456789abcdef", "30s"),
 	} {
 		if _, err := r.pipe(ctx, attacker, []byte(content), "sh", "-c", `cat > "$0"`, path); err != nil {
 			return err
@@ -256,7 +258,7 @@ func (r *run) kubeadmByCertificate(ctx context.Context) error {
 
 // kubeadmJoin must fail, and returns the line with the error.
 func (r *run) kubeadmJoin(ctx context.Context, who string) (said string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, 90*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, 20*time.Minute)
 	defer cancel()
 	out, err := r.at(ctx, attacker, "kubeadm", "join", "--config", "/root/join.yaml")
 	if err == nil {
@@ -345,7 +347,7 @@ func (r *run) admin(ctx context.Context, commands ...[]string) error {
 // tokenGets waits until a request with the bootstrap token is answered with that status.
 func (r *run) tokenGets(ctx context.Context, status string) error {
 	return until(ctx, func(ctx context.Context) error {
-		out, err := r.at(ctx, attacker, "curl", "-sS", "--max-time", "5", "--cacert", "/root/ca.crt", "-H", "Authorization: Bearer "+bootstrapToken,
+		out, err := r.at(ctx, attacker, "curl", "-sS", "--max-time", "60", "--cacert", "/root/ca.crt", "-H", "Authorization: Bearer "+bootstrapToken,
 			"-o", "/dev/null", "-w", "%{http_code}", "https://"+node1API+"/api/v1/namespaces/kube-system/configmaps/kubeadm-config")
 		if err != nil {
 			return err
@@ -362,7 +364,7 @@ func (r *run) kubeadmByToken(ctx context.Context) error {
 	// With the cluster's CA given, kubeadm goes all the way to the kubelet's request for a certificate.
 	for path, content := range map[string]string{
 		"/root/discovery.conf": "apiVersion: v1\nkind: Config\nclusters: [{name: \"\", cluster: {server: \"https://" + node1API + "\", certificate-authority: /root/ca.crt}}]\n",
-		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: " + bootstrapToken),
+		"/root/join.yaml":      joinConfiguration("  file: {kubeConfigPath: /root/discovery.conf}\n  tlsBootstrapToken: "+bootstrapToken, "5m"),
 	} {
 		if _, err := r.pipe(ctx, attacker, []byte(content), "sh", "-c", `cat > "$0"`, path); err != nil {
 			return err
@@ -373,7 +375,20 @@ func (r *run) kubeadmByToken(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	kubelet, err := r.at(ctx, attacker, "cat", "/var/log/kubelet.log")
+	var refusal string
+	err = until(ctx, func(ctx context.Context) error { // kubeadm may have ended before the kubelet has asked
+		kubelet, err := r.at(ctx, attacker, "cat", "/var/log/kubelet.log")
+		if err != nil {
+			return err
+		}
+		for line := range strings.Lines(kubelet) {
+			if strings.Contains(line, "ValidatingAdmissionPolicy 'muster-node-certificates'") {
+				refusal = line
+				return nil
+			}
+		}
+		return fmt.Errorf("%s failed, but not because its kubelet got no certificate: %s\n%s", who, said, tail(kubelet, 10))
+	})
 	if err != nil {
 		return err
 	}
@@ -381,13 +396,8 @@ func (r *run) kubeadmByToken(ctx context.Context) error {
 	if _, err := r.at(ctx, attacker, "systemctl", "stop", "kubelet"); err != nil {
 		return err
 	}
-	for line := range strings.Lines(kubelet) {
-		if strings.Contains(line, "ValidatingAdmissionPolicy 'muster-node-certificates'") {
-			r.refused(who, "ADMISSION", line)
-			return nil
-		}
-	}
-	return fmt.Errorf("%s failed, but not because its kubelet got no certificate: %s\n%s", who, said, tail(kubelet, 10))
+	r.refused(who, "ADMISSION", refusal)
+	return nil
 }
 
 // forTicket reports whether joinservice has filed the certificate request of that name for the ticket of a node.

@@ -328,7 +328,7 @@ func (l *Lab) Down(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	clean, cancel := context.WithTimeout(ctx, 20*time.Second)
+	clean, cancel := context.WithTimeout(ctx, 5*time.Minute)
 	defer cancel()
 	if err := cg.Remove(clean, daemon.CgroupName(l.Dir)); err != nil {
 		return err

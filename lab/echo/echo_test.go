@@ -27,7 +27,7 @@ func TestEchoSaysWhereItRuns(t *testing.T) {
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	done := make(chan error)
 	go func() { done <- run(ctx, []string{"serve", addr}, t.Output()) }()

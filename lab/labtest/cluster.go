@@ -181,7 +181,7 @@ func (c *Cluster) MachineID(t *testing.T, address string) string {
 // certificate that kubeadm made for such questions.
 func (c *Cluster) Members(ctx context.Context, node string) (voters, learners []string, err error) {
 	const pki = "/etc/kubernetes/pki/etcd/"
-	out, err := c.At(ctx, node, "", "curl", "-sS", "--max-time", "5", "--cacert", pki+"ca.crt", "--cert", pki+"healthcheck-client.crt", "--key", pki+"healthcheck-client.key",
+	out, err := c.At(ctx, node, "", "curl", "-sS", "--max-time", "60", "--cacert", pki+"ca.crt", "--cert", pki+"healthcheck-client.crt", "--key", pki+"healthcheck-client.key",
 		"-d", "{}", "https://127.0.0.1:2379/v3/cluster/member/list")
 	if err != nil {
 		return nil, nil, err

@@ -28,7 +28,9 @@ func New(t *testing.T, prefix string) (lab *driver.Lab, root string) {
 	if lab, err = driver.Open(dir, t.Output()); err != nil {
 		t.Fatal(err)
 	}
+	done := whileUp(lab)
 	t.Cleanup(func() {
+		defer done()
 		if err := lab.Down(context.WithoutCancel(t.Context())); err != nil {
 			t.Errorf("take the lab down: %v", err)
 		}
@@ -47,16 +49,16 @@ func Up(t *testing.T, prefix string, preinstalled ...string) *Cluster {
 // UpFor is [Up] with certificates of control planes that live as long as validity says, as "8m".
 func UpFor(t *testing.T, prefix, validity string, preinstalled ...string) *Cluster {
 	t.Helper()
-	return up(t, prefix, driver.Up{Validity: validity, Preinstalled: preinstalled})
+	return newCluster(t, prefix, driver.Up{Validity: validity, Preinstalled: preinstalled})
 }
 
 // UpEmpty is [Up] with machines that have no container image yet: they pull all of them from the mirror.
 func UpEmpty(t *testing.T, prefix string) *Cluster {
 	t.Helper()
-	return up(t, prefix, driver.Up{NoPreload: true})
+	return newCluster(t, prefix, driver.Up{NoPreload: true})
 }
 
-func up(t *testing.T, prefix string, u driver.Up) *Cluster {
+func newCluster(t *testing.T, prefix string, u driver.Up) *Cluster {
 	t.Helper()
 	lab, root := New(t, prefix)
 	c := &Cluster{Lab: lab, Root: root}

@@ -2,6 +2,7 @@ package bootstrapper_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/ed25519"
 	"crypto/sha256"
@@ -69,6 +70,10 @@ type fixture struct {
 	counter epoch.Counter
 	// linger is for tests that call again after a result was sent; 0: that of timing.
 	linger time.Duration
+	// renewal is for the test of the time that a node with valid certificates waits for new ones; 0: that of timing.
+	renewal time.Duration
+	// leaseRenewal is the pause between two renewals of a join lease; 0: a third of its life.
+	leaseRenewal time.Duration
 	// stopReattesting stops what the last reattest started.
 	stopReattesting func()
 
@@ -241,9 +246,9 @@ func (w *fixture) cleanEtcd(ctx context.Context, t etcd.Target) ([]etcd.Member, 
 
 func timing() provision.Timing {
 	return provision.Timing{
-		Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: 5 * time.Second, Ticket: 20 * time.Second,
-		Linger: 50 * time.Millisecond, Unclaimed: 20 * time.Second, Kubeadm: 20 * time.Second, Reset: 20 * time.Second, ClusterState: 20 * time.Second,
-		Renewal: 100 * time.Millisecond,
+		Stagger: 20 * time.Millisecond, RetryMin: 5 * time.Millisecond, RetryMax: 50 * time.Millisecond, Dial: patience, Ticket: patience,
+		Linger: 50 * time.Millisecond, Unclaimed: patience, Kubeadm: patience, Reset: patience, ClusterState: patience,
+		Renewal: patience,
 	}
 }
 
@@ -269,7 +274,7 @@ func (w *fixture) boot() *running {
 	log := slog.New(slog.NewJSONHandler(w.logged, nil))
 	r := &running{metrics: prometheus.NewRegistry(), stop: cancel, done: make(chan error, 1)}
 	meta, unreadable, waits := w.meta, w.unreadable, timing()
-	waits.Linger = max(waits.Linger, w.linger)
+	waits.Linger, waits.Renewal, waits.LeaseRenewal = max(waits.Linger, w.linger), cmp.Or(w.renewal, waits.Renewal), w.leaseRenewal
 	screen, err := console.Open(w.screen)
 	if err != nil {
 		w.t.Fatal(err)
@@ -321,7 +326,7 @@ func (r *running) end(t testing.TB) error {
 	select {
 	case err := <-r.done:
 		return err
-	case <-time.After(60 * time.Second):
+	case <-time.After(patience):
 		t.Fatal("the bootstrapper does not end")
 		return nil
 	}
@@ -354,7 +359,13 @@ type outcome struct {
 	err      error
 }
 
-func (w *fixture) init(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
+func (w *fixture) init(ctx context.Context, r *running, req *initv1.InitRequest) outcome {
+	w.t.Helper()
+	return w.initWatched(ctx, r, req, func() {})
+}
+
+// initWatched is init that calls progressed for each message of progress.
+func (w *fixture) initWatched(ctx context.Context, r *running, req *initv1.InitRequest, progressed func()) (out outcome) {
 	w.t.Helper()
 	client, done := w.owner(r)
 	defer done()
@@ -367,6 +378,7 @@ func (w *fixture) init(ctx context.Context, r *running, req *initv1.InitRequest)
 		m := stream.Msg()
 		if p := m.GetProgress(); p != nil {
 			out.progress = append(out.progress, p)
+			progressed()
 		}
 		if m.GetResult() != nil {
 			out.result = m.GetResult()
@@ -435,50 +447,6 @@ func (w *fixture) reboot() {
 		w.t.Fatal(err)
 	}
 	w.tpm.Reboot()
-}
-
-// eventually waits for a condition.
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	deadline := time.After(30 * time.Second)
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for !ok() {
-		select {
-		case <-tick.C:
-		case <-deadline:
-			t.Fatalf("not within 30 s: %s", what)
-		}
-	}
-}
-
-// counter returns the sum of a metric's samples that have all the label values.
-func counter(t testing.TB, r *prometheus.Registry, name string, labels ...string) float64 {
-	t.Helper()
-	families, err := r.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	sum := 0.0
-	for _, f := range families {
-		if f.GetName() != name {
-			continue
-		}
-	next:
-		for _, m := range f.GetMetric() {
-			for _, want := range labels {
-				found := false
-				for _, l := range m.GetLabel() {
-					found = found || l.GetValue() == want
-				}
-				if !found {
-					continue next
-				}
-			}
-			sum += m.GetCounter().GetValue() + m.GetGauge().GetValue()
-		}
-	}
-	return sum
 }
 
 func reason(err error) string { return attest.ReasonName(rpc.ReasonFrom(err)) }

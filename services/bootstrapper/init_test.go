@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -244,9 +245,17 @@ func TestAnInitGoesOnWithoutItsClientAndIsAttachedTo(t *testing.T) {
 		t.Errorf("the same key, another request: %v", out.err)
 	}
 	again := make(chan outcome, 2)
+	var attached sync.WaitGroup
 	for range 2 {
-		go func() { again <- w.init(t.Context(), r, w.request()) }()
+		attached.Add(1)
+		go func() {
+			once := sync.OnceFunc(attached.Done)
+			out := w.initWatched(t.Context(), r, w.request(), once)
+			once()
+			again <- out
+		}()
 	}
+	attached.Wait()
 	close(release)
 	a, b := <-again, <-again
 	if a.err != nil || b.err != nil || text(a.result) != text(b.result) || len(a.progress) != len(b.progress) {

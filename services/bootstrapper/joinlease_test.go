@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -41,7 +42,7 @@ func (w *fixture) holdKubeadm() (reached chan struct{}, release func()) {
 
 func TestAControlPlaneKeepsItsTurnAndGivesItBack(t *testing.T) {
 	w, j := joiner(t)
-	j.lease = 300 * time.Millisecond
+	w.leaseRenewal = 50 * time.Millisecond
 	reached, release := w.holdKubeadm()
 	r := w.boot()
 	<-reached
@@ -82,7 +83,7 @@ func TestATurnIsRenewedByAnotherJoinservice(t *testing.T) {
 	on := []*attesttest.Machine{attesttest.NewMachine(t, w.ca, attesttest.Options{}), attesttest.NewMachine(t, w.ca, attesttest.Options{})}
 	first := newJoinservice(t, w, on[0], priv, attesttest.ControlPlanes(on...))
 	second := newJoinservice(t, w, on[1], priv, attesttest.ControlPlanes(on...))
-	first.lease, second.lease = 300*time.Millisecond, 300*time.Millisecond
+	w.leaseRenewal = 50 * time.Millisecond
 	first.renewal = func(int) error {
 		return attest.RefuseFor(time.Millisecond, attestv1.Reason_REASON_API_UNAVAILABLE, "the API server restarts")
 	}
@@ -111,15 +112,16 @@ func TestATurnIsRenewedByAnotherJoinservice(t *testing.T) {
 func TestALostTurnIsToldAndKubeadmGoesOn(t *testing.T) {
 	for name, answer := range map[string]struct {
 		err  error
+		life time.Duration
 		want string
 	}{
-		"another machine has it": {attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "x"), "join lease was lost"},
-		"it is unknown":          {attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "x"), "join lease was lost"},
-		"none answers":           {attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "x"), "may have been lost: it was not renewed in time"},
+		"another machine has it": {attest.Refuse(attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "x"), time.Minute, "join lease was lost"},
+		"it is unknown":          {attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "x"), time.Minute, "join lease was lost"},
+		"none answers":           {attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "x"), 200 * time.Millisecond, "may have been lost: it was not renewed in time"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, j := joiner(t)
-			j.lease = 200 * time.Millisecond
+			j.lease, w.leaseRenewal = answer.life, 50*time.Millisecond
 			j.renewal = func(int) error { return answer.err }
 			reached, release := w.holdKubeadm()
 			r := w.boot()
@@ -140,6 +142,10 @@ func TestALostTurnIsToldAndKubeadmGoesOn(t *testing.T) {
 // A machine that fails ends its lease at once, and its pauses before the next attempt stay short.
 func TestAFailedControlPlaneGivesItsTurnBackAndComesAgain(t *testing.T) {
 	w, j := joiner(t)
+	w.screen = filepath.Join(t.TempDir(), "console")
+	if err := os.WriteFile(w.screen, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	fails, busy := 1, 4
 	w.machine.Step = func(name string) error {
 		if name == "kubeadm join is half done" && fails > 0 {
@@ -166,9 +172,17 @@ func TestAFailedControlPlaneGivesItsTurnBackAndComesAgain(t *testing.T) {
 	if counter(t, r.metrics, "muster_join_attempts_total", "CONTROL_PLANE_BUSY") != 4 {
 		t.Error("metrics")
 	}
-	for i := 2; i < len(j.at); i++ {
-		if wait := j.at[i].Sub(j.at[i-1]); wait > 5*time.Second {
-			t.Errorf("came back after %s", wait)
+	screen, err := os.ReadFile(w.screen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	announced := regexp.MustCompile(`; next try in (.*)`).FindAllStringSubmatch(string(screen), -1)
+	if len(announced) == 0 {
+		t.Error("no pause is announced")
+	}
+	for _, pause := range announced {
+		if strings.TrimSpace(pause[1]) != "1 s" {
+			t.Errorf("it is to come back in %q", pause[1])
 		}
 	}
 }

@@ -408,6 +408,7 @@ func TestAWorkerWhoseClockIsBehindWaitsForTheTime(t *testing.T) {
 // With valid certificates a worker does not wait long for a joinservice.
 func TestAWorkerWithValidCertificatesGoesOnWithoutNewOnes(t *testing.T) {
 	w, _ := joined(t)
+	w.renewal = 100 * time.Millisecond
 	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

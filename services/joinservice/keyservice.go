@@ -34,12 +34,13 @@ const (
 type KeyService struct {
 	kms       kmsv1connect.KeyServiceClient
 	tokenFile string
+	timeout   time.Duration // of a call
 }
 
 // NewKeyService returns a KeyService that uses client, which appraises its server as a kms over attested TLS. It reads the
 // projected token for each call, since the kubelet replaces it.
 func NewKeyService(client *http.Client, url, tokenFile string) *KeyService {
-	return &KeyService{kms: kmsv1connect.NewKeyServiceClient(client, url, connect.WithReadMaxBytes(64<<10)), tokenFile: tokenFile}
+	return &KeyService{kms: kmsv1connect.NewKeyServiceClient(client, url, connect.WithReadMaxBytes(64<<10)), tokenFile: tokenFile, timeout: keyTimeout}
 }
 
 // Disk returns the key of a disk.
@@ -86,7 +87,7 @@ func (k *KeyService) call(ctx context.Context) (context.Context, context.CancelF
 	if err != nil {
 		return nil, nil, attest.RefuseFor(retryKey, attestv1.Reason_REASON_KMS_UNAVAILABLE, "our own token: %w", err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, keyTimeout)
+	ctx, cancel := context.WithTimeout(ctx, k.timeout)
 	ctx, call := connect.NewClientContext(ctx)
 	call.RequestHeader().Set("Authorization", "Bearer "+token)
 	return ctx, cancel, nil

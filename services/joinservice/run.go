@@ -1,6 +1,7 @@
 package joinservice
 
 import (
+	"cmp"
 	"context"
 	"crypto/ed25519"
 	"crypto/x509"
@@ -67,6 +68,8 @@ type Options struct {
 	VanishedAfter, ReleaseAfter time.Duration
 	// PKI is the folder of the control plane's PKI files.
 	PKI string
+	// keyTimeout bounds a call of the key service; 0: the constant of that name.
+	keyTimeout time.Duration
 	// Audit keeps the records; Run does not close it.
 	Audit *audit.Log
 	Log   *slog.Logger
@@ -164,10 +167,11 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if _, err := ca(); err != nil {
 		return err
 	}
+	disks := NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token)
+	disks.timeout = cmp.Or(o.keyTimeout, disks.timeout)
 	svc, err := New(Config{
 		Policy: m.Policy, Appraiser: joiners, Members: members, Rejoiners: rejoiners, Interval: reattestEvery(o.VerdictMaxAge), Owner: o.Owner, Enrollments: enrollments, Certificates: requests, Records: waiting, JoinLease: joinlease.New(m.Cluster, o.Log), Tokens: tokens, Cluster: m.Cluster.Info, CA: ca, Credential: o.Credential,
-		Keys: NewKeyService(rpc.HTTPClient(toKMS), o.KMS, o.Token),
-		PKI:  o.PKI, Audit: o.Audit, RefusalLimits: m.RefusalLimits, UnattestedRefusals: m.UnattestedRefusals, Log: o.Log, Metrics: m.Registry,
+		Keys: disks, PKI: o.PKI, Audit: o.Audit, RefusalLimits: m.RefusalLimits, UnattestedRefusals: m.UnattestedRefusals, Log: o.Log, Metrics: m.Registry,
 	})
 	if err != nil {
 		return err

@@ -19,6 +19,7 @@
 package atls
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -51,6 +52,13 @@ const (
 	// DefaultMaxAge is the age at which a verdict expires and its connection is closed with GOAWAY.
 	DefaultMaxAge = time.Hour
 )
+
+// timeouts are handshakeTimeout and exchangeTimeout, or those of a test.
+type timeouts struct{ handshake, exchange time.Duration }
+
+func (t timeouts) withDefaults() timeouts {
+	return timeouts{cmp.Or(t.handshake, handshakeTimeout), cmp.Or(t.exchange, exchangeTimeout)}
+}
 
 // NoAttester is for a side that sends no evidence: an owner's program, which does not run on a
 // machine of the cluster. Its connections reach the access level "session" at most.

@@ -48,6 +48,8 @@ type ServerConfig struct {
 	Observe func(SetUp)
 	// Log receives what is not sent to unattested peers: the cause of a refusal.
 	Log *slog.Logger
+
+	timeouts timeouts // zero: the defaults
 }
 
 // SetUp is the result of one connection's set-up, before HTTP.
@@ -79,6 +81,7 @@ func (c *ServerConfig) sideConfig() (sideConfig, error) {
 		appraiser:  c.Appraiser,
 		purpose:    c.ClientPurpose,
 		unattested: !c.RefuseUnattested,
+		timeouts:   c.timeouts.withDefaults(),
 	}
 	var missing error
 	if c.Log == nil {

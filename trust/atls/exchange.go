@@ -31,6 +31,7 @@ type sideConfig struct {
 	// unattested accepts a peer that sends no evidence, without a Peer: its requests reach the level
 	// "session" only. No client sets it: a client always appraises its server.
 	unattested bool
+	timeouts   timeouts
 	// peers limits the resources that the peer uses until it has attested; nil at a client, which chose its
 	// peer and has one at a time.
 	peers *unattested
@@ -111,7 +112,7 @@ func (p sideConfig) run(ctx context.Context, conn *tls.Conn, ekm [32]byte) (*att
 		sideConfig: p,
 		conn:       conn,
 		ekm:        ekm,
-		deadline:   start.Add(exchangeTimeout),
+		deadline:   start.Add(p.timeouts.exchange),
 		out:        make(chan []byte, int(kindVerdict)+1),
 		written:    make(chan struct{}),
 		seen:       make(map[kind]bool),

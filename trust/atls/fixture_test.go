@@ -146,3 +146,15 @@ func get(ctx context.Context, c *http.Client, url string) (string, error) {
 	b, err := io.ReadAll(resp.Body)
 	return string(b), err
 }
+
+// waitFor waits for a condition.
+func waitFor(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.Now().Add(atls.Patience); !ok(); <-tick.C {
+		if time.Now().After(end) {
+			t.Fatalf("not within %s: %s", atls.Patience, what)
+		}
+	}
+}

@@ -196,7 +196,9 @@ func (l *Listener) aged(c *Conn) bool {
 func (l *Listener) CloseMachine(m attest.MachineID) int {
 	now := time.Now()
 	l.mu.Lock()
-	l.bans = slices.DeleteFunc(l.bans, func(b ban) bool { return now.Sub(b.at) > handshakeTimeout+exchangeTimeout })
+	l.bans = slices.DeleteFunc(l.bans, func(b ban) bool {
+		return now.Sub(b.at) > l.sideConfig.timeouts.handshake+l.sideConfig.timeouts.exchange
+	})
 	l.bans = append(l.bans, ban{m, now})
 	var gone []*Conn
 	for c := range l.sessions {
@@ -377,9 +379,9 @@ func (l *Listener) forget(t *tracked) {
 func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *endpoint) {
 	began := time.Now()
 	tc := tls.Server(conn, l.tls)
-	ctx, cancel := context.WithTimeout(l.ctx, handshakeTimeout)
+	ctx, cancel := context.WithTimeout(l.ctx, l.sideConfig.timeouts.handshake)
 	defer cancel()
-	if s.Err = errors.Join(tc.SetDeadline(began.Add(handshakeTimeout)), tc.HandshakeContext(ctx)); s.Err != nil {
+	if s.Err = errors.Join(tc.SetDeadline(began.Add(l.sideConfig.timeouts.handshake)), tc.HandshakeContext(ctx)); s.Err != nil {
 		s.Err = fmt.Errorf("TLS handshake: %w", classifyHandshake(s.Err))
 		return nil, nil
 	}

@@ -58,6 +58,7 @@ func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<-
 	t.Helper()
 	w := newFixture(t)
 	sc := w.serverConfig(t)
+	sc.Patient()
 	sc.Limits.SetUp, sc.Limits.Total = 1, 100000
 	began, goes := make(chan struct{}, 1), make(chan struct{})
 	slowed(&sc, began, goes)
@@ -69,6 +70,7 @@ func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<-
 	}
 	s := serve(t, sc, whoami)
 	cc := w.clientConfig(t)
+	cc.Patient()
 	from(&cc, "127.0.5.1")
 	client := dial(t, cc)
 	answer := make(chan error, 1)
@@ -92,6 +94,7 @@ func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<-
 	if err := <-answer; err != nil {
 		t.Errorf("the machine: %v", err)
 	}
+	waitFor(t, "all newcomers are counted", func() bool { return full.Load() >= attempts })
 	if got := full.Load(); got != attempts {
 		t.Errorf("%d of %d newcomers found no place", got, attempts)
 	}

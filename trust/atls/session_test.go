@@ -194,7 +194,7 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 					if attest.ReasonOf(s.Err) != tt.want {
 						t.Errorf("the server observed %v, want %v", s.Err, tt.want)
 					}
-				case <-time.After(5 * time.Second):
+				case <-time.After(atls.Patience):
 					t.Error("the server observed nothing")
 				}
 			}
@@ -244,10 +244,11 @@ func TestManyFirstCallsMakeOneDial(t *testing.T) {
 		t.Errorf("%d dials and %d quotes, want one of each", dials.Load(), w.client.Quotes()-quotes)
 	}
 
-	// One refusal also answers all calls that wait for the same dial.
+	// One refusal also answers all calls that wait for the same dial, and those of the next 250 ms.
 	cc.Attester = w.client.Attester(attest.PurposeKMS)
 	c = dial(t, cc)
 	dials.Store(0)
+	began := time.Now()
 	for range 20 {
 		wg.Go(func() {
 			if _, err := get(t.Context(), c, s.url); attest.ReasonOf(err) != attestv1.Reason_REASON_BINDING_MISMATCH {
@@ -256,8 +257,8 @@ func TestManyFirstCallsMakeOneDial(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if dials.Load() != 1 {
-		t.Errorf("%d dials were refused, want 1", dials.Load())
+	if most := 1 + int32(time.Since(began)/(250*time.Millisecond)); dials.Load() > most {
+		t.Errorf("%d dials were refused, want at most %d", dials.Load(), most)
 	}
 }
 

@@ -38,6 +38,8 @@ type ClientConfig struct {
 	// Observe, if set, is called for every connection once its set-up has ended. It must be fast
 	// and safe for concurrent use.
 	Observe func(SetUp)
+
+	timeouts timeouts // zero: the defaults
 }
 
 // Transport is an [http.RoundTripper] for https URLs, over muster-atls/1 and HTTP/2. It keeps one
@@ -81,6 +83,7 @@ func NewTransport(cfg ClientConfig) (*Transport, error) {
 		verifier:  cfg.Verifier,
 		appraiser: cfg.Appraiser,
 		purpose:   cfg.PeerPurpose,
+		timeouts:  cfg.timeouts.withDefaults(),
 	}
 	if cfg.Appraiser == NoAppraiser {
 		return nil, errors.New("atls: a client must appraise its server: set Appraiser")
@@ -294,7 +297,7 @@ func (t *Transport) handshake(ctx context.Context, conn *tracked, addr string, s
 	}
 	tc := tls.Client(conn, conf)
 	began := time.Now()
-	hctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
+	hctx, cancel := context.WithTimeout(ctx, t.sideConfig.timeouts.handshake)
 	defer cancel()
 	if err := tc.HandshakeContext(hctx); err != nil {
 		return nil, fmt.Errorf("TLS handshake with %s: %w", addr, &ExchangeError{Err: classifyHandshake(err)})

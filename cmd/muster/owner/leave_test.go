@@ -43,16 +43,16 @@ func TestARevocationLastsByTheAPIServersClock(t *testing.T) {
 		"a node of before, ahead":           {ahead: 2 * year, unattested: true, want: foreign},
 	} {
 		t.Run(name, func(t *testing.T) {
+			now := time.Now()
 			had := nodeaccess.Entry{Unattested: tt.unattested}
 			if tt.before > 0 {
-				had.Revoked = &nodeaccess.Revocation{Until: time.Now().Add(tt.before).UTC().Truncate(time.Second), Allowed: []string{"X509SHA256=01"}}
+				had.Revoked = &nodeaccess.Revocation{Until: now.Add(tt.before).UTC().Truncate(time.Second), Allowed: []string{"X509SHA256=01"}}
 			}
 			access(t, map[string]nodeaccess.Entry{"w1": had, "other": {Suspended: true}})
 			p, err := kube.Presence(ctx, "w1")
 			if err != nil {
 				t.Fatal(err)
 			}
-			now := time.Now()
 			said, err := kube.Forget(ctx, p, now.Add(tt.ahead), func(string) {})
 			if err != nil {
 				t.Fatal(err)

@@ -29,7 +29,7 @@ import (
 )
 
 // patience is how long a condition may take on a machine that compiles at the same time.
-const patience = 2 * time.Minute
+const patience = 10 * time.Minute
 
 // answer is a first machine's answer to one call of Init.
 type answer func(req *initv1.InitRequest, send func(*initv1.InitResponse) error) error

@@ -29,8 +29,10 @@ type UpgradeConfig struct {
 	Values clusterapi.Values
 	// AllowDowngrade allows an older chart. Definitions then stay unchanged.
 	AllowDowngrade bool
-	// Patience is how long the services may take to become ready, after the upgrade and after a rollback.
+	// Patience is how long the services may take to become ready after the upgrade.
 	Patience time.Duration
+	// Back is the same after a rollback; 0: Patience.
+	Back time.Duration
 	// Report receives each step.
 	Report progress.Reporter
 	// Log receives the output of helm and client-go.
@@ -110,7 +112,7 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 			return fmt.Sprintf("%d definitions", len(u.definitions)), u.kube.Apply(ctx, u.definitions, u.Report.Update)
 		}},
 		{"roll Muster's services", func() (string, error) {
-			r, err := u.kube.UpgradeChart(ctx, clusterapi.Rollout{Values: u.values, Ready: u.ready, Patience: u.Patience}, u.Log)
+			r, err := u.kube.UpgradeChart(ctx, clusterapi.Rollout{Values: u.values, Ready: u.ready, Patience: u.Patience, Back: u.Back}, u.Log)
 			if err != nil {
 				return "", u.explain(err)
 			}

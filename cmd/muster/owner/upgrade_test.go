@@ -87,7 +87,7 @@ func checkUpgrade(t *testing.T, o *owned, dial func(ctx, string, string) (net.Co
 		t.Fatal(err)
 	}
 	u := &upgrades{owned: o, ctx: ctx, admin: admin, cfg: UpgradeConfig{
-		Dir: o.Dir, Patience: time.Minute, Log: slog.New(slog.DiscardHandler), DialContext: dial,
+		Dir: o.Dir, Patience: patience, Back: patience, Log: slog.New(slog.DiscardHandler), DialContext: dial,
 		Report: progress.New(progress.Config{Out: io.Writer(o.out), Format: progress.Plain, Steps: UpgradeSteps}),
 	}}
 	t.Run("services that don't get ready are rolled back", u.notReady)
@@ -179,7 +179,7 @@ func (u *upgrades) rolledBack(t *testing.T, err error, before string) {
 func (u *upgrades) notReady(t *testing.T) {
 	before, cfg := u.image(t), u.to("3")
 	cfg.Values.KMSImage = imageOf(unready, "3")
-	cfg.Patience = 3 * time.Second
+	cfg.Patience = 30 * time.Second
 	out, err := Upgrade(u.ctx, cfg)
 	u.rolledBack(t, err, before)
 	if !strings.Contains(err.Error(), "muster-kms 1/1 ready, 0/1 of them new") {
@@ -221,7 +221,7 @@ func (s *stopAt) Update(text string) {
 
 func (u *upgrades) notTrusted(t *testing.T) {
 	before, cfg := u.image(t), u.to("5")
-	cfg.Patience = 3 * time.Second
+	cfg.Patience = 30 * time.Second
 	refused := errors.New("nobody is there")
 	tries := 0
 	cfg.DialContext = func(ctx ctx, network, addr string) (net.Conn, error) {

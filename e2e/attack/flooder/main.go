@@ -61,6 +61,8 @@ type counts struct {
 	Most, open atomic.Int64
 	// Sent is bytes below TLS.
 	Sent atomic.Int64
+	// first is called when a connection is established.
+	first func()
 }
 
 // Write implements [io.Writer].
@@ -87,7 +89,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	target := flags.String("target", "", "HOST:PORT of the listener, on the loopback network")
 	sources := flags.Int("sources", 1, "how many addresses it comes from")
 	first := flags.String("first", "127.64.0.1", "the first of them")
-	length := flags.Duration("for", time.Minute, "how long")
+	length := flags.Duration("for", time.Minute, "how long, from the first connection on")
 	list := flags.Bool("list", false, "list the floods")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -111,9 +113,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil || !from.Is4() || !from.IsLoopback() || *sources < 1 {
 		return fmt.Errorf("-first, -sources: want at least one address of the loopback network")
 	}
-	ctx, cancel := context.WithTimeout(ctx, *length)
-	defer cancel()
-	count := floods[i].from(ctx, *target, addresses(from, *sources))
+	count := floods[i].from(ctx, *target, addresses(from, *sources), *length)
 	return json.NewEncoder(stdout).Encode(map[string]int64{
 		"dialed": count.Dialed.Load(), "opened": count.Opened.Load(), "most": count.Most.Load(), "sent": count.Sent.Load(),
 	})
@@ -127,9 +127,14 @@ func addresses(first netip.Addr, n int) (all []net.IP) {
 	return all
 }
 
-// from runs the flood until ctx ends, from the sources in turn.
-func (f flood) from(ctx context.Context, target string, sources []net.IP) *counts {
-	count := &counts{}
+// patience is how long a flood tries to open its first connection.
+const patience = 5 * time.Minute
+
+// from runs the flood for that long from its first connection on, or until ctx ends, from the sources in turn.
+func (f flood) from(ctx context.Context, target string, sources []net.IP, length time.Duration) *counts {
+	ctx, cancel := context.WithTimeout(ctx, patience+length)
+	defer cancel()
+	count := &counts{first: sync.OnceFunc(func() { time.AfterFunc(length, cancel) })}
 	rate, open := float64(min(oneSource*len(sources), allSources)), min(oneOpen*len(sources), allOpen)
 	if f.open > 0 {
 		open = min(open, f.open)
@@ -172,6 +177,7 @@ func (f flood) once(ctx context.Context, target string, source net.IP, count *co
 	// Every blocking call ends with the flood.
 	defer context.AfterFunc(ctx, func() { _ = raw.Close() })()
 	count.Opened.Add(1)
+	count.first()
 	now := count.open.Add(1)
 	defer count.open.Add(-1)
 	for most := count.Most.Load(); now > most && !count.Most.CompareAndSwap(most, now); most = count.Most.Load() {

@@ -67,7 +67,7 @@ func memoryRoot() (dir string, unified bool, err error) {
 // remove waits until the last process is gone.
 func (m *memory) remove(t *testing.T) {
 	t.Helper()
-	end := time.After(10 * time.Second)
+	end := time.After(5 * time.Minute)
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for {

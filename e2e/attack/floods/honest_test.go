@@ -39,11 +39,18 @@ const (
 	owners = 5
 	// quietApart is the time between two of them in the run before it.
 	quietApart = 500 * time.Millisecond
-	// patience is how long a client tries before it counts as not served.
-	patience = time.Minute
 	// unnoticed is the wait at a listener without tickets that a client does not notice.
 	unnoticed = 200 * time.Millisecond
 )
+
+// patience is how long a client tries before it counts as not served, and how long one call may take. A short run
+// measures nothing, and passes on a busy computer too.
+func patience() (all, call time.Duration) {
+	if *long {
+		return time.Minute, 30 * time.Second
+	}
+	return 10 * time.Minute, 5 * time.Minute
+}
 
 // outcome is the result of the honest machines.
 type outcome struct {
@@ -77,13 +84,14 @@ func (s *fixture) ask(t *testing.T, p *process, n int, apart time.Duration, one 
 		}
 	})
 	var asking sync.WaitGroup
+	limit, _ := patience()
 	tick := time.NewTicker(apart)
 	defer tick.Stop()
 	for i := range n {
 		s.made++
 		try := one(t, fmt.Sprintf("127.32.0.%d", i+1), s.made)
 		asking.Go(func() {
-			ctx, cancel := context.WithTimeout(alive, patience)
+			ctx, cancel := context.WithTimeout(alive, limit)
 			defer cancel()
 			began := time.Now()
 			pause := retry.Backoff{Min: 500 * time.Millisecond, Max: 4 * time.Second}
@@ -131,13 +139,14 @@ func (s *fixture) joiner(t *testing.T, source string, n int) func(context.Contex
 	cfg := atls.ClientConfig{
 		Attester: m.Attester(attest.PurposeMachine), Verifier: s.verifier(t), PeerPurpose: attest.PurposeJoinservice, Appraiser: presented{}, DialContext: from(source),
 	}
+	_, limit := patience()
 	return func(ctx context.Context) error {
 		transport, err := atls.NewTransport(cfg)
 		if err != nil {
 			return err
 		}
 		defer func() { _ = transport.Close() }()
-		ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+		ctx, cancel := context.WithTimeout(ctx, limit)
 		defer cancel()
 		ticket, err := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(transport), "https://"+s.ports["joinservice"], rpc.ClientOptions()...).IssueJoinTicket(ctx, req)
 		if err == nil && len(ticket.GetDiskKey()) == 0 {
@@ -206,13 +215,14 @@ func (s *fixture) session(do func(context.Context, *http.Client) error) func(t *
 		cfg := atls.ClientConfig{
 			Attester: atls.NoAttester, Verifier: s.verifier(t), PeerPurpose: attest.PurposeMachine, Appraiser: genuine{}, DialContext: from(source),
 		}
+		_, limit := patience()
 		return func(ctx context.Context) error {
 			transport, err := atls.NewTransport(cfg)
 			if err != nil {
 				return err
 			}
 			defer func() { _ = transport.Close() }()
-			ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+			ctx, cancel := context.WithTimeout(ctx, limit)
 			defer cancel()
 			return do(ctx, rpc.HTTPClient(transport))
 		}

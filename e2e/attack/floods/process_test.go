@@ -159,7 +159,7 @@ func (p *process) stop(t *testing.T) {
 	}
 	select {
 	case <-p.done:
-	case <-time.After(30 * time.Second):
+	case <-time.After(5 * time.Minute):
 		t.Errorf("%s does not stop", p.name)
 		_ = p.proc.Kill()
 		<-p.done

@@ -26,7 +26,7 @@ import (
 )
 
 // cleanTimeout bounds how long the kernel may take to let go of cgroups.
-const cleanTimeout = 20 * time.Second
+const cleanTimeout = 5 * time.Minute
 
 // stopTimeout is how long a virtual machine may take to shut down.
 const stopTimeout = 2 * time.Minute

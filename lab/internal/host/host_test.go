@@ -67,7 +67,7 @@ func TestCgroupsOfTheLabComeAndGo(t *testing.T) {
 	top := fmt.Sprintf("muster-lab-test-%d", os.Getpid())
 	group := top + "/node1"
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 5*time.Second)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 5*time.Minute)
 		defer cancel()
 		if err := c.Remove(ctx, top); err != nil {
 			t.Error(err)
@@ -109,7 +109,7 @@ func TestCgroupsOfTheLabComeAndGo(t *testing.T) {
 	if err := cmd.Wait(); err == nil {
 		t.Error("it was not killed")
 	}
-	ctx, stop := context.WithTimeout(t.Context(), 5*time.Second)
+	ctx, stop := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer stop()
 	if err := c.Remove(ctx, top); err != nil || c.Exists(top) {
 		t.Errorf("left: %v", err)

@@ -145,7 +145,7 @@ func apiClient(pool *x509.CertPool, cert *tls.Certificate) *http.Client {
 		// Not tls.X509KeyPair, which would detect that key and certificate do not match.
 		conf.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return cert, nil }
 	}
-	return &http.Client{Timeout: 10 * time.Second, Transport: &http.Transport{TLSClientConfig: conf}}
+	return &http.Client{Timeout: 5 * time.Minute, Transport: &http.Transport{TLSClientConfig: conf}}
 }
 
 func selfSigned(node string, key *ecdsa.PrivateKey) (*tls.Certificate, error) {
@@ -249,7 +249,7 @@ func joinservice(ctx context.Context, c Config) ([]Attempt, error) {
 	}
 	ask := func(who string, t http.RoundTripper) {
 		client := joinv1connect.NewJoinServiceClient(rpc.HTTPClient(t), "https://"+c.Joinservice, rpc.ClientOptions()...)
-		ctx, cancel := context.WithTimeout(ctx, 15*time.Second)
+		ctx, cancel := context.WithTimeout(ctx, 5*time.Minute)
 		defer cancel()
 		note := func(what string, err error) {
 			a := Attempt{What: who + ": " + what, In: err == nil}

@@ -1,6 +1,7 @@
 package lan
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -10,7 +11,7 @@ import (
 	"time"
 )
 
-// connectTimeout is how long a control plane may take to accept before the next is tried.
+// connectTimeout is the Timeout of a [Forwarder] that has none.
 const connectTimeout = 500 * time.Millisecond
 
 // A Forwarder is a TCP load balancer: each connection goes to the first back end that
@@ -20,6 +21,8 @@ type Forwarder struct {
 	// Healthy, if set, is asked every second for each back end. One that is not healthy is tried
 	// after all others, and loses the connections that it has.
 	Healthy func(ctx context.Context, backend string) error
+	// Timeout is how long a back end may take to accept before the next is tried; 0: 500 ms.
+	Timeout time.Duration
 	Log     *slog.Logger
 
 	first  int
@@ -82,7 +85,7 @@ func (f *Forwarder) dial(ctx context.Context) (net.Conn, string, error) {
 	f.mu.Unlock()
 	errs := []error{errors.New("no back end accepted the connection")}
 	for _, b := range f.health.order(f.Backends(), first) {
-		d := net.Dialer{Timeout: connectTimeout}
+		d := net.Dialer{Timeout: cmp.Or(f.Timeout, connectTimeout)}
 		c, err := d.DialContext(ctx, "tcp", b)
 		if err == nil {
 			return c, b, nil

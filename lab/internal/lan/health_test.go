@@ -45,7 +45,7 @@ func greeting(t *testing.T, name string) net.Listener {
 // greeted connects and returns the name of the back end.
 func greeted(t *testing.T, addr string) (net.Conn, string) {
 	t.Helper()
-	c, err := net.DialTimeout("tcp", addr, 5*time.Second)
+	c, err := net.DialTimeout("tcp", addr, patience)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -67,7 +67,7 @@ func TestABackEndThatIsDownLosesItsConnectionsAndGetsNoMore(t *testing.T) {
 	l := listen(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	f := Forwarder{
-		Backends: func() []string { return []string{a.Addr().String(), b.Addr().String()} }, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
+		Backends: func() []string { return []string{a.Addr().String(), b.Addr().String()} }, Timeout: patience, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
 		Healthy: func(_ context.Context, addr string) error {
 			if addr == dead.Load() {
 				return errors.New("gone")

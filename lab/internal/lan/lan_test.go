@@ -60,7 +60,7 @@ func forwarding(t *testing.T, backends ...string) string {
 	t.Helper()
 	l := listen(t)
 	ctx, cancel := context.WithCancel(t.Context())
-	f := Forwarder{Backends: func() []string { return backends }, Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	f := Forwarder{Backends: func() []string { return backends }, Timeout: patience, Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
 	done := make(chan error)
 	go func() { done <- f.Serve(ctx, l) }()
 	t.Cleanup(func() {
@@ -74,12 +74,12 @@ func forwarding(t *testing.T, backends ...string) string {
 
 func ask(t *testing.T, addr string) (string, error) {
 	t.Helper()
-	c, err := net.DialTimeout("tcp", addr, 5*time.Second)
+	c, err := net.DialTimeout("tcp", addr, patience)
 	if err != nil {
 		return "", err
 	}
 	defer c.Close()
-	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+	if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := io.WriteString(c, "hello"); err != nil {
@@ -122,7 +122,7 @@ func TestTheForwarderEndsWithOpenConnections(t *testing.T) {
 	defer backend.Close()
 	l := listen(t)
 	ctx, cancel := context.WithCancel(t.Context())
-	f := Forwarder{Backends: func() []string { return []string{backend.Addr().String()} }, Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	f := Forwarder{Backends: func() []string { return []string{backend.Addr().String()} }, Timeout: patience, Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
 	done := make(chan error)
 	go func() { done <- f.Serve(ctx, l) }()
 	client, err := net.Dial("tcp", l.Addr().String())
@@ -141,7 +141,7 @@ func TestTheForwarderEndsWithOpenConnections(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(patience):
 		t.Fatal("a silent connection keeps the forwarder from ending")
 	}
 }

@@ -78,7 +78,7 @@ func (s *supervisor) ask(t *testing.T, args ...string) answer {
 // becomes waits until a unit's state satisfies a condition.
 func becomes(t *testing.T, s *supervisor, unit string, what string, cond func(*service) bool) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	if err := s.wait(ctx, func() bool { return cond(s.services[unit]) }); err != nil {
 		t.Fatalf("%s did not become %s: %+v", unit, what, s.services[unit])

@@ -33,7 +33,7 @@ const enabledDir = "/var/lib/systemd/enabled"
 var inMachine = folders{units: image.Units, enabled: enabledDir, notify: "/run/systemd/notify", logs: "/var/log"}
 
 const (
-	startLimit  = time.Minute      // for Type=notify: from start to READY=1
+	startLimit  = 10 * time.Minute // for Type=notify: from start to READY=1
 	stopTimeout = 20 * time.Second // from SIGTERM to SIGKILL
 )
 

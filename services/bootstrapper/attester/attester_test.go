@@ -43,7 +43,7 @@ func start(t *testing.T, attesters map[attest.Purpose]attest.Attester) string {
 			t.Error(err)
 		}
 	})
-	deadline := time.After(10 * time.Second)
+	deadline := time.After(5 * time.Minute)
 	for _, p := range attester.Purposes {
 		for {
 			c, err := new(net.Dialer).DialContext(t.Context(), "unix", client.Socket(dir, p))

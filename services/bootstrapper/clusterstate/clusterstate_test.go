@@ -67,7 +67,7 @@ func TestKubeProxyRunsTheListedImage(t *testing.T) {
 
 func write(t *testing.T, a *machinetest.APIServer, s State) error {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	return Write(ctx, a.Kubeconfig(), s)
 }

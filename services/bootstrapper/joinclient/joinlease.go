@@ -1,6 +1,7 @@
 package joinclient
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -54,7 +55,7 @@ func (c *Client) keepLease(ctx context.Context, t *ticket, s *discovery.Session,
 func (k *joinLease) keep(ctx context.Context) {
 	last, warned := time.Now(), false
 	pause := retry.Backoff{Min: k.node.Timing.RetryMin, Max: k.life / 8}
-	wait := k.life / 3
+	wait := k.between()
 	for retry.Wait(ctx, wait) == nil {
 		err := k.call(ctx, false)
 		switch {
@@ -63,7 +64,7 @@ func (k *joinLease) keep(ctx context.Context) {
 		case err == nil:
 			last, warned = time.Now(), false
 			pause.Reset()
-			wait = k.life / 3
+			wait = k.between()
 			continue
 		case lost(err):
 			k.node.Log.WarnContext(ctx, "this machine's join lease was lost; its join continues", "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err)
@@ -77,6 +78,9 @@ func (k *joinLease) keep(ctx context.Context) {
 		wait = pause.Next(rpc.RetryAfterFrom(err))
 	}
 }
+
+// between returns the pause between two renewals.
+func (k *joinLease) between() time.Duration { return cmp.Or(k.node.Timing.LeaseRenewal, k.life/3) }
 
 // lost reports whether a joinservice has answered that there is nothing to renew.
 func lost(err error) bool {

@@ -50,6 +50,8 @@ type Timing struct {
 	Kubeadm, Reset, ClusterState time.Duration
 	// Renewal is how long a node with valid certificates asks for new ones before its kubelet starts.
 	Renewal time.Duration
+	// LeaseRenewal is the pause between two renewals of the join lease; 0: a third of its life.
+	LeaseRenewal time.Duration
 }
 
 // DefaultTiming are the waits of production.

@@ -17,6 +17,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"go.uber.org/goleak"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/ownerorder"
@@ -31,7 +32,7 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // patience is how long a condition may take on a busy machine.
-const patience = 60 * time.Second
+const patience = 5 * time.Minute
 
 const diskID = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
 
@@ -262,7 +263,9 @@ func (w *fixture) opens(t *testing.T, c *http.Client) {
 		if err == nil {
 			break
 		}
-		if rpc.RetryAfterFrom(err) == 0 {
+		// A slow machine ends a call too late, or the connection.
+		late := []attestv1.Reason{attestv1.Reason_REASON_DEADLINE, attestv1.Reason_REASON_UNSPECIFIED}
+		if rpc.RetryAfterFrom(err) == 0 && !slices.Contains(late, rpc.ReasonFrom(err)) {
 			t.Fatalf("the owner: %v", err)
 		}
 		select {

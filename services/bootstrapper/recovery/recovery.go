@@ -92,6 +92,7 @@ type Server struct {
 	queue     *queue
 	idle      time.Duration // see idleTimeout
 	call      time.Duration // see callTimeout
+	grace     time.Duration // see grace
 	attempts  *prometheus.CounterVec
 	recovered chan struct{}
 	once      sync.Once
@@ -108,7 +109,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("recovery: want either OwnerKey or NoOwnerKey")
 	}
 	s := &Server{
-		cfg: cfg, queue: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, recovered: make(chan struct{}),
+		cfg: cfg, queue: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, grace: grace, recovered: make(chan struct{}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
 		}, []string{"reason"}),
@@ -132,7 +133,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
 		Listener: l, Health: health, Metrics: s.cfg.Calls, Log: s.cfg.Log,
-		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: grace,
+		MaxRequest: maxRequest, Timeout: requestTimeout, StreamTimeout: s.call, IdleTimeout: s.idle, Grace: s.grace,
 		// The caller is the owner's program, which has no TPM: it appraises this machine, and authenticates itself by the owner's signature and the key.
 		ATLS:     atls.ServerConfig{Attester: s.cfg.Attester, Appraiser: atls.NoAppraiser, Limits: Limits, Challenges: s.cfg.Challenges},
 		Services: []rpc.Service{s.Service()},
@@ -214,7 +215,7 @@ func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, notify func(r
 		s.cfg.Log.InfoContext(ctx, "the owner's key opened the state disk", "disk", s.cfg.DiskID.String())
 		notify(recoverv1.State_STATE_OPENED)
 		// The disk is open, whether or not the caller still reads.
-		time.AfterFunc(grace, s.opened)
+		time.AfterFunc(s.grace, s.opened)
 		return nil
 	case errors.Is(err, ErrOpen):
 		notify(recoverv1.State_STATE_OPEN_ALREADY)

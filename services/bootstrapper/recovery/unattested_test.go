@@ -91,11 +91,9 @@ func unattestedClients(t *testing.T, w *fixture) {
 	wg.Go(func() { _, _ = w.recover(ctx, slow, wrong(), nil) })
 	// The machine's own attempts to rejoin need the TPM and the disk.
 	for i := range 20 {
-		ctx, cancel := context.WithTimeout(ctx, patience/6)
 		if _, err := w.own.Attest(ctx, attestv1.Format_FORMAT_TPM2, attest.Binding{byte(i)}); err != nil {
 			t.Errorf("the machine's own evidence: %v", err)
 		}
-		cancel()
 	}
 	w.opens(t, w.from("127.0.0.1"))
 	// The machine boots, also while clients hold connections.
@@ -103,7 +101,7 @@ func unattestedClients(t *testing.T, w *fixture) {
 	if err := w.stop(); err != nil {
 		t.Error(err)
 	}
-	if took := time.Since(began); took > patience/2 {
+	if took := time.Since(began); took > patience {
 		t.Errorf("it took %s to end", took)
 	}
 }

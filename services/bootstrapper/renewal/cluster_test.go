@@ -284,7 +284,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			r.Name = map[string]string{admins: "of-an-administrator", "system:nodes": "of-a-node"}[group]
 			r.Spec.Username, r.Spec.Groups = "system:admin", []string{"system:masters", admins} // the API server writes these
 			var made *certificatesv1.CertificateSigningRequest
-			if err := wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, time.Minute, true, func(ctx context.Context) (bool, error) {
+			if err := wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, 5*time.Minute, true, func(ctx context.Context) (bool, error) {
 				made, err = k.CertificatesV1().CertificateSigningRequests().Create(ctx, r, metav1.CreateOptions{})
 				if apierrors.IsForbidden(err) {
 					return false, nil // the API server's authorizer has not seen the binding yet

@@ -140,7 +140,7 @@ func (c *memoryCluster) note(what string) {
 // await returns once the step was done.
 func (c *memoryCluster) await(t *testing.T, what string) {
 	t.Helper()
-	deadline := time.After(2 * time.Minute)
+	deadline := time.After(5 * time.Minute)
 	for {
 		c.mu.Lock()
 		ok := slices.Contains(c.order, what)

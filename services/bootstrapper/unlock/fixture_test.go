@@ -44,6 +44,9 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// patience is how long a machine that builds at the same time may take.
+const patience = 5 * time.Minute
+
 const diskID = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 
 var (
@@ -262,7 +265,7 @@ func (r *running) end(t testing.TB) error {
 	case err := <-r.done:
 		r.done <- err
 		return err
-	case <-time.After(60 * time.Second):
+	case <-time.After(patience):
 		t.Fatal("unlocking does not end")
 		return nil
 	}
@@ -428,14 +431,14 @@ func (w *fixture) logged(name string) (value string) {
 // eventually waits for a condition.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	deadline := time.After(30 * time.Second)
+	deadline := time.After(patience)
 	tick := time.NewTicker(2 * time.Millisecond)
 	defer tick.Stop()
 	for !ok() {
 		select {
 		case <-tick.C:
 		case <-deadline:
-			t.Fatalf("not within 30 s: %s", what)
+			t.Fatalf("not within %s: %s", patience, what)
 		}
 	}
 }

@@ -201,7 +201,7 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 			t.Errorf("%v, opened %d times", err, w.disk.opens)
 		}
 		w.lockedTo(cluster)
-	case <-time.After(time.Minute):
+	case <-time.After(patience):
 		t.Fatal("it does not end")
 	}
 	for _, secret := range [][]byte{root, salt, key.Expose()} { // K3

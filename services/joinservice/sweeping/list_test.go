@@ -74,7 +74,7 @@ func TestABanCutsConnectionsBeforeAnyRequest(t *testing.T) {
 		if m != roomtest.Claim(1).Machine {
 			t.Errorf("cut %s", m)
 		}
-	case <-time.After(30 * time.Second):
+	case <-time.After(5 * time.Minute):
 		t.Error("the machine is still connected")
 	}
 }

@@ -172,7 +172,7 @@ func (e *Emulator) start() {
 		e.t.Fatalf("swtpm: %v", err)
 	}
 	e.proc, e.over = cmd.Process, over
-	deadline := time.NewTimer(20 * time.Second)
+	deadline := time.NewTimer(5 * time.Minute)
 	defer deadline.Stop()
 	tick := time.NewTicker(2 * time.Millisecond)
 	defer tick.Stop()

@@ -22,7 +22,7 @@ import (
 
 // settles is how long policies and the garbage collector may take to be in force on a machine that compiles at the
 // same time.
-const settles = 2 * time.Minute
+const settles = 10 * time.Minute
 
 // While the list of nodes that may not write is missing, the chart's policies refuse writes of nodes, and only of
 // nodes: neither an install without the list nor its loss may block a cluster.

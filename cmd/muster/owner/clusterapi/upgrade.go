@@ -1,6 +1,7 @@
 package clusterapi
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,10 +45,12 @@ type Rollout struct {
 	// Values are all values of the chart, as [Client.NextValues] returns them.
 	Values map[string]any
 	// Ready waits until the services are in their final state. It is called after the upgrade, and again after a
-	// rollback. Its context ends after Patience.
+	// rollback. Its context ends after Patience, or after Back.
 	Ready func(context.Context) error
-	// Patience is how long the services may take, in each direction.
+	// Patience is how long the services may take after the upgrade.
 	Patience time.Duration
+	// Back is the same for a rollback; 0: Patience.
+	Back time.Duration
 }
 
 // NextValues returns the values that the release would get: its own, those of v over them, and v's images and key,
@@ -127,7 +130,7 @@ func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) 
 	if err := freeRelease(cfg, last); err != nil {
 		return nil, err
 	}
-	j := &checkedClient{Interface: cfg.KubeClient, ready: r.Ready, forward: ctx}
+	j := &checkedClient{Interface: cfg.KubeClient, ready: r.Ready, forward: ctx, back: r.Back}
 	cfg.KubeClient = j
 	upgrade := action.NewUpgrade(cfg)
 	upgrade.Namespace = Namespace
@@ -167,6 +170,7 @@ type checkedClient struct {
 
 	ready   func(context.Context) error
 	forward context.Context //nolint:containedctx // helm's waiters get no context
+	back    time.Duration
 	asked   bool
 }
 
@@ -185,7 +189,7 @@ type readyWaiter struct {
 func (j *readyWaiter) Wait(_ kube.ResourceList, patience time.Duration) error {
 	ctx := j.forward
 	if j.asked {
-		ctx = context.WithoutCancel(ctx)
+		ctx, patience = context.WithoutCancel(ctx), cmp.Or(j.back, patience)
 	}
 	j.asked = true
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not ready within %s: %w", patience, context.DeadlineExceeded))
