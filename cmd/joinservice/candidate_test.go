@@ -47,7 +47,8 @@ func TestANodeIsAlsoAppraisedByTheNextPolicy(t *testing.T) {
 			return membertest.Want(fits(st.Candidate), "by the next policy: %+v", st.Candidate)
 		})
 	}
-	s.candidate(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) { p.Serial, p.Tpm2.Images = 2, nil }))
+	other := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "other"})
+	s.candidate(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{other}, func(p *attestv1.Policy) { p.Serial = 2 }))
 	next(t, func(c *v1alpha1.CandidateVerdict) bool {
 		return c != nil && !c.Accepted && c.Reason == "POLICY_REFUSED" && c.Message != "" && !c.Time.IsZero()
 	})

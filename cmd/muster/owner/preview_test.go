@@ -76,7 +76,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err := ApplyPolicy(ctx, o.Dir, false)
-		if p := Explain(err); p.Reason != "POLICY_REFUSED" || !strings.Contains(p.Message, "1 running nodes") || !strings.Contains(p.Message, "old1: its PCRs have the values of no image") || !strings.Contains(p.Remedy, "--expel") {
+		if p := Explain(err); p.Reason != "POLICY_REFUSED" || !strings.Contains(p.Message, "1 running nodes") || !strings.Contains(p.Message, "old1: POLICY_REFUSED: its PCRs have the values of no image") || !strings.Contains(p.Remedy, "--expel") {
 			t.Errorf("%+v", p)
 		}
 		if inForce() != before {
@@ -90,7 +90,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		if err := o.Write(ownerdir.PolicyFile, revoking); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := ApplyPolicy(ctx, o.Dir, false); err == nil || !strings.Contains(err.Error(), "next1: the policy revokes") || strings.Contains(err.Error(), "old1") {
+		if _, err := ApplyPolicy(ctx, o.Dir, false); err == nil || !strings.Contains(err.Error(), "next1: EK_UNTRUSTED: the policy revokes") || strings.Contains(err.Error(), "old1") {
 			t.Errorf("%v", err)
 		}
 	})

@@ -24,7 +24,7 @@ func TestACandidateIsReadAndDecidesNothing(t *testing.T) {
 	c := o.claims(t)
 	p := o.object(t, 3, 5)
 	s.Set(p)
-	refusing := attesttest.Policy(t, o.ca, []*attesttest.Machine{o.machine}, func(p *attestv1.Policy) { p.Serial, p.Tpm2.Images = 6, nil })
+	refusing := attesttest.Policy(t, o.ca, []*attesttest.Machine{attesttest.NewMachine(t, o.ca, attesttest.Options{Image: "other"})}, func(p *attestv1.Policy) { p.Serial = 6 })
 	signed := attest.SignPolicy(o.private, refusing)
 	_, foreign, err := ed25519.GenerateKey(nil)
 	if err != nil {
