@@ -74,7 +74,8 @@ func (p *process) line(msg string) map[string]any {
 	deadline := time.After(5 * time.Minute)
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	for {
+	var ended error
+	for over := false; ; {
 		p.mu.Lock()
 		text := p.log.String()
 		p.mu.Unlock()
@@ -84,11 +85,14 @@ func (p *process) line(msg string) map[string]any {
 				return attrs
 			}
 		}
+		if over {
+			p.t.Fatalf("it ended with %v\n%s", ended, text)
+		}
 		select {
 		case <-tick.C:
-		case err := <-p.done:
-			p.done <- err
-			p.t.Fatalf("it ended with %v\n%s", err, text)
+		case ended = <-p.done: // what it wrote last is read once more
+			p.done <- ended
+			over = true
 		case <-deadline:
 			p.t.Fatalf("no line %q in\n%s", msg, text)
 		}

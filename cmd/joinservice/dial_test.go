@@ -30,8 +30,8 @@ func (s *fixture) dial(t *testing.T, a attest.Attester) joinv1connect.JoinServic
 	return joinv1connect.NewJoinServiceClient(anew{t, s, a}, "https://"+s.join.Addr, rpc.ClientOptions()...)
 }
 
-// held returns a client whose calls share one connection.
-func (s *fixture) held(t *testing.T, a attest.Attester) joinv1connect.JoinServiceClient {
+// overOneConnection returns a client whose calls share one connection.
+func (s *fixture) overOneConnection(t *testing.T, a attest.Attester) joinv1connect.JoinServiceClient {
 	t.Helper()
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport(t, a)), "https://"+s.join.Addr, rpc.ClientOptions()...)
 }

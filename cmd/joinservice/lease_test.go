@@ -291,7 +291,7 @@ func TestATurnEndsWithItsTicket(t *testing.T) {
 		s := setUp(t)
 		two := s.controlPlane(t, "cp2", disk1, "192.168.77.12")
 		ticket := two.ticket(t)
-		two.JoinServiceClient = s.held(t, two.Attester(attest.PurposeMachine)) // a connection from before the ban
+		two.JoinServiceClient = s.overOneConnection(t, two.Attester(attest.PurposeMachine)) // a connection from before the ban
 		if _, err := two.renewed(t, ticket.GetTicketId(), false); err != nil {
 			t.Fatal(err)
 		}

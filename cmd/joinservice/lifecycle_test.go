@@ -156,7 +156,7 @@ func TestABanTakesEffectAtOnce(t *testing.T) {
 		_, err := open.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest)
 		return err
 	}
-	if err := patiently(t, func() error { open = s.held(t, m.Attester(attest.PurposeMachine)); return ask() }); err != nil {
+	if err := patiently(t, func() error { open = s.overOneConnection(t, m.Attester(attest.PurposeMachine)); return ask() }); err != nil {
 		t.Fatal(err)
 	}
 	ban(true)

@@ -103,7 +103,7 @@ func TestAMachineThatIsRefusedInALoopLeavesRoomInTheAuditLog(t *testing.T) {
 	loud, quiet := s.machine(t), s.machine(t)
 	const calls, burst = 150, 50
 	unknown := &joinv1.ReturnJoinTicketRequest{TicketId: make([]byte, 15)} // no ticket has such an ID, which is checked before any rate
-	client := s.held(t, loud.Attester(attest.PurposeMachine))
+	client := s.overOneConnection(t, loud.Attester(attest.PurposeMachine))
 	began := time.Now()
 	for range calls {
 		if _, err := client.ReturnJoinTicket(t.Context(), unknown); rpc.ReasonFrom(err) != attestv1.Reason_REASON_TICKET_UNKNOWN {

@@ -237,6 +237,15 @@ func (p *program) kill() {
 	<-p.over
 }
 
+func (p *program) ended() bool {
+	select {
+	case <-p.over:
+		return true
+	default:
+		return false
+	}
+}
+
 // stage is the stage in the owner's folder.
 func (s *seat) stage(folder string) string {
 	var c struct{ Stage, ClusterID string }
@@ -251,13 +260,13 @@ func (s *seat) stage(folder string) string {
 func (s *seat) has(folder string, p *program) {
 	s.t.Helper()
 	eventually(s.t, folder+" has the cluster's kubeconfig", func() bool {
+		// Asked first: the program may reach the stage and end between two questions.
+		over := p.ended()
 		if s.stage(folder) == "initialized" {
 			return true // the following steps need a whole cluster, and are not tested here
 		}
-		select {
-		case <-p.over:
+		if over {
 			s.t.Fatalf("muster init ended with %v\n%s", p.err, p.out)
-		default:
 		}
 		return false
 	})

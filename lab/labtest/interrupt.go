@@ -25,15 +25,15 @@ func whileUp(lab *driver.Lab) (done func()) {
 	defer up.Unlock()
 	if up.labs[lab] = true; len(up.labs) == 1 {
 		up.quit = make(chan struct{})
-		told := make(chan os.Signal, 1)
-		signal.Notify(told, os.Interrupt, syscall.SIGTERM)
+		signals := make(chan os.Signal, 1)
+		signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
 		go func(quit chan struct{}) {
 			select {
-			case <-told:
+			case <-signals:
 				allDown()
 				os.Exit(1)
 			case <-quit:
-				signal.Stop(told)
+				signal.Stop(signals)
 			}
 		}(up.quit)
 	}

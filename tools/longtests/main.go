@@ -70,16 +70,25 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer func() { _ = os.RemoveAll(binaries) }()
+	suites := make([]suite, len(o.packages))
+	var all []string
+	for i, p := range o.packages {
+		if suites[i], err = build(ctx, o, p, filepath.Join(binaries, fmt.Sprintf("%d.test", i))); err != nil {
+			return err
+		}
+		all = append(all, suites[i].tests...)
+	}
+	for _, name := range strings.Split(o.together, "|") {
+		if name != "" && !slices.Contains(all, name) {
+			return fmt.Errorf("-together names %s, which is no test of these packages", name)
+		}
+	}
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	var sum time.Duration
 	var failed error
 	for i, p := range o.packages {
-		dir, tests, binary, err := build(ctx, o, p, filepath.Join(binaries, fmt.Sprintf("%d.test", i)))
-		if err != nil {
-			return err
-		}
-		for _, unit := range units(tests, o.together) {
-			took, before, err := one(ctx, o, unit, dir, binary, filepath.Join(o.state, commit, strings.ReplaceAll(strings.TrimPrefix(p, "./"), "/", "-")+"."+strings.Join(unit, "+")), commit != "", out)
+		for _, unit := range units(suites[i].tests, o.together) {
+			took, before, err := one(ctx, o, unit, suites[i].dir, suites[i].binary, filepath.Join(o.state, commit, strings.ReplaceAll(strings.TrimPrefix(p, "./"), "/", "-")+"."+strings.Join(unit, "+")), commit != "", out)
 			if ctx.Err() != nil {
 				return fmt.Errorf("interrupted in %s; what has passed is kept", strings.Join(unit, ", "))
 			}
@@ -111,29 +120,35 @@ func commit(ctx context.Context) (string, error) {
 	return strings.TrimSpace(string(tree)), err
 }
 
+// suite is a package's folder, its compiled tests, and their names.
+type suite struct {
+	dir, binary string
+	tests       []string
+}
+
 // build compiles the tests of a package with the race detector, and lists them.
-func build(ctx context.Context, o options, pkg, binary string) (dir string, tests []string, path string, err error) {
+func build(ctx context.Context, o options, pkg, binary string) (suite, error) {
 	where, err := exec.CommandContext(ctx, "go", "list", "-tags", o.tags, "-f", "{{.Dir}}", pkg).Output()
 	if err != nil {
-		return "", nil, "", fmt.Errorf("go list %s: %w", pkg, err)
+		return suite{}, fmt.Errorf("go list %s: %w", pkg, err)
 	}
 	compile := exec.CommandContext(ctx, "go", "test", "-race", "-vet=off", "-ldflags=-w", "-tags", o.tags, "-c", "-o", binary, pkg)
 	compile.Stderr = os.Stderr
 	if err := compile.Run(); err != nil {
-		return "", nil, "", fmt.Errorf("build the tests of %s: %w", pkg, err)
+		return suite{}, fmt.Errorf("build the tests of %s: %w", pkg, err)
 	}
-	dir = strings.TrimSpace(string(where))
+	dir := strings.TrimSpace(string(where))
 	list := exec.CommandContext(ctx, binary, "-test.list", "^Test")
 	list.Dir = dir
 	names, err := list.Output()
 	if err != nil {
-		return "", nil, "", fmt.Errorf("list the tests of %s: %w", pkg, err)
+		return suite{}, fmt.Errorf("list the tests of %s: %w", pkg, err)
 	}
-	tests = strings.Fields(string(names))
+	tests := strings.Fields(string(names))
 	if len(tests) == 0 {
-		return "", nil, "", fmt.Errorf("%s has no test", pkg)
+		return suite{}, fmt.Errorf("%s has no test", pkg)
 	}
-	return dir, tests, binary, nil
+	return suite{dir, binary, tests}, nil
 }
 
 // units returns the tests one by one, except those that run together, which come last.

@@ -101,6 +101,9 @@ func TestWhatHasPassedIsNotRunAgain(t *testing.T) {
 	git("commit", "-qm", "y")
 	runs(true, all...) // another commit
 	runs(true)
+	if err := run(t.Context(), []string{"-state", state, "-together", "TestWait1|TestWait3", "."}, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), "TestWait3, which is no test") {
+		t.Errorf("a test that was renamed: %v", err)
+	}
 	write("p_test.go", "package p\n")
 	if err := run(t.Context(), []string{"-state", state, "."}, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), "no test") {
 		t.Errorf("a package without tests: %v", err)

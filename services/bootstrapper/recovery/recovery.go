@@ -92,7 +92,7 @@ type Server struct {
 	queue     *queue
 	idle      time.Duration // see idleTimeout
 	call      time.Duration // see callTimeout
-	grace     time.Duration // see grace
+	grace     time.Duration // the constant of that name, or longer in a test
 	attempts  *prometheus.CounterVec
 	recovered chan struct{}
 	once      sync.Once

@@ -318,7 +318,7 @@ func waitFor(t testing.TB, ok func() bool) {
 		select {
 		case <-tick.C:
 		case <-deadline.C:
-			t.Fatal("it did not come about within 30 s")
+			t.Fatal("it did not come about within 5 minutes")
 		}
 	}
 }
