@@ -108,7 +108,9 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 			}
 		}
 		stop()
-		<-done
+		if err := <-done; err == nil {
+			t.Error("it returned before a joinservice had read the policy")
+		}
 	})
 }
 
