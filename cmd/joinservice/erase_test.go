@@ -4,17 +4,23 @@ import (
 	"bytes"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -151,5 +157,62 @@ func TestADisksSaltIsWrittenOnce(t *testing.T) {
 		if err := patch(text); err == nil {
 			t.Errorf("after it was erased, %s was accepted", name)
 		}
+	}
+}
+
+// J2: which machine a disk belongs to, and its salt, change only by an administrator. No role of a service, a node, or a tenant has the right.
+func TestNobodyButAnAdministratorChangesADisk(t *testing.T) {
+	s := setUp(t)
+	m := s.machine(t)
+	s.GiveDisk(t, disk1, m.ID())
+	editor := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "tenant"}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "admin"},
+		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "tenant"}},
+	}
+	if err := s.asUser(t, "admin", "system:masters").Create(t.Context(), editor); err != nil {
+		t.Fatal(err)
+	}
+	disk := func() *v1alpha1.AttestedDisk {
+		d := &v1alpha1.AttestedDisk{}
+		d.Name = disk1
+		return d
+	}
+	const joinservice = "system:serviceaccount:" + clusterinfo.Namespace + ":joinservice"
+	for _, who := range []struct {
+		user   string
+		groups []string
+	}{
+		{joinservice, []string{"system:serviceaccounts"}},
+		{"system:serviceaccount:" + clusterinfo.Namespace + ":kms", []string{"system:serviceaccounts"}},
+		{"system:serviceaccount:kube-system:driver", []string{"system:serviceaccounts"}},
+		{clusterinfo.NodeUserPrefix + "node1", []string{clusterinfo.NodeGroup}},
+		{"tenant", nil},
+	} {
+		cfg, err := s.AsUser(who.user, append(who.groups, "system:authenticated")...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, err := client.New(cfg, client.Options{Scheme: clusterview.Scheme()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.Get(t.Context(), client.ObjectKeyFromObject(disk()), disk()); err != nil && who.user == joinservice {
+			t.Fatalf("it is not the account of joinservice: %v", err)
+		}
+		for what, do := range map[string]func() error{
+			"patch": func() error {
+				return c.Patch(t.Context(), disk(), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"machineID":"`+strings.Repeat("ab", 32)+`"}}`)))
+			},
+			"delete":            func() error { return c.Delete(t.Context(), disk()) },
+			"delete collection": func() error { return c.DeleteAllOf(t.Context(), disk()) },
+		} {
+			if err := do(); !apierrors.IsForbidden(err) {
+				t.Errorf("%s by %s: %v", what, who.user, err)
+			}
+		}
+	}
+	have := disk()
+	if err := s.Client.Get(t.Context(), client.ObjectKeyFromObject(have), have); err != nil || have.Spec.MachineID != m.ID().String() {
+		t.Errorf("the disk has %+v: %v", have.Spec, err)
 	}
 }
