@@ -22,6 +22,9 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/orders"
 )
 
+// recordedTime is how long a reset waits until the cluster knows that it runs. The attester attests again 15 s after it got an order.
+const recordedTime = 5 * time.Minute
+
 // bootID is where the kernel names this boot: random(4).
 const bootID = "/proc/sys/kernel/random/boot_id"
 
@@ -61,6 +64,10 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 			}),
 			ownerorder.ActionReboot: orders.Reboot(machine.Reboot),
 			ownerorder.ActionReset: orders.Reset(func(ctx context.Context) error {
+				ctx, cancel := context.WithTimeout(ctx, recordedTime)
+				defer cancel()
+				return orders.AwaitRecorded(ctx, "/", orders.Poll)
+			}, func(ctx context.Context) error {
 				if img.StateDisk.Mode != "luks" {
 					return fmt.Errorf("the state disk of this machine has the mode %q: only an encrypted one can be erased", img.StateDisk.Mode)
 				}

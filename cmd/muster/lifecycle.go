@@ -58,7 +58,7 @@ func (a *app) withFolder(f func(*ownerdir.Dir) error) error {
 
 // steps returns a function that prints the steps of a command on one node.
 func (a *app) steps(name string) func(string) {
-	return func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) }
+	return func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, printable(step)) }
 }
 
 // result prints the end of a command on one node.
@@ -182,12 +182,14 @@ func (a *app) reset(cmd *cobra.Command, l leaving, pods draining, wait time.Dura
 	if _, err := a.drainFirst(cmd.Context(), name, pods); err != nil {
 		return err
 	}
-	ordered, cancel := context.WithTimeout(cmd.Context(), wait)
+	removing, cancel := context.WithTimeout(cmd.Context(), 2*wait) // two orders
 	defer cancel()
 	// Of two control planes, one whose disk is gone would stop the other one's etcd: its member goes first.
-	if err := r.RemoveMember(ordered, a.steps(name)); err != nil {
+	if err := r.RemoveMember(removing, a.steps(name)); err != nil {
 		return err
 	}
+	ordered, cancel := context.WithTimeout(cmd.Context(), wait)
+	defer cancel()
 	if err := r.Order(ordered, a.steps(name)); err != nil {
 		return err
 	}

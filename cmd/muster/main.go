@@ -10,7 +10,9 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
+	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -124,11 +126,21 @@ func (a *app) complain(err error) {
 		}
 		return
 	}
-	fmt.Fprintf(a.stderr, "Error: %s\n", p.Message)
+	fmt.Fprintf(a.stderr, "Error: %s\n", printable(p.Message))
 	if p.Reason != "" {
 		fmt.Fprintf(a.stderr, "Reason: %s\n", p.Reason)
 	}
 	if p.Remedy != "" {
-		fmt.Fprintf(a.stderr, "What to do: %s\n", p.Remedy)
+		fmt.Fprintf(a.stderr, "What to do: %s\n", printable(p.Remedy))
 	}
+}
+
+// printable makes text harmless for a terminal that has parts which the API server or a machine has chosen. Lines stay.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
+			return r
+		}
+		return '?'
+	}, s)
 }

@@ -15,9 +15,10 @@ import (
 
 func (a *app) rebootCommand() *cobra.Command {
 	var (
-		yes     bool
-		timeout time.Duration
-		pods    draining
+		yes       bool
+		unchecked bool
+		timeout   time.Duration
+		pods      draining
 	)
 	cmd := &cobra.Command{
 		Use:   "reboot NODE",
@@ -27,6 +28,11 @@ the ownerKey of its image, and restarts. The command ends when the machine has a
 before, and the node takes pods again afterwards.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if !unchecked {
+				if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.MayRestart(cmd.Context(), d, args[0]) }); err != nil {
+					return err
+				}
+			}
 			if !yes {
 				fmt.Fprintf(a.stderr, "The machine of %s restarts, with all that runs on it.\n", args[0])
 				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), args[0]); err != nil {
@@ -38,6 +44,9 @@ before, and the node takes pods again afterwards.`,
 				return err
 			}
 			r, err := a.order(cmd.Context(), args[0], ownerorder.ActionReboot, timeout)
+			if err != nil && cordoned {
+				fmt.Fprintf(a.stderr, "%s takes no pods until kubectl uncordon %s.\n", args[0], args[0])
+			}
 			if err != nil {
 				return err
 			}
@@ -55,8 +64,14 @@ before, and the node takes pods again afterwards.`,
 	}
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	cmd.Flags().DurationVar(&timeout, "timeout", owner.OrderTimeout, "how long to wait for the machine")
+	uncheckedFlag(cmd, &unchecked)
 	pods.flags(cmd, true)
 	return cmd
+}
+
+// uncheckedFlag adds the flag that lets control planes restart while others are not well.
+func uncheckedFlag(cmd *cobra.Command, to *bool) {
+	cmd.Flags().BoolVar(to, "unchecked", false, "restart a control plane also if another one is not well, or there is none: an encrypted cluster may then need muster recover")
 }
 
 // order gives a node's machine an order and waits for its end.

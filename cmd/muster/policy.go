@@ -100,14 +100,15 @@ muster policy diff has the cluster appraise them by it, with everything else tha
 				return err
 			}
 			defer func() { _ = dir.Close() }()
+			var text []byte
 			if len(args) == 1 {
-				if err := a.replacePolicy(dir, args[0]); err != nil {
+				if text, err = a.nextPolicy(dir, args[0]); err != nil {
 					return err
 				}
 			}
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
 			defer cancel()
-			p, err := owner.ApplyPolicy(ctx, dir, expel)
+			p, err := owner.ApplyPolicy(ctx, dir, text, expel)
 			if err != nil {
 				return err
 			}
@@ -124,33 +125,33 @@ muster policy diff has the cluster appraise them by it, with everything else tha
 	return cmd
 }
 
-// replacePolicy puts the file into the folder. A policy from from-measurements gets the control planes, classes and
-// rules about TPMs of the previous one.
-func (a *app) replacePolicy(dir *ownerdir.Dir, path string) error {
+// nextPolicy reads the policy that is to replace the folder's. One from from-measurements gets the control planes, classes and rules about TPMs of the
+// previous one.
+func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if text, err = a.keepRules(dir, path, text); err != nil {
-		return err
+		return nil, err
 	}
 	p, _, err := policyfile.Parse(text)
 	if err != nil {
-		return fmt.Errorf("%s: %w", path, err)
+		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	if len(p.ControlPlanes()) == 0 {
 		kept, err := owner.ControlPlanesOf(dir)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		if len(kept) > 0 {
 			if text, err = policyfile.ListControlPlanes(text, p.Serial(), kept, nil); err != nil {
-				return fmt.Errorf("%s: %w", path, err)
+				return nil, fmt.Errorf("%s: %w", path, err)
 			}
 			fmt.Fprintf(a.stderr, "%s lists no control planes: the %d of before stay listed.\n", path, len(kept))
 		}
 	}
-	return dir.Write(ownerdir.PolicyFile, text)
+	return text, nil
 }
 
 // keepRules returns text with those rules of the folder's policy that text does not contain.

@@ -78,9 +78,10 @@ func (a *app) rollout(ctx context.Context, timeout time.Duration) (r *owner.Roll
 
 func (a *app) rolloutRebootCommand() *cobra.Command {
 	var (
-		pods draining
-		from string
-		yes  bool
+		pods      draining
+		from      string
+		yes       bool
+		unchecked bool
 	)
 	cmd := &cobra.Command{
 		Use:   "reboot NODE… | --from IMAGE",
@@ -118,7 +119,7 @@ are those whose last evidence is of that image of the policy. The command ends a
 				}
 			}
 			err := a.withFolder(func(d *ownerdir.Dir) error {
-				return owner.RebootInTurn(cmd.Context(), d, nodes, pods.options, pods.timeout, func(node, step string) { a.steps(node)(step) })
+				return owner.RebootInTurn(cmd.Context(), d, nodes, pods.options, pods.timeout, unchecked, func(node, step string) { a.steps(node)(step) })
 			})
 			if err != nil {
 				return err
@@ -131,6 +132,7 @@ are those whose last evidence is of that image of the policy. The command ends a
 		},
 	}
 	pods.flags(cmd, true)
+	uncheckedFlag(cmd, &unchecked)
 	cmd.Flags().Lookup("drain").Hidden = true // it always drains
 	cmd.Flags().StringVar(&from, "from", "", "name of an image of the policy: the nodes that run it")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")

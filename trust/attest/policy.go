@@ -196,6 +196,19 @@ func policySigningInput(json []byte) []byte {
 	return append([]byte("muster policy v1\x00"), json...)
 }
 
+// candidateDomain begins what is signed of a candidate: nobody can put it in force.
+const candidateDomain = "muster policy candidate v1\x00"
+
+// SignCandidate signs a policy by which a cluster appraises its nodes without any consequence. [OpenPolicy] refuses the result.
+func SignCandidate(owner ed25519.PrivateKey, json []byte) *attestv1.SignedPolicy {
+	return &attestv1.SignedPolicy{Policy: json, Signature: ed25519.Sign(owner, append([]byte(candidateDomain), json...))}
+}
+
+// OpenCandidate is [OpenPolicy] for what [SignCandidate] has signed.
+func OpenCandidate(owner ed25519.PublicKey, s *attestv1.SignedPolicy) (*Policy, error) {
+	return open(owner, s, append([]byte(candidateDomain), s.GetPolicy()...))
+}
+
 // SignPolicy signs the policy's bytes. It does not check their content.
 func SignPolicy(owner ed25519.PrivateKey, json []byte) *attestv1.SignedPolicy {
 	return &attestv1.SignedPolicy{Policy: json, Signature: ed25519.Sign(owner, policySigningInput(json))}
@@ -204,13 +217,17 @@ func SignPolicy(owner ed25519.PrivateKey, json []byte) *attestv1.SignedPolicy {
 // OpenPolicy checks the owner's signature and parses what was signed, in that order. It
 // refuses with POLICY_SIGNATURE or POLICY_INVALID.
 func OpenPolicy(owner ed25519.PublicKey, s *attestv1.SignedPolicy) (*Policy, error) {
+	return open(owner, s, policySigningInput(s.GetPolicy()))
+}
+
+func open(owner ed25519.PublicKey, s *attestv1.SignedPolicy, input []byte) (*Policy, error) {
 	if len(owner) != ed25519.PublicKeySize {
 		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the owner's public key has %d bytes, want %d", len(owner), ed25519.PublicKeySize)
 	}
 	if len(s.GetPolicy()) > MaxPolicySize {
 		return nil, invalid("it has %d bytes, more than %d", len(s.GetPolicy()), MaxPolicySize)
 	}
-	if !ed25519.Verify(owner, policySigningInput(s.GetPolicy()), s.GetSignature()) {
+	if !ed25519.Verify(owner, input, s.GetSignature()) {
 		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the policy is not signed by the owner's key")
 	}
 	return ParsePolicy(s.GetPolicy())

@@ -54,6 +54,10 @@ func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, erro
 	if err != nil {
 		return nil, nil, err
 	}
+	return signText(d, text)
+}
+
+func signText(d *ownerdir.Dir, text []byte) (*attest.Policy, *attestv1.SignedPolicy, error) {
 	p, json, err := policyfile.Parse(text)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.PolicyFile), err)
@@ -66,9 +70,17 @@ func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, erro
 }
 
 // ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
-// refuses a policy that running nodes do not match.
-func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, expel bool) (*v1alpha1.AttestationPolicy, error) {
-	p, signed, err := SignedPolicy(d)
+// refuses a policy that running nodes do not match. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
+// folder's policy in force as well.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool) (*v1alpha1.AttestationPolicy, error) {
+	var err error
+	replaces := text != nil
+	if !replaces {
+		if text, err = d.Read(ownerdir.PolicyFile); err != nil {
+			return nil, err
+		}
+	}
+	p, signed, err := signText(d, text)
 	if err != nil {
 		return nil, err
 	}
@@ -88,6 +100,11 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, expel bool) (*v1alpha1.At
 	}
 	if !expel {
 		if err := expelsNobody(ctx, kube, p); err != nil {
+			return nil, err
+		}
+	}
+	if replaces {
+		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
 			return nil, err
 		}
 	}

@@ -2,6 +2,8 @@ package owner
 
 import (
 	"context"
+	"crypto/ed25519"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"strings"
@@ -115,7 +117,11 @@ func (l listing) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 			return withRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed along with the control planes", d.File(ownerdir.PolicyFile)),
 				"Run muster policy apply first, if you have finished editing it, or undo what you have edited.")
 		}
-		serial := max(p.Serial(), uint64(max(have.Status.Serial, 0))) + 1
+		signed, err := signedSerial(d, have)
+		if err != nil {
+			return err
+		}
+		serial := max(p.Serial(), signed) + 1
 		if text, err = policyfile.ListControlPlanes(text, serial, l.add, l.remove); err != nil {
 			return err
 		}
@@ -190,11 +196,49 @@ func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *
 
 // higher refuses a policy whose serial the services would refuse.
 func higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json string) error {
-	if have.Spec.Policy == json || have.Status.Serial <= 0 || uint64(have.Status.Serial) < p.Serial() {
+	if have.Spec.Policy == json {
 		return nil
 	}
-	err := attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), have.Status.Serial)
-	return withRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", have.Status.Serial+1, d.File(ownerdir.PolicyFile)))
+	signed, err := signedSerial(d, have)
+	if err != nil || signed < p.Serial() {
+		return err
+	}
+	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), signed)
+	return withRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", signed+1, d.File(ownerdir.PolicyFile)))
+}
+
+// signedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. The status of the
+// cluster's policy is not signed: if a serial from there were signed, it could be the highest of all, and no policy could follow.
+func signedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
+	key, err := d.OwnerKey()
+	if err != nil {
+		return 0, err
+	}
+	var serial uint64
+	if p, err := openPolicy(have, publicOf(key)); err == nil {
+		serial = p.Serial()
+	}
+	known, err := d.Known()
+	if err != nil {
+		return 0, err
+	}
+	if p, err := known.Policy.Open(publicOf(key)); err == nil {
+		serial = max(serial, p.Serial())
+	}
+	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
+		return 0, withRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status says that a policy of serial %d was in force, and the newest with the owner's signature, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
+			fmt.Sprintf("If there is a newer copy of this folder, use that one. Otherwise somebody has written the status: correct it (kubectl edit attestationpolicy default --subresource status, serial: %d), and restart the services: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
+	}
+	return serial, nil
+}
+
+// openPolicy verifies the owner's signature of the cluster's policy.
+func openPolicy(have *v1alpha1.AttestationPolicy, owner ed25519.PublicKey) (*attest.Policy, error) {
+	signature, err := base64.StdEncoding.DecodeString(have.Spec.Signature)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "spec.signature of the cluster's policy is no base64: %w", err)
+	}
+	return attest.OpenPolicy(owner, &attestv1.SignedPolicy{Policy: []byte(have.Spec.Policy), Signature: signature})
 }
 
 // enrollListing is the change for the enrollment of a machine: a control plane is listed.
@@ -209,7 +253,7 @@ func enrollListing(name string, spec v1alpha1.AttestedNodeSpec) (listing, error)
 // leaveListing is the change when an enrollment is deleted, or gets the machine of to: the old machine is removed
 // from the list, and the new one of a control plane is added.
 func leaveListing(n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing, error) {
-	if n == nil {
+	if n == nil || n.Spec.Role != v1alpha1.RoleControlPlane { // the API says which machine a worker is: it could name a control plane's
 		return listing{}, nil
 	}
 	old, err := attest.ParseMachineID(n.Spec.MachineID)
@@ -229,9 +273,7 @@ func leaveListing(n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing
 	if next != old {
 		l.remove = []attest.MachineID{old}
 	}
-	if n.Spec.Role == v1alpha1.RoleControlPlane {
-		l.add = []policyfile.ControlPlane{{Machine: next, Name: n.Name}}
-	}
+	l.add = []policyfile.ControlPlane{{Machine: next, Name: n.Name}}
 	return l, nil
 }
 

@@ -2,6 +2,7 @@ package owner
 
 import (
 	"context"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -104,6 +105,47 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 		o.leave(ctx, t, "w7", nil)
 		o.listed(t, 3, one, two)
 	})
+	t.Run("a worker that the API gives the machine of a control plane", func(t *testing.T) {
+		enroll(t, "w8", v1alpha1.AttestedNodeSpec{MachineID: three.String(), Role: v1alpha1.RoleWorker})
+		n := enrollmentOf(t, "w8")
+		n.Spec.Banned = true
+		if err := shared.Client.Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		n.Spec.MachineID = two.String()
+		if err := shared.Client.Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		o.leave(ctx, t, "w8", nil)
+		o.listed(t, 3, one, two)
+	})
+	t.Run("no serial of the status is signed", func(t *testing.T) {
+		setStatus := func(serial int64) {
+			t.Helper()
+			p := &v1alpha1.AttestationPolicy{}
+			if err := shared.Client.Get(ctx, client.ObjectKey{Name: v1alpha1.PolicyName}, p); err != nil {
+				t.Fatal(err)
+			}
+			p.Status.Serial = serial
+			if err := shared.Client.Status().Update(ctx, p); err != nil {
+				t.Fatal(err)
+			}
+		}
+		setStatus(math.MaxInt64 - 1)
+		text, err := o.Read(ownerdir.PolicyFile)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = Enroll(ctx, o.Dir, "cp9", control(three), report)
+		if p := Explain(err); p.Reason != "POLICY_INVALID" || !strings.Contains(p.Remedy, "--subresource status, serial: 3") {
+			t.Errorf("%+v", p)
+		}
+		if have, err := o.Read(ownerdir.PolicyFile); err != nil || string(have) != string(text) {
+			t.Errorf("the folder has another policy: %v", err)
+		}
+		setStatus(3)
+		o.listed(t, 3, one, two)
+	})
 	t.Run("a policy that leaves out an enrolled control plane is refused", func(t *testing.T) {
 		text, err := o.Read(ownerdir.PolicyFile)
 		if err != nil {
@@ -116,7 +158,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, err = ApplyPolicy(ctx, o.Dir, false)
+		_, err = ApplyPolicy(ctx, o.Dir, nil, false)
 		if p := Explain(err); p.Reason != "SERVER_NOT_LISTED" || !strings.Contains(p.Remedy, two.String()+`" # cp8`) {
 			t.Errorf("%+v", p)
 		}

@@ -373,7 +373,7 @@ func checkApply(t *testing.T, o *owned) {
 	if err := setStatus(func(s *v1alpha1.AttestationPolicyStatus) { s.Accepted, s.Serial = true, 2 }); err != nil {
 		t.Fatal(err)
 	}
-	if p, err := ApplyPolicy(t.Context(), o.Dir, false); err != nil || p.Status.Serial != 2 {
+	if p, err := ApplyPolicy(t.Context(), o.Dir, nil, false); err != nil || p.Status.Serial != 2 {
 		t.Errorf("the same policy again: %v", err)
 	}
 	text, err := o.Read(ownerdir.PolicyFile)
@@ -384,7 +384,7 @@ func checkApply(t *testing.T, o *owned) {
 	if err := o.Write(ownerdir.PolicyFile, changed); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := ApplyPolicy(t.Context(), o.Dir, false); err == nil || !strings.Contains(Explain(err).Remedy, "Set serial to 3") {
+	if _, err := ApplyPolicy(t.Context(), o.Dir, nil, false); err == nil || !strings.Contains(Explain(err).Remedy, "Set serial to 3") {
 		t.Errorf("another policy of the same serial: %v", err)
 	}
 	next, err := policyfile.ListControlPlanes(changed, 3, nil, nil)
@@ -396,7 +396,7 @@ func checkApply(t *testing.T, o *owned) {
 	}
 	done := make(chan error, 1)
 	go func() { done <- refuseNext(t.Context(), setStatus) }()
-	_, err = ApplyPolicy(t.Context(), o.Dir, false)
+	_, err = ApplyPolicy(t.Context(), o.Dir, nil, false)
 	if p := Explain(err); p.Reason != "POLICY_SIGNATURE" || !strings.Contains(p.Message, "serial 2 stays in force") {
 		t.Errorf("a policy that the services refuse: %v", err)
 	}

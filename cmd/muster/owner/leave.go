@@ -289,6 +289,16 @@ func (d *Departure) Do(ctx context.Context, report func(string)) (*Removed, erro
 	}
 	var end time.Time
 	var err error
+	if d.to == nil && d.erase != "" && d.found.Enrollment != nil {
+		// Before the enrollment is deleted: the name is free then, and after an interruption the same command would be about the next machine.
+		if err := d.kube.SetBanned(ctx, d.found, true); err != nil && !clusterapi.Absent(err) {
+			return nil, err
+		}
+		if err := d.doErase(ctx, out, note); err != nil {
+			return nil, err
+		}
+		d.erase = ""
+	}
 	if d.to == nil {
 		end, err = d.kube.Forget(ctx, d.found, time.Now(), note)
 	} else {

@@ -68,6 +68,15 @@ func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
 	if p.Enrollment.Annotations[v1alpha1.KeepNode] != "" {
 		return withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster replace %s was interrupted, and lifting the ban would let the old machine in", name), "Run muster replace "+name+" with the same flags again: it lifts the ban at its end.")
 	}
+	if disk := p.Enrollment.Spec.DiskID; disk != "" {
+		have, err := kube.Disk(ctx, disk)
+		if err != nil {
+			return err
+		}
+		if have != nil && have.Spec.Erased {
+			return withRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the disk %s of %s was erased: muster forget or reset was interrupted", disk, name), "Run muster forget "+name+": it completes that, and the name is free.")
+		}
+	}
 	return kube.SetBanned(ctx, p, false)
 }
 
@@ -114,7 +123,7 @@ func remover(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presenc
 		if err != nil {
 			return "", err
 		}
-		if o.Ready() && o.Enrollment != nil && !o.Enrollment.ShutOut() && o.Enrollment.Spec.DiskID != "" {
+		if o.Ready() && o.Enrollment != nil && o.Enrollment.Spec.Role == v1alpha1.RoleControlPlane && !o.Enrollment.ShutOut() && o.Enrollment.Spec.DiskID != "" {
 			return name, nil
 		}
 	}
@@ -140,18 +149,63 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 	if p.Enrollment.Spec.DiskMode == v1alpha1.DiskModePlain {
 		return nil, withRemedy(fmt.Errorf("the state disk of %s is not encrypted, so its machine can't erase it", name), "Power the machine off, erase its disk from a rescue system, and run muster forget "+name+".")
 	}
-	out := &Reset{begun: resetBegun(d, p.Enrollment)}
+	out := &Reset{begun: resetBegun(d, p.Enrollment, time.Now())}
+	if !out.begun {
+		if err := mayOrderReset(d, p.Enrollment); err != nil {
+			return nil, err
+		}
+	}
 	if out.Departure, err = PlanForget(ctx, d, name, false, true); err != nil {
 		return nil, err
 	}
 	if !out.begun {
+		if out.member != "" {
+			out.Plan = slices.Insert(out.Plan, 0, "have its machine show that it takes orders, by a signed order: up to five minutes")
+		}
 		out.Plan = slices.Insert(out.Plan, 0, fmt.Sprintf("have its machine erase its state disk %s and restart, by a signed order: up to five minutes", p.Enrollment.Spec.DiskID))
 	}
 	return out, nil
 }
 
-// resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted.
-func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode) bool {
+// mayOrderReset refuses a node whose machine gets no orders, or has another one: the reset would end after a part of its steps.
+func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
+	key, err := d.OwnerKey()
+	if err != nil {
+		return err
+	}
+	before, err := pending(d, key, n, time.Now())
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_BANNED {
+		return withRemedy(err, "If you trust the machine, lift the ban first: muster unban "+n.Name+". Otherwise power it off, erase its disk, and run muster forget "+n.Name+" --erase.")
+	}
+	if err != nil || before == nil {
+		return err
+	}
+	o, err := ownerorder.ParseMachineOrder(before.Text)
+	if err == nil && o.Action != ownerorder.ActionReset {
+		return unfinished(n.Name, o)
+	}
+	return err
+}
+
+// unfinished is the error for a node that has another order.
+func unfinished(name string, o ownerorder.MachineOrder) error {
+	return withRemedy(fmt.Errorf("%s has the order %q of %s, which is not over", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Repeat that command to wait for its end. It ends by itself at "+o.NotAfter.Local().Format(time.DateTime)+" if the machine has not begun.")
+}
+
+// RemoveMember is [Departure.RemoveMember] once the machine has executed an order: if it can't, another control plane would be lost for nothing.
+func (r *Reset) RemoveMember(ctx context.Context, report func(string)) error {
+	if r.member == "" || r.begun {
+		return r.Departure.RemoveMember(ctx, report)
+	}
+	if _, err := Order(ctx, r.dir, r.found.Name, ownerorder.ActionDoctor, nil, report); err != nil {
+		return withRemedy(fmt.Errorf("%s has shown no sign that it takes orders, and nothing was changed: %w", r.found.Name, err), remedy(err))
+	}
+	return r.Departure.RemoveMember(ctx, report)
+}
+
+// resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted. A machine goes on with an order for a
+// day after its expiry.
+func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
 	key, err := d.OwnerKey()
 	if err != nil {
 		return false
@@ -166,7 +220,7 @@ func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode) bool {
 	}
 	o, err := s.Genuine(publicOf(key), on)
 	r := n.Status.Order
-	return err == nil && o.Action == ownerorder.ActionReset && r != nil && r.Digest == s.Digest() && r.State == v1alpha1.OrderRunning
+	return err == nil && o.Action == ownerorder.ActionReset && now.Sub(o.NotAfter) < ownerorder.MaxMachineLife && r != nil && r.Digest == s.Digest() && r.State == v1alpha1.OrderRunning
 }
 
 // Order gives the machine the order, and returns when the machine says that it has begun.

@@ -3,6 +3,12 @@ package owner
 import (
 	"context"
 	"crypto/ed25519"
+	"encoding/pem"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"slices"
 	"strings"
 	"testing"
@@ -15,6 +21,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -89,6 +98,42 @@ func (l *lifecycle) obeys(ctx context.Context, t *testing.T, on ownerorder.Addre
 	done := make(chan struct{})
 	go func() { defer close(done); obey(ctx, t, on.Node, on, l.public, time.Time{}, states) }()
 	t.Cleanup(func() { <-done })
+}
+
+// next is [lifecycle.obeys] for an order that is yet to be signed, of a machine that has had one.
+func (l *lifecycle) next(ctx context.Context, t *testing.T, on ownerorder.Addressee, states ...v1alpha1.OrderState) {
+	now, done := time.Now(), make(chan struct{})
+	go func() { defer close(done); obey(ctx, t, on.Node, on, l.public, now, states) }()
+	t.Cleanup(func() { <-done })
+}
+
+// through puts a proxy before the API server that the folder names, which changes requests.
+func (l *lifecycle) through(t *testing.T, change func(*http.Request)) {
+	t.Helper()
+	transport, err := rest.TransportFor(shared.Admin)
+	if err != nil {
+		t.Fatal(err)
+	}
+	to, err := url.Parse(shared.Admin.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewTLSServer(&httputil.ReverseProxy{Transport: transport, Rewrite: func(p *httputil.ProxyRequest) {
+		p.SetURL(to)
+		change(p.Out)
+	}})
+	t.Cleanup(server.Close)
+	conf := clientcmdapi.NewConfig()
+	conf.Clusters["c"] = &clientcmdapi.Cluster{Server: server.URL, CertificateAuthorityData: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})}
+	conf.Contexts["c"] = &clientcmdapi.Context{Cluster: "c"}
+	conf.CurrentContext = "c"
+	text, err := clientcmd.Write(*conf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Write(ownerdir.AdminConf, text); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // pod makes a pod on a node; no kubelet ends it, so it has no grace period.
@@ -305,8 +350,8 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 			t.Fatalf("%v, %q", err, r.Plan)
 		}
 		var removed bool
+		l.obeys(ctx, t, second, v1alpha1.OrderDone) // it shows that it takes orders
 		l.obeys(ctx, t, first, v1alpha1.OrderRunning, v1alpha1.OrderDone)
-		l.obeys(ctx, t, second, v1alpha1.OrderRunning)
 		if err := r.RemoveMember(ctx, func(string) { removed = true }); err != nil || !removed {
 			t.Fatal(err)
 		}
@@ -314,6 +359,7 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 		if err != nil || !strings.Contains(o.Text, `"action":"remove-etcd-member","args":{"member":"cp2"}`) {
 			t.Fatalf("cp1 has the order %s, %v", o.Text, err)
 		}
+		l.next(ctx, t, second, v1alpha1.OrderRunning)
 		if err := r.Order(ctx, func(string) {}); err != nil {
 			t.Fatal(err)
 		}
@@ -322,7 +368,47 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 		}
 		gone(second)
 	})
+	t.Run("one that gets no orders, or has another one", func(t *testing.T) {
+		on := l.node(t, "busy", 47, v1alpha1.RoleWorker)
+		ctx := &expiring{Context: t.Context(), done: make(chan struct{})}
+		if _, err := Order(ctx, l.Dir, on.Node, ownerorder.ActionDoctor, nil, ctx.expire); err == nil {
+			t.Fatal("a machine answers that is not there")
+		}
+		if _, err := PlanReset(t.Context(), l.Dir, on.Node); err == nil || !strings.Contains(err.Error(), `has the order "doctor"`) {
+			t.Error(err)
+		}
+		n := enrollmentOf(t, on.Node)
+		n.Spec.Banned = true
+		if err := shared.Client.Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := PlanReset(t.Context(), l.Dir, on.Node); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED || !strings.Contains(remedy(err), "muster unban") {
+			t.Errorf("%v: %s", err, remedy(err))
+		}
+	})
+	t.Run("a ban after its disk was erased", func(t *testing.T) {
+		on := l.node(t, "half", 48, v1alpha1.RoleWorker)
+		n := enrollmentOf(t, on.Node)
+		n.Spec.Banned = true
+		d := &v1alpha1.AttestedDisk{}
+		if err := errors.Join(shared.Client.Update(ctx, n), shared.Client.Get(ctx, types.NamespacedName{Name: on.Disk}, d)); err != nil {
+			t.Fatal(err)
+		}
+		d.Spec.Salt, d.Spec.Erased = "", true
+		if err := shared.Client.Update(ctx, d); err != nil {
+			t.Fatal(err)
+		}
+		if err := Unban(ctx, l.Dir, on.Node); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_ERASED || !enrollmentOf(t, on.Node).Spec.Banned {
+			t.Error(err)
+		}
+	})
 	t.Run("the only control plane", func(t *testing.T) {
+		if err := MayRestart(ctx, l.Dir, "cp1"); err == nil || !strings.Contains(err.Error(), "only control plane") {
+			t.Error(err)
+		}
+		if err := MayRestart(ctx, l.Dir, "plain-worker"); err != nil {
+			t.Error(err)
+		}
 		if _, err := PlanReset(ctx, l.Dir, "cp1"); err == nil || !strings.Contains(err.Error(), "only control plane") {
 			t.Error(err)
 		}

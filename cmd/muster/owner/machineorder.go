@@ -63,7 +63,7 @@ func follow(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder
 		}
 		o, err := ownerorder.ParseMachineOrder(before.Text)
 		if err == nil && (o.Action != action || !maps.Equal(o.Args, args)) {
-			err = withRemedy(fmt.Errorf("%s has the order %q of %s, which is not over", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Repeat that command to wait for its end. It ends by itself at "+o.NotAfter.Local().Format(time.DateTime)+" if the machine has not begun.")
+			err = unfinished(name, o)
 		}
 		signed = *before
 		return before.Note(), err
@@ -94,10 +94,27 @@ func follow(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder
 			}
 			err = retry.Wait(ctx, reportPoll)
 		}
+		if errors.Is(ctx.Err(), context.Canceled) && last == nil { // its owner has changed his mind
+			return nil, withdraw(ctx, kube, name, action, signed)
+		}
 		if err != nil {
 			return last, withRemedy(fmt.Errorf("%s has not reported the end of the order %q: %w", name, action, err), noReport(name, last))
 		}
 	}
+}
+
+// withdrawWithin bounds the removal of an order after an interruption.
+const withdrawWithin = 10 * time.Second
+
+// withdraw removes an order that its machine has not begun as far as the cluster knows, and returns the error that says so.
+func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action ownerorder.Action, signed ownerorder.SignedMachineOrder) error {
+	cause := context.Cause(ctx)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), withdrawWithin)
+	defer cancel()
+	if err := kube.WithdrawOrder(ctx, name, signed.Note()); err != nil {
+		return withRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may begin within %s of the order. kubectl annotate attestednode %s %s- withdraws it.", OrderLife, name, v1alpha1.OwnerOrder))
+	}
+	return withRemedy(fmt.Errorf("the order %q to %s is withdrawn: %w", action, name, cause), fmt.Sprintf("If the machine had it already, it may still begin within %s of the order: muster status shows what it reports.", OrderLife))
 }
 
 // pending returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.

@@ -3,8 +3,10 @@ package owner
 import (
 	"context"
 	"crypto/ed25519"
+	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 	"unicode"
@@ -89,11 +91,21 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		})
 	}
 	unanswered := func(action ownerorder.Action) error {
-		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
-		_, err := Order(ctx, o.Dir, n.Name, action, nil, func(string) { cancel() }) // it reports first that the order is written
+		ctx := &expiring{Context: t.Context(), done: make(chan struct{})}
+		_, err := Order(ctx, o.Dir, n.Name, action, nil, ctx.expire) // it reports first that the order is written
 		return err
 	}
+	t.Run("one that its owner interrupts", func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		_, err := Order(ctx, o.Dir, n.Name, ownerorder.ActionReboot, nil, func(string) { cancel() })
+		if err == nil || !strings.Contains(err.Error(), "is withdrawn") || !strings.Contains(remedy(err), "may still begin") {
+			t.Errorf("%v: %s", err, remedy(err))
+		}
+		if _, there := enrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder]; there {
+			t.Error("the machine still gets it")
+		}
+	})
 	t.Run("a machine that does not answer", func(t *testing.T) {
 		if err := unanswered(ownerorder.ActionReboot); err == nil || !strings.Contains(remedy(err), "may still begin") {
 			t.Errorf("%v: %s", err, remedy(err))
@@ -110,7 +122,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 	t.Run("an order that somebody else wrote", func(t *testing.T) {
 		n := enrollmentOf(t, n.Name)
 		forged := ownerorder.SignedMachineOrder{Text: `{"action":"reboot","signedAt":"2999-01-01T00:00:00Z","notAfter":"2999-01-01T00:00:01Z"}`, Signature: make([]byte, ed25519.SignatureSize)}.Note()
-		n.Annotations[v1alpha1.OwnerOrder] = forged
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.OwnerOrder, forged)
 		if err := shared.Client.Update(t.Context(), n); err != nil {
 			t.Fatal(err)
 		}
@@ -128,6 +140,51 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// expiring is a context whose deadline comes when it is told.
+type expiring struct {
+	context.Context
+
+	once sync.Once
+	done chan struct{}
+}
+
+func (e *expiring) expire(string) { e.once.Do(func() { close(e.done) }) }
+
+func (e *expiring) Done() <-chan struct{} { return e.done }
+
+func (e *expiring) Err() error {
+	select {
+	case <-e.done:
+		return context.DeadlineExceeded
+	default:
+		return nil
+	}
+}
+
+// B11: the API, which says what machine and disk a node has, can't have an order signed for another node than the owner has typed.
+func TestAnOrderIsForTheNodeThatItsOwnerTyped(t *testing.T) {
+	l := newLifecycle(t)
+	l.node(t, "typed", 61, v1alpha1.RoleWorker)
+	other := l.node(t, "other", 62, v1alpha1.RoleWorker)
+	l.through(t, func(r *http.Request) {
+		r.URL.Path = strings.Replace(r.URL.Path, "/attestednodes/typed", "/attestednodes/other", 1)
+	})
+	says := func(err error) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), "answers with the enrollment of other in place of that of typed") {
+			t.Error(err)
+		}
+	}
+	_, err := Order(t.Context(), l.Dir, "typed", ownerorder.ActionReset, nil, func(string) {})
+	says(err)
+	_, err = PlanReset(t.Context(), l.Dir, "typed")
+	says(err)
+	says(Ban(t.Context(), l.Dir, "typed", func(string) {}))
+	if n := enrollmentOf(t, other.Node); n.Annotations[v1alpha1.OwnerOrder] != "" || n.Spec.Banned {
+		t.Errorf("the other node has %q, banned: %v", n.Annotations, n.Spec.Banned)
+	}
 }
 
 func enrollmentOf(t *testing.T, name string) *v1alpha1.AttestedNode {

@@ -120,11 +120,18 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	if err != nil {
 		return "", err
 	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return "", err
+	}
+	if _, err := openPolicy(have, publicOf(key)); err != nil {
+		return "", fmt.Errorf("the cluster's policy: %w", err)
+	}
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
 }
 
 // PreviewPolicy has the cluster appraise its running nodes by a policy that is not in force, as they attest, until each has or ctx
-// ends. It reports each node to report. It decides nothing and leaves nothing in the cluster.
+// ends. It reports each node to report. It decides nothing and leaves nothing in the cluster: the signature is good for a preview only.
 func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) (out []Preview, err error) {
 	_, json, err := policyfile.Parse(text)
 	if err != nil {
@@ -138,7 +145,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 	if err != nil {
 		return nil, err
 	}
-	signed := attest.SignPolicy(key, json)
+	signed := attest.SignCandidate(key, json)
 	sum := sha256.Sum256(signed.GetPolicy())
 	digest := hex.EncodeToString(sum[:])
 	began := time.Now()

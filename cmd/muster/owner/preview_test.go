@@ -83,12 +83,24 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		if err := o.Write(ownerdir.PolicyFile, policy(2, next)); err != nil {
 			t.Fatal(err)
 		}
-		_, err := ApplyPolicy(ctx, o.Dir, false)
+		_, err := ApplyPolicy(ctx, o.Dir, nil, false)
 		if p := Explain(err); p.Reason != "POLICY_REFUSED" || !strings.Contains(p.Message, "1 running nodes") || !strings.Contains(p.Message, "old1: POLICY_REFUSED: its PCRs have the values of no image") || !strings.Contains(p.Remedy, "--expel") {
 			t.Errorf("%+v", p)
 		}
 		if inForce() != before {
 			t.Error("it was put in force")
+		}
+	})
+	t.Run("a refused file does not replace the folder's policy", func(t *testing.T) {
+		had, err := o.Read(ownerdir.PolicyFile)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := ApplyPolicy(ctx, o.Dir, policy(3, next), false); err == nil {
+			t.Error("it is accepted")
+		}
+		if has, err := o.Read(ownerdir.PolicyFile); err != nil || string(has) != string(had) {
+			t.Errorf("enroll and forget would put it in force: %v", err)
 		}
 	})
 	t.Run("a revoked machine", func(t *testing.T) {
@@ -98,7 +110,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		if err := o.Write(ownerdir.PolicyFile, revoking); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := ApplyPolicy(ctx, o.Dir, false); err == nil || !strings.Contains(err.Error(), "next1: EK_UNTRUSTED: the policy revokes") || strings.Contains(err.Error(), "old1") {
+		if _, err := ApplyPolicy(ctx, o.Dir, nil, false); err == nil || !strings.Contains(err.Error(), "next1: EK_UNTRUSTED: the policy revokes") || strings.Contains(err.Error(), "old1") {
 			t.Errorf("%v", err)
 		}
 	})
@@ -109,7 +121,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		waiting, stop := context.WithCancel(ctx) // no service answers
 		defer stop()
 		done := make(chan error, 1)
-		go func() { _, err := ApplyPolicy(waiting, o.Dir, true); done <- err }()
+		go func() { _, err := ApplyPolicy(waiting, o.Dir, nil, true); done <- err }()
 		for inForce() == before {
 			if err := ctx.Err(); err != nil {
 				t.Fatal(err)
@@ -163,8 +175,12 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		if _, err := attest.OpenPolicy(publicOf(key), &attestv1.SignedPolicy{Policy: []byte(text), Signature: signature}); err != nil {
+		candidate := &attestv1.SignedPolicy{Policy: []byte(text), Signature: signature}
+		if _, err := attest.OpenCandidate(publicOf(key), candidate); err != nil {
 			t.Errorf("the candidate is refused: %v", err)
+		}
+		if _, err := attest.OpenPolicy(publicOf(key), candidate); attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE {
+			t.Errorf("whoever reads the preview's policy can put it in force: %v", err)
 		}
 		sum := sha256.Sum256([]byte(text))
 		for name, v := range map[string]v1alpha1.Verdict{"n1": {Accepted: true, Reason: "ACCEPTED"}, "n2": {Reason: "POLICY_REFUSED"}} {

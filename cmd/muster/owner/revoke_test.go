@@ -98,7 +98,7 @@ func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 			}
 			cancel()
 		}()
-		_, err = ApplyPolicy(waiting, o.Dir, false)
+		_, err = ApplyPolicy(waiting, o.Dir, nil, false)
 		cancel()
 		<-done
 		if put && errors.Is(err, context.Canceled) {

@@ -5,13 +5,13 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/ownerorder"
-	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Rollout says which image each node runs.
@@ -46,9 +46,13 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 	if err != nil {
 		return nil, err
 	}
-	p, err := attest.ParsePolicy([]byte(have.Spec.Policy))
+	key, err := d.OwnerKey()
 	if err != nil {
 		return nil, err
+	}
+	p, err := openPolicy(have, publicOf(key)) // it names the images by which nodes are chosen
+	if err != nil {
+		return nil, fmt.Errorf("the cluster's policy: %w", err)
 	}
 	all, err := kube.Enrollments(ctx)
 	if err != nil {
@@ -82,15 +86,47 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 // RebootInTurn drains and restarts nodes one after another. Each must be Ready, and Muster's services on all control planes, before
 // the next. It ends at the first node that fails; a repeated call with the nodes that are left continues. A node that was unschedulable
 // before stays so.
-func RebootInTurn(ctx context.Context, d *ownerdir.Dir, nodes []string, o clusterapi.DrainOptions, drainFor time.Duration, report func(node, step string)) error {
+//
+// Unless unchecked, a control plane is not restarted while another one is not well; see [MayRestart].
+func RebootInTurn(ctx context.Context, d *ownerdir.Dir, nodes []string, o clusterapi.DrainOptions, drainFor time.Duration, unchecked bool, report func(node, step string)) error {
 	kube, err := Connect(d)
 	if err != nil {
 		return err
 	}
 	for i, name := range nodes {
-		if err := rebootOne(ctx, d, kube, name, o, drainFor, func(s string) { report(name, s) }); err != nil {
+		var err error
+		if !unchecked {
+			err = MayRestart(ctx, d, name)
+		}
+		if err == nil {
+			err = rebootOne(ctx, d, kube, name, o, drainFor, func(s string) { report(name, s) })
+		}
+		if err != nil {
 			return withRemedy(fmt.Errorf("%s: %w", name, err), fmt.Sprintf("%d of %d nodes have restarted; the others were not touched. %s", i, len(nodes), remedy(err)))
 		}
+	}
+	return nil
+}
+
+// MayRestart returns an error if a node is a control plane and another one is not well, or there is none: without a majority of etcd's members no machine
+// gets the key of its disk, not even the one that has restarted.
+func MayRestart(ctx context.Context, d *ownerdir.Dir, name string) error {
+	kube, err := Connect(d)
+	if err != nil {
+		return err
+	}
+	p, err := kube.Presence(ctx, name)
+	if err != nil || !p.ControlPlane {
+		return err
+	}
+	others, problems, err := kube.OtherControlPlanes(ctx, name)
+	switch {
+	case err != nil:
+		return err
+	case others == 0:
+		return withRemedy(fmt.Errorf("%s is the only control plane", name), "While it restarts there is no API server, and if its disk is encrypted, it waits until you run muster recover. With --unchecked it is restarted.")
+	case len(problems) > 0:
+		return withRemedy(fmt.Errorf("other control planes are not well: %s", strings.Join(problems, "; ")), "Wait until they are, or repair them: if "+name+" restarts as well, etcd may lose its majority, and encrypted control planes wait for muster recover. With --unchecked it is restarted.")
 	}
 	return nil
 }

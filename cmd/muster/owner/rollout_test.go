@@ -68,7 +68,7 @@ func TestNodesRestartOneAfterAnother(t *testing.T) {
 		obey(ctx, t, "r2", second, l.public, time.Time{}, []v1alpha1.OrderState{v1alpha1.OrderFailed})
 	}()
 	var steps []string
-	err := RebootInTurn(ctx, l.Dir, []string{"r1", "r2", "r3"}, clusterapi.DrainOptions{Force: true}, patience, func(node, step string) { steps = append(steps, node+" "+step) })
+	err := RebootInTurn(ctx, l.Dir, []string{"r1", "r2", "r3"}, clusterapi.DrainOptions{Force: true}, patience, false, func(node, step string) { steps = append(steps, node+" "+step) })
 	<-done
 	if err == nil || !strings.HasPrefix(err.Error(), "r2: r2: reboot failed") || !strings.Contains(remedy(err), "1 of 3 nodes have restarted") {
 		t.Errorf("%v: %s", err, remedy(err))

@@ -25,7 +25,7 @@ func TestACandidateIsReadAndDecidesNothing(t *testing.T) {
 	p := o.object(t, 3, 5)
 	s.Set(p)
 	refusing := attesttest.Policy(t, o.ca, []*attesttest.Machine{attesttest.NewMachine(t, o.ca, attesttest.Options{Image: "other"})}, func(p *attestv1.Policy) { p.Serial = 6 })
-	signed := attest.SignPolicy(o.private, refusing)
+	signed := attest.SignCandidate(o.private, refusing)
 	_, foreign, err := ed25519.GenerateKey(nil)
 	if err != nil {
 		t.Fatal(err)
@@ -56,10 +56,11 @@ func TestACandidateIsReadAndDecidesNothing(t *testing.T) {
 		"nothing":             "",
 		"no policy":           note(signed.GetSignature(), ""),
 		"another text":        note(signed.GetSignature(), string(refusing)+" "),
-		"another key":         note(attest.SignPolicy(foreign, refusing).GetSignature(), string(refusing)),
+		"another key":         note(attest.SignCandidate(foreign, refusing).GetSignature(), string(refusing)),
 		"no base64":           "§ " + string(refusing),
+		"a policy in force":   note(attest.SignPolicy(o.private, refusing).GetSignature(), string(refusing)),
 		"a signature alone":   base64.StdEncoding.EncodeToString(signed.GetSignature()),
-		"signed, but invalid": note(attest.SignPolicy(o.private, []byte("{}")).GetSignature(), "{}"),
+		"signed, but invalid": note(attest.SignCandidate(o.private, []byte("{}")).GetSignature(), "{}"),
 	} {
 		t.Run(name, func(t *testing.T) {
 			set(note(signed.GetSignature(), string(refusing)))

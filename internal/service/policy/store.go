@@ -165,7 +165,7 @@ func (s *Store) setCandidate(note string) {
 	signed := &attestv1.SignedPolicy{Policy: []byte(text), Signature: signature}
 	var parsed *attest.Policy
 	if err == nil {
-		parsed, err = attest.OpenPolicy(s.owner, signed)
+		parsed, err = attest.OpenCandidate(s.owner, signed)
 	}
 	if err != nil {
 		s.log.Warn("the candidate of the policy is refused", "reason", attest.ReasonName(attest.ReasonOf(err)), "err", err)

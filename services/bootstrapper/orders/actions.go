@@ -92,9 +92,12 @@ func repeatable(run func(context.Context, Args) (string, error), args ...string)
 
 // Reset returns the action that erases the state disk and restarts the machine. Nobody reports its end: the journal is on that disk.
 // After an interruption it begins anew, in the next boot too: there the disk was not erased.
-func Reset(erase, reboot func(context.Context) error) Action {
+func Reset(recorded, erase, reboot func(context.Context) error) Action {
 	restart := Reboot(reboot)
 	return repeatable(func(ctx context.Context, args Args) (string, error) {
+		if err := recorded(ctx); err != nil {
+			return "", err
+		}
 		if err := erase(ctx); err != nil {
 			return "", err
 		}

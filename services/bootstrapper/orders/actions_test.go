@@ -71,11 +71,21 @@ func TestAMemberThatIsGoneIsNoError(t *testing.T) {
 
 func TestAResetErasesAndThenRestarts(t *testing.T) {
 	n := newNode(t)
-	var fails error
+	var fails, unrecorded error
 	n.actions[ownerorder.ActionReset] = Reset(
+		func(context.Context) error { return unrecorded },
 		func(context.Context) error { n.ran("erase"); return fails },
 		func(context.Context) error { n.ran("reboot"); return nil },
 	)
+	t.Run("not if the cluster does not know", func(t *testing.T) {
+		unrecorded = errors.New("no joinservice answers")
+		s := n.order(0, reset)
+		n.deliver(s)
+		n.look()
+		n.did()
+		n.reports(s, joinv1.OrderState_ORDER_STATE_FAILED, "no joinservice answers")
+		unrecorded = nil
+	})
 	t.Run("not if it can't erase", func(t *testing.T) {
 		fails = errors.New("no such disk")
 		s := n.order(1, reset)
@@ -114,6 +124,41 @@ func TestAResetErasesAndThenRestarts(t *testing.T) {
 }
 
 // A program with an action's rights does nothing without an order that this machine has begun (B11).
+// The owner's program learns of a reset's beginning by what a joinservice has recorded: the machine reports nothing afterwards.
+func TestAResetWaitsUntilTheClusterKnows(t *testing.T) {
+	n := newNode(t)
+	inside := make(chan error, 1)
+	n.actions[ownerorder.ActionReset] = Reset(func(ctx context.Context) error {
+		go func() { inside <- AwaitRecorded(ctx, n.root, time.Millisecond) }()
+		return <-inside
+	}, func(context.Context) error { n.ran("erase"); return errors.New("enough") }, nil)
+	before, s := n.order(1), n.order(2, reset)
+	n.deliver(before)
+	n.look()
+	report := func() {
+		r, err := Report(n.root)
+		if err == nil {
+			err = NoteRecorded(n.root, r)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	report() // of the order before, which is over
+	n.deliver(s)
+	done := make(chan error, 1)
+	go func() { done <- n.process().once(t.Context()) }()
+	for n.state() != joinv1.OrderState_ORDER_STATE_RUNNING {
+		time.Sleep(time.Millisecond)
+	}
+	n.did("doctor")
+	report()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	n.did("doctor", "erase")
+}
+
 func TestAnActionsProgramRunsOnlyByOrder(t *testing.T) {
 	n := newNode(t)
 	begun := func(action ownerorder.Action) error {

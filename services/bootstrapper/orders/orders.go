@@ -41,6 +41,8 @@ import (
 const (
 	// Inbox has the latest order that a joinservice passed on. The attester writes it.
 	Inbox = "/var/lib/muster/attester/order"
+	// Recorded names the order of which a joinservice has recorded that it runs. The attester writes it.
+	Recorded = "/var/lib/muster/attester/recorded"
 	// Journal has what was done with the latest order.
 	Journal = "/var/lib/muster/orders/journal"
 )
@@ -160,6 +162,32 @@ func Report(root string) (*joinv1.OrderReport, error) {
 		return timestamppb.New(*t)
 	}
 	return &joinv1.OrderReport{Digest: digest, Action: string(e.Action), State: wireStates[e.State], Message: e.Message, Output: e.Output, BeganAt: at(e.BeganAt), EndedAt: at(e.EndedAt)}, nil
+}
+
+// NoteRecorded notes that a joinservice has recorded a report.
+func NoteRecorded(root string, r *joinv1.OrderReport) error {
+	if r.GetState() != wireStates[Running] {
+		return nil
+	}
+	return machine.WriteFile(filepath.Join(root, Recorded), fmt.Appendf(nil, "%q", hex.EncodeToString(r.GetDigest())), 0o600, 0o700)
+}
+
+// AwaitRecorded waits until a joinservice has recorded that the latest order runs: the owner's program learns of an order that ends this machine's life in
+// the cluster only by that.
+func AwaitRecorded(ctx context.Context, root string, every time.Duration) error {
+	var rec record
+	if err := read(filepath.Join(root, Journal), &rec); err != nil {
+		return err
+	}
+	for {
+		var digest string
+		if err := read(filepath.Join(root, Recorded), &digest); err == nil && digest == rec.Last.Order.signed().Digest() {
+			return nil
+		}
+		if err := retry.Wait(ctx, every); err != nil {
+			return fmt.Errorf("no joinservice has recorded that the order runs: %w", err)
+		}
+	}
 }
 
 // read reads a file in JSON. It follows no link and waits for no writer: the attester may make what it wants of the inbox.
@@ -289,7 +317,7 @@ func (e *Executor) save(r record) error {
 // once looks into the inbox, and executes what is new there.
 func (e *Executor) once(ctx context.Context) error {
 	var in order
-	if err := read(filepath.Join(e.cfg.Root, Inbox), &in); err != nil {
+	if err := read(filepath.Join(e.cfg.Root, Inbox), &in); err != nil || len(in.Text) > ownerorder.MaxMachineOrder || len(in.Signature) > ed25519.SignatureSize {
 		return nil //nolint:nilerr // there is none, or the attester wrote something else: nothing to execute
 	}
 	rec, err := e.load(ctx)
@@ -416,7 +444,7 @@ func (e *Executor) resume(ctx context.Context, rec record) error {
 		err = fmt.Errorf("it was interrupted, and this version of the bootstrapper can't go on with %q", o.Action)
 	case e.cfg.Now().Sub(o.NotAfter) > ownerorder.MaxMachineLife:
 		err = fmt.Errorf("it was interrupted, and was valid until %s", stamp(o.NotAfter))
-	case rec.Last.Tries >= maxTries && !rebooted:
+	case rec.Last.Tries >= maxTries && !(rebooted && o.Action == ownerorder.ActionReboot): // a reboot that has happened is over
 		err = fmt.Errorf("it was interrupted %d times", rec.Last.Tries)
 	}
 	e.cfg.Log.InfoContext(ctx, "order goes on", "order", rec.Last.Order.signed().Digest(), "action", string(rec.Last.Action), "rebooted", rebooted, "err", err)

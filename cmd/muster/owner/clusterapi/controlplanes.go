@@ -3,8 +3,12 @@ package clusterapi
 import (
 	"context"
 	"errors"
+	"slices"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 )
@@ -17,6 +21,35 @@ type ControlPlane struct {
 	MachineID string
 	// Addresses are those of its node, at least one.
 	Addresses []string
+}
+
+// OtherControlPlanes returns the number of enrolled control planes beside one, and what is wrong with them. An API server is ready only while its etcd is.
+func (c *Client) OtherControlPlanes(ctx context.Context, than string) (n int, problems []string, err error) {
+	var enrolled v1alpha1.AttestedNodeList
+	if err := c.client.List(ctx, &enrolled); err != nil {
+		return 0, nil, err
+	}
+	for i := range enrolled.Items {
+		e := &enrolled.Items[i]
+		if e.Name == than || e.Spec.Role != v1alpha1.RoleControlPlane || e.ShutOut() {
+			continue
+		}
+		n++
+		node, pod := &corev1.Node{}, &corev1.Pod{}
+		if err := client.IgnoreNotFound(c.client.Get(ctx, types.NamespacedName{Name: e.Name}, node)); err != nil {
+			return 0, nil, err
+		}
+		if err := client.IgnoreNotFound(c.client.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kube-apiserver-" + e.Name}, pod)); err != nil {
+			return 0, nil, err
+		}
+		switch {
+		case !isReady(node):
+			problems = append(problems, e.Name+" is not Ready")
+		case !slices.ContainsFunc(pod.Status.Conditions, func(p corev1.PodCondition) bool { return p.Type == corev1.PodReady && p.Status == corev1.ConditionTrue }):
+			problems = append(problems, "the API server of "+e.Name+" is not Ready")
+		}
+	}
+	return n, problems, nil
 }
 
 // ControlPlanes returns the enrolled control planes that are nodes of the cluster and not banned.

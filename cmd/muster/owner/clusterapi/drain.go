@@ -90,7 +90,7 @@ type lines struct{ report func(string) }
 
 func (l *lines) Write(b []byte) (int, error) {
 	for line := range strings.Lines(string(b)) {
-		l.report(strings.TrimSpace(line))
+		l.report(Printable(strings.TrimSpace(line), maxWhy))
 	}
 	return len(b), nil
 }

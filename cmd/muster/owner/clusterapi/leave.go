@@ -95,6 +95,9 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	} else if !Absent(err) {
 		return nil, err
 	}
+	if p.Enrollment != nil && own.Name != name {
+		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", Printable(own.Name, maxWhy), name)
+	}
 	list, err := c.access(ctx)
 	if err != nil {
 		return nil, err

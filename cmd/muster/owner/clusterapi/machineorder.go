@@ -2,6 +2,7 @@ package clusterapi
 
 import (
 	"context"
+	"fmt"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,7 +23,22 @@ func (c *Client) Enrollment(ctx context.Context, name string) (*v1alpha1.Atteste
 		}
 		return err
 	})
+	if err == nil && n.Name != name { // B11: what the owner typed is signed, not what the API makes of it
+		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", Printable(n.Name, maxWhy), name)
+	}
 	return n, err
+}
+
+// WithdrawOrder removes an order from a node, if it is still there.
+func (c *Client) WithdrawOrder(ctx context.Context, name, note string) error {
+	return once(ctx, func(ctx context.Context) error {
+		n, err := c.Enrollment(ctx, name)
+		if err != nil || n.Annotations[v1alpha1.OwnerOrder] != note {
+			return err
+		}
+		delete(n.Annotations, v1alpha1.OwnerOrder)
+		return c.client.Update(ctx, n) // a conflict is tried again
+	})
 }
 
 // Order gives a node's machine the order that sign makes from its enrollment, in the form of [v1alpha1.OwnerOrder]. sign is
