@@ -1,4 +1,4 @@
-// Package etcd removes members from a cluster's etcd: one that its owner names, and those that an unfinished join of a control plane has left: kubeadm's own
+// Package etcd makes snapshots of a cluster's etcd, and removes members from it: one that its owner names, and those that an unfinished join of a control plane has left: kubeadm's own
 // reset does so only if it got far enough to read the cluster's configuration, and never for a machine that did not come back.
 //
 // Before `kubeadm join` adds a member, etcd must have no member of this machine, and no learner of any machine. etcd takes one learner at a time, so an
@@ -16,6 +16,7 @@ import (
 	"crypto/x509/pkix"
 	"errors"
 	"fmt"
+	"io"
 	"math/big"
 	"net"
 	"net/netip"
@@ -96,6 +97,15 @@ func RemoveNode(ctx context.Context, at []netip.Addr, caCert, caKey []byte, node
 }
 
 func remove(ctx context.Context, at []netip.Addr, caCert, caKey []byte, which func(*etcdserverpb.Member) bool) ([]Member, error) {
+	c, err := connect(ctx, at, caCert, caKey)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close() //nolint:errcheck // an error has no consequence
+	return clean(ctx, c, which)
+}
+
+func connect(ctx context.Context, at []netip.Addr, caCert, caKey []byte) (*clientv3.Client, error) {
 	conf, err := clientTLS(caCert, caKey)
 	if err != nil {
 		return nil, err
@@ -104,8 +114,35 @@ func remove(ctx context.Context, at []netip.Addr, caCert, caKey []byte, which fu
 	if err != nil {
 		return nil, fmt.Errorf("etcd: %w", err)
 	}
+	return c, nil
+}
+
+// Snapshot writes a snapshot of the etcd at an address: its database, and the SHA-256 of that in the last 32 bytes. It asks room first whether there is
+// room for so many bytes. The certificate authority is etcd's, PEM.
+func Snapshot(ctx context.Context, at netip.Addr, caCert, caKey []byte, room func(size int64) error, w io.Writer) error {
+	c, err := connect(ctx, []netip.Addr{at}, caCert, caKey)
+	if err != nil {
+		return err
+	}
 	defer c.Close() //nolint:errcheck // an error has no consequence
-	return clean(ctx, c, which)
+	call, cancel := context.WithTimeout(ctx, callTimeout)
+	st, err := c.Status(call, c.Endpoints()[0])
+	cancel()
+	if err != nil {
+		return fmt.Errorf("etcd: status: %w", err)
+	}
+	if err := room(st.DbSize); err != nil {
+		return err
+	}
+	r, err := c.Snapshot(ctx)
+	if err != nil {
+		return fmt.Errorf("etcd: snapshot: %w", err)
+	}
+	_, err = io.Copy(w, r)
+	if err := errors.Join(err, r.Close()); err != nil {
+		return fmt.Errorf("etcd: snapshot: %w", err)
+	}
+	return nil
 }
 
 // cluster is the part of etcd's API that is used.
