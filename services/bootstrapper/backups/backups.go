@@ -50,6 +50,9 @@ const (
 // own.
 var kept = []string{"ca.crt", "ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "sa.key", "sa.pub", "encryption.yaml"}
 
+// Kept returns the names of the files of /etc/kubernetes/pki that a backup has, below "pki/".
+func Kept() []string { return slices.Clone(kept) }
+
 // Config describes a control plane. All fields are required.
 type Config struct {
 	// Root is the machine's root.

@@ -26,6 +26,7 @@ import (
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.etcd.io/etcd/etcdutl/v3/snapshot"
 	"go.uber.org/zap"
 	"k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
@@ -149,6 +150,19 @@ func Snapshot(ctx context.Context, at netip.Addr, caCert, caKey []byte, room fun
 type cluster interface {
 	MemberList(ctx context.Context, opts ...clientv3.OpOption) (*clientv3.MemberListResponse, error)
 	MemberRemove(ctx context.Context, id uint64) (*clientv3.MemberRemoveResponse, error)
+}
+
+// revisionBump is added to the revision of a restored etcd: higher than what a client can have seen since the snapshot. With it, all earlier revisions
+// count as compacted, so that each watch begins anew, and none continues on another history.
+const revisionBump = 1_000_000_000
+
+// Restore makes the data of an etcd with one member from a snapshot. dir is missing or empty, name and peer (HOST:PORT) are the member's.
+func Restore(snapshotFile, dir, name, peer string) error {
+	at := "https://" + peer
+	return snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{
+		SnapshotPath: snapshotFile, OutputDataDir: dir, Name: name, PeerURLs: []string{at}, InitialCluster: name + "=" + at, InitialClusterToken: "etcd-cluster",
+		RevisionBump: revisionBump, MarkCompacted: true,
+	})
 }
 
 func clean(ctx context.Context, c cluster, which func(*etcdserverpb.Member) bool) (removed []Member, err error) {
