@@ -38,7 +38,9 @@ func TestAMachineExecutesItsOwnersOrders(t *testing.T) {
 			t.Errorf("node7 does not find %q in order", check)
 		}
 	}
-	t.Run("it restarts", func(t *testing.T) { boot = w.goesDown(t, boot, "reboot", "node7", "--yes", "--timeout", orderTime.String()) })
+	t.Run("it restarts", func(t *testing.T) {
+		boot = w.goesDown(t, boot, "reboot", "node7", "--yes", "--timeout", orderTime.String())
+	})
 	t.Run("it erases its disk and joins anew", func(t *testing.T) {
 		disk := func() string {
 			out, err := w.Kubectl(t.Context(), "get", "attestednode", "node7", "-o", "jsonpath={.spec.diskID}")

@@ -97,6 +97,19 @@ func Open(dir string, log io.Writer) (*Lab, error) {
 	return &Lab{Dir: abs, Log: log}, nil
 }
 
+// Publish puts a copy of a file on the lab's web server, and returns its URL.
+func (l *Lab) Publish(path string) (string, error) {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return "", err
+	}
+	folder, name := filepath.Join(l.Dir, "published"), filepath.Base(path)
+	if err := os.MkdirAll(folder, 0o755); err != nil {
+		return "", err
+	}
+	return "http://" + lan.FilesHost + "/published/" + name, os.WriteFile(filepath.Join(folder, name), content, 0o644)
+}
+
 // OwnerDir is the folder in which commands of the owner's workstation run. It holds components.yaml and manifests/
 // from the lab, and the owner's files.
 func (l *Lab) OwnerDir() string { return filepath.Join(l.Dir, "owner") }

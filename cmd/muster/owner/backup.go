@@ -167,7 +167,7 @@ func FetchBackup(ctx context.Context, d *ownerdir.Dir, node string, s backup.Sto
 	if err := errors.Join(err, r.Close()); err != nil {
 		return nil, withRemedy(fmt.Errorf("read %s on %s: %w", s.Name, node, err), "Run muster backup --latest --from "+node+": the backup is still there.")
 	}
-	info, err := readBackup(d, f, path)
+	info, _, err := readBackup(d, f, path)
 	switch {
 	case err != nil:
 		return nil, withRemedy(fmt.Errorf("the backup of %s is refused: %w", node, err), "Make one on another control plane: muster backup --from NODE. If that is refused, too, do not trust "+node+".")
@@ -200,7 +200,7 @@ func VerifyBackup(d *ownerdir.Dir, path string) (*BackupInfo, error) {
 		return nil, err
 	}
 	defer f.Close()
-	info, err := readBackup(d, f, path)
+	info, _, err := readBackup(d, f, path)
 	if err != nil {
 		return nil, withRemedy(fmt.Errorf("%s is refused: %w", path, err), "Take another file. It has to be a backup of the cluster of "+d.Path()+".")
 	}
@@ -208,41 +208,41 @@ func VerifyBackup(d *ownerdir.Dir, path string) (*BackupInfo, error) {
 }
 
 // readBackup verifies the whole file, and compares it with the folder.
-func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, error) {
+func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.Manifest, error) {
 	key, err := d.OwnerKey()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	identity, err := backup.Identity(key)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	kube, err := Connect(d)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	authority, err := kube.Authority()
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", d.File(ownerdir.AdminConf), err)
+		return nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.AdminConf), err)
 	}
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	h := sha256.New()
 	m, _, err := backup.Read(io.TeeReader(f, h), identity, authority, io.Discard)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if m.ClusterID != d.Cluster().ClusterID {
-		return nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", printable(m.ClusterID), d.Cluster().ClusterID)
+		return nil, nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", printable(m.ClusterID), d.Cluster().ClusterID)
 	}
 	cluster, err := clusterinfo.Parse(m.Cluster)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	size, err := f.Seek(0, io.SeekCurrent)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	info := &BackupInfo{
 		File: path, Size: size, SHA256: hex.EncodeToString(h.Sum(nil)), Node: m.Node, TakenAt: m.TakenAt, KubernetesVersion: cluster.KubernetesVersion,
@@ -255,12 +255,12 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, error) {
 	}
 	known, err := d.Known()
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, err
+		return nil, nil, err
 	}
 	if known != nil {
 		info.KnownEpoch, info.Since = known.Epoch, since(m, known)
 	}
-	return info, nil
+	return info, m, nil
 }
 
 // since returns what a folder knows to have changed since a backup, and what a restore would undo.

@@ -10,7 +10,7 @@
 //	cluster.json      parameters of the cluster, and the stage of init
 //	known.json        the last recorded state of the cluster, for a recovery
 //	admin.conf        administrator's kubeconfig, once there is a cluster
-//	backups/          the objects of the cluster from before each upgrade
+//	backups/          the objects of the cluster from before each upgrade, and backups of the cluster
 //
 // The folder is 0700 and its files are 0600. Everything is on the disk before anything is
 // sent (B3): a machine that holds a secret which its owner lost would be beyond recovery.
@@ -29,6 +29,7 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+	"time"
 )
 
 // Names of the files that others read.
@@ -181,6 +182,18 @@ func resume(path string, n New, sync func(*os.File) error) (*Dir, error) {
 		return nil, err
 	}
 	return d, nil
+}
+
+// SetAside moves known.json away, and returns its new name: after a restore, it describes another history of the cluster.
+func (d *Dir) SetAside(now time.Time) (string, error) {
+	name := "known-" + now.UTC().Format("20060102T150405Z") + ".json"
+	if err := os.Rename(d.File(KnownFile), d.File(name)); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return "", nil
+		}
+		return "", err
+	}
+	return name, d.sync(d.lock)
 }
 
 // same reports whether the folder is that of the cluster that n asks for.

@@ -1,0 +1,275 @@
+package owner
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// RestoreConfig configures [Restore].
+type RestoreConfig struct {
+	// Dir is the owner's folder, opened for writing.
+	Dir *ownerdir.Dir
+	// File is the backup, and URL where the machine gets the same file.
+	File, URL string
+	// Endpoint is HOST:PORT of the new machine's bootstrapper.
+	Endpoint string
+	// AcceptEpoch is the epoch that the owner accepts without being asked; nil: Ask asks.
+	AcceptEpoch *uint64
+	// Ask shows what would be restored, and asks; nil: there is nobody to ask.
+	Ask func(BackupInfo) (bool, error)
+	// Values has the port of the joinservice; see [InitConfig].
+	Values clusterapi.Values
+	Report progress.Reporter
+	Log    *slog.Logger
+}
+
+// RestoreSteps is the number of steps that [Restore] reports.
+const RestoreSteps = 9
+
+// answersWithin is how long an API server has to show that the cluster is not lost.
+const answersWithin = 10 * time.Second
+
+// Restore makes a new machine the first control plane of the folder's cluster, from a backup, after all control planes were lost. After an interruption the
+// same call finishes.
+func Restore(ctx context.Context, cfg RestoreConfig) error {
+	i := &initializer{InitConfig: InitConfig{Dir: cfg.Dir, Values: cfg.Values, Report: cfg.Report, Log: cfg.Log}}
+	if err := i.load(); err != nil {
+		return err
+	}
+	c := i.dir()
+	switch {
+	case c.Adopted:
+		return withRemedy(errors.New("the cluster is older than Muster, which does not know all of its keys"), "Restore it with the tools that made it.")
+	case c.Restore == nil && c.Stage != ownerdir.StageInstalled:
+		return withRemedy(fmt.Errorf("%s has no whole cluster yet", i.Dir.Path()), "Run muster init to its end.")
+	}
+	var info *BackupInfo
+	var m *backup.Manifest
+	if err := i.step("read the backup", func() (detail string, err error) {
+		info, m, err = i.openBackup(cfg)
+		return cfg.File, err
+	}); err != nil {
+		return err
+	}
+	if c.Restore == nil {
+		if err := i.step("accept the epoch", func() (string, error) { return i.acceptBackup(ctx, cfg, info) }); err != nil {
+			return err
+		}
+		if err := i.beginRestore(cfg, info, m); err != nil {
+			return err
+		}
+	} else if c.Restore.SHA256 != info.SHA256 || c.Endpoint != cfg.Endpoint {
+		return withRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is not at its end", c.Restore.SHA256, c.Endpoint), "Go on with that backup and that machine.")
+	}
+	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
+		if err := i.freeName(ctx, m); err != nil {
+			return err
+		}
+		if err := i.machine(ctx); err != nil {
+			return err
+		}
+	}
+	return i.reinstall(ctx)
+}
+
+// openBackup verifies the backup, and prepares what the machine needs to read it.
+func (i *initializer) openBackup(cfg RestoreConfig) (*BackupInfo, *backup.Manifest, error) {
+	f, err := os.Open(cfg.File)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer f.Close()
+	info, m, err := readBackup(i.Dir, f, cfg.File)
+	if err != nil {
+		return nil, nil, withRemedy(fmt.Errorf("%s is refused: %w", cfg.File, err), "Take another backup of this cluster. muster backup verify FILE looks at one.")
+	}
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return nil, nil, err
+	}
+	owner, err := i.Dir.OwnerKey()
+	if err != nil {
+		return nil, nil, err
+	}
+	key, err := backup.FileKey(f, owner)
+	if err != nil {
+		return nil, nil, err
+	}
+	sum, err := hex.DecodeString(info.SHA256)
+	if err != nil {
+		return nil, nil, err
+	}
+	kube, err := Connect(i.Dir)
+	if err != nil {
+		return nil, nil, err
+	}
+	authority, err := kube.Authority()
+	if err != nil {
+		return nil, nil, err
+	}
+	i.backup = &initv1.Backup{Url: cfg.URL, Sha256: sum, FileKey: key, Authority: authority.Raw}
+	return info, m, nil
+}
+
+// acceptBackup asks the owner. A cluster that runs is not restored: there would be two of it.
+func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info *BackupInfo) (string, error) {
+	kube, err := Connect(i.Dir)
+	if err != nil {
+		return "", err
+	}
+	alive, cancel := context.WithTimeout(ctx, answersWithin)
+	err = kube.Reachable(alive)
+	cancel()
+	switch {
+	case err == nil:
+		return "", withRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "A cluster that runs is not restored, since there would be two of it. Repair it (docs/runbooks.md), or power all of its control planes off first.")
+	case ctx.Err() != nil:
+		return "", context.Cause(ctx)
+	}
+	for _, l := range info.Lines() {
+		i.Report.Update(l)
+	}
+	accepted := cfg.AcceptEpoch != nil && *cfg.AcceptEpoch == info.Epoch
+	if cfg.AcceptEpoch == nil && cfg.Ask != nil {
+		if accepted, err = cfg.Ask(*info); err != nil {
+			return "", err
+		}
+	}
+	if !accepted {
+		return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "the backup has epoch %d of the cluster, which was not accepted", info.Epoch),
+			strings.Join(append(info.Lines(), fmt.Sprintf("To go on with it, run the command again with --accept-epoch %d.", info.Epoch)), "\n"))
+	}
+	return fmt.Sprintf("epoch %d is accepted", info.Epoch), nil
+}
+
+// beginRestore notes the restore in the folder. The cluster's values are those of the backup: it may have been upgraded since init.
+func (i *initializer) beginRestore(cfg RestoreConfig, info *BackupInfo, m *backup.Manifest) error {
+	cluster, err := clusterinfo.Parse(m.Cluster)
+	if err != nil {
+		return err
+	}
+	c := i.dir()
+	c.Restore = &ownerdir.Restore{SHA256: info.SHA256, URL: cfg.URL, Epoch: info.Epoch}
+	c.Stage, c.Endpoint, c.FirstMachine = ownerdir.StagePrepared, cfg.Endpoint, nil
+	c.KubernetesVersion, c.ControlPlaneEndpoint, c.Components, c.Images = cluster.KubernetesVersion, cluster.ControlPlaneEndpoint, cluster.Components, cluster.Images
+	return i.Dir.Save(c)
+}
+
+// freeName refuses a machine with the name of an enrollment in the backup: certificates of that name's machine may still be valid.
+func (i *initializer) freeName(ctx context.Context, m *backup.Manifest) error {
+	target := peerdial.Target{Addr: i.dir().Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}}
+	return i.step("ask the machine for its name", func() (name string, err error) {
+		err = i.retry(ctx, func() error {
+			s, err := peerdial.Open(target)
+			if err != nil {
+				return err
+			}
+			defer func() { _ = s.Close() }()
+			status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
+			if err == nil {
+				name = printable(status.GetNodeName())
+			}
+			return err
+		})
+		if err != nil {
+			return "", i.explainVerdict(err)
+		}
+		if slices.ContainsFunc(m.Nodes, func(n backup.Node) bool { return n.Name == name }) {
+			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the backup has an enrollment of the name %s", name), "Give the machine another name in its metadata. muster forget removes the lost control planes after the restore.")
+		}
+		return name, nil
+	})
+}
+
+// reinstall enrolls the machine, lets the services start there, and ends the restore.
+func (i *initializer) reinstall(ctx context.Context) error {
+	kube, err := Connect(i.Dir)
+	if err != nil {
+		return err
+	}
+	c := i.dir()
+	for _, s := range []struct {
+		name string
+		do   func() (string, error)
+	}{
+		{"wait for the API server", func() (string, error) {
+			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not get ready")
+			defer cancel()
+			return kube.Server(), kube.Reachable(ctx)
+		}},
+		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube) }},
+		{"enroll the machine", func() (string, error) { return c.FirstMachine.NodeName, i.enroll(ctx, kube) }},
+		{"wait for Muster's services", func() (string, error) {
+			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
+			defer cancel()
+			return "", kube.ServicesReady(ctx, i.Report.Update)
+		}},
+		{"verify the joinservice", func() (string, error) { return i.joinservice(ctx) }},
+	} {
+		if err := i.step(s.name, s.do); err != nil {
+			return err
+		}
+	}
+	// known.json describes the history that was lost: it would say of each change from now on that it is older.
+	if _, err := i.Dir.SetAside(time.Now()); err != nil {
+		return err
+	}
+	c = i.dir()
+	c.Stage, c.Restore = ownerdir.StageInstalled, nil
+	return i.Dir.Save(c)
+}
+
+// listRestored puts the folder's policy in force, with the machine as a control plane (A7). Its serial is above all that are known: machines that were
+// not lost accept no older policy than their last.
+func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	m := i.dir().FirstMachine
+	text, p, json, err := folderPolicy(i.Dir)
+	if err != nil {
+		return "", err
+	}
+	have, err := kube.Policy(ctx)
+	if err != nil {
+		return "", err
+	}
+	if p.MayServe(m.ID) != nil {
+		serial := max(p.Serial(), uint64(max(have.Status.Serial, 0))) + 1
+		if text, err = policyfile.ListControlPlanes(text, serial, []policyfile.ControlPlane{{Machine: m.ID, Name: m.NodeName}}, nil); err != nil {
+			return "", err
+		}
+		if err := i.Dir.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
+			return "", err
+		}
+		if err := i.load(); err != nil {
+			return "", err
+		}
+		p, json = i.policy, i.json
+	}
+	if err := higher(i.Dir, have, p, string(json)); err != nil {
+		return "", err
+	}
+	key, err := i.Dir.OwnerKey()
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("serial %d", p.Serial()), kube.PutPolicy(ctx, attest.SignPolicy(key, json))
+}
