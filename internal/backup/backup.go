@@ -278,7 +278,7 @@ func Read(r io.Reader, identity age.Identity, authority *x509.Certificate, snaps
 	if err != nil {
 		return nil, nil, fmt.Errorf("it is damaged: %s: %w", signatureName, err)
 	}
-	// Before anything else is read: who made this?
+	// K5: before anything else is read, who made this?
 	if err := verify(authority, text, signature); err != nil {
 		return nil, nil, err
 	}

@@ -229,6 +229,7 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 		return nil, nil, err
 	}
 	h := sha256.New()
+	// K5
 	m, _, err := backup.Read(io.TeeReader(f, h), identity, authority, io.Discard)
 	if err != nil {
 		return nil, nil, err

@@ -131,6 +131,7 @@ func (m *Maker) Make(ctx context.Context) (stored backup.Stored, err error) {
 		return stored, err
 	}
 	stored = backup.Stored{Name: backup.Name(m.cfg.Node, at), TakenAt: at}
+	// K5: for the owner of the image, whom nobody can change while it runs.
 	err = m.place(&stored, func(w io.Writer) error {
 		manifest := backup.Manifest{ClusterID: m.cfg.Cluster.String(), Node: m.cfg.Node, TakenAt: at, State: state}
 		return backup.Write(w, m.cfg.Owner, authority.Signer(), manifest, small, io.LimitReader(&interruptible{ctx, snapshot}, size), size, sum)

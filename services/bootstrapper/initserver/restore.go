@@ -126,6 +126,7 @@ func (s *Server) unpack(o *initOrder, from, snapshot string) (map[string][]byte,
 	if err != nil {
 		return nil, err
 	}
+	// K5
 	m, small, err := backup.Read(f, backup.WithFileKey(o.restore.fileKey), o.restore.authority, out)
 	if cerr := out.Close(); err == nil && cerr != nil {
 		return nil, cerr
