@@ -13,6 +13,7 @@ import (
 	"encoding/json"
 	"encoding/pem"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"math/big"
@@ -25,6 +26,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"go.uber.org/goleak"
 
 	"github.com/muster-k8s/muster/internal/backup"
@@ -263,6 +265,30 @@ func TestTheOldestBackupsAreRemoved(t *testing.T) {
 	}
 	if got := p.files(); !slices.Equal(got, []string{names[3], names[2], backup.Latest, "lock"}) {
 		t.Errorf("files: %q of %q", got, names)
+	}
+}
+
+func TestTheNewestBackupIsMeasured(t *testing.T) {
+	p := newPlane(t)
+	c := Collector{Root: p.cfg.Root, Every: time.Hour}
+	expect := func(made float64, size int64) {
+		t.Helper()
+		want := fmt.Sprintf("# HELP muster_backup_interval_seconds The time between two backups by the schedule of this control plane's image; 0: there is no schedule.\n# TYPE muster_backup_interval_seconds gauge\nmuster_backup_interval_seconds 3600\n"+
+			"# HELP muster_backup_size_bytes The size of that backup; 0: there is none.\n# TYPE muster_backup_size_bytes gauge\nmuster_backup_size_bytes %d\n"+
+			"# HELP muster_backup_timestamp_seconds When the newest backup of the cluster on this control plane was made, in seconds since 1970; 0: there is none.\n# TYPE muster_backup_timestamp_seconds gauge\nmuster_backup_timestamp_seconds %g\n", size, made)
+		if err := testutil.CollectAndCompare(c, strings.NewReader(want)); err != nil {
+			t.Error(err)
+		}
+	}
+	expect(0, 0)
+	p.cfg.Now = func() time.Time { return time.Unix(1e9, 0) }
+	s, err := p.maker().Make(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	expect(1e9, s.Size)
+	if n := testutil.CollectAndCount(Collector{Root: t.TempDir()}); n != 0 {
+		t.Errorf("a worker has %d series", n)
 	}
 }
 
