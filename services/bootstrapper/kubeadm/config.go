@@ -127,7 +127,7 @@ type Cluster struct {
 	APIServerSANs    []string
 	ControlPlaneNode Node
 	Images           versions.Images
-	// Restored means that etcd has data already.
+	// Restored means that etcd has data already, with an older cluster's CoreDNS.
 	Restored bool
 }
 
@@ -152,6 +152,7 @@ func Init(img *Image, c Cluster) ([]byte, error) {
 	}
 	if c.Restored {
 		init.NodeRegistration.IgnorePreflightErrors = union(init.NodeRegistration.IgnorePreflightErrors, "DirAvailable--var-lib-etcd")
+		init.SkipPhases = append(init.SkipPhases, "addon/coredns") // kubeadm would migrate its configuration
 	}
 	docs := []any{&init, clusterConfiguration(img, c), kubeletConfiguration(img)}
 	if img.proxy != nil {
