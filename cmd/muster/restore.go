@@ -85,6 +85,7 @@ func (a *app) askRestore() func(owner.BackupInfo) (bool, error) {
 		return nil
 	}
 	return func(i owner.BackupInfo) (bool, error) {
+		fmt.Fprintf(out, "\n%s\n", strings.Join(i.Lines(), "\n")) // a bar shows one line at a time
 		fmt.Fprintf(out, "To go on with this state, type the epoch's number (%d): ", i.Epoch)
 		line, err := bufio.NewReader(in).ReadString('\n')
 		return strings.TrimSpace(line) == strconv.FormatUint(i.Epoch, 10), err

@@ -226,6 +226,14 @@ func TestARestoreIsRefused(t *testing.T) {
 			t.Errorf("%v", out.err)
 		}
 	})
+	for name, node := range map[string]backup.Node{"a node of its name": {Name: "node1"}, "its machine": {Name: "other", MachineID: w.tpm.ID().String()}} {
+		t.Run("of a cluster that has "+name, func(t *testing.T) {
+			s.write(func(m *backup.Manifest) { m.Nodes = []backup.Node{node} })
+			if out := w.restore(t.Context(), r, s.request()); reason(out.err) != "NAME_TAKEN" {
+				t.Errorf("%v", out.err)
+			}
+		})
+	}
 	t.Run("of a cluster that does not encrypt", func(t *testing.T) {
 		delete(s.small, "pki/encryption.yaml")
 		s.write()

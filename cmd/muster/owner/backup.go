@@ -60,11 +60,15 @@ func MakeBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(s
 			return "", backup.Stored{}, err
 		}
 	}
+	asked := time.Now()
 	r, err := Order(ctx, d, node, ownerorder.ActionBackup, nil, func(s string) { report(node + ": " + s) })
 	if err != nil {
 		return node, backup.Stored{}, err
 	}
 	stored, err := parseStored([]byte(r.Output))
+	if err == nil && stored.TakenAt.Before(asked.Add(-ownerorder.MaxAge)) {
+		err = fmt.Errorf("%s says that it has made the backup at %s, before it was ordered: its clock is wrong, or the report is not its own", node, stored.TakenAt.UTC().Format(time.RFC3339))
+	}
 	return node, stored, err
 }
 
@@ -175,6 +179,8 @@ func FetchBackup(ctx context.Context, d *ownerdir.Dir, node string, s backup.Sto
 		return nil, fmt.Errorf("the backup of %s has %d bytes with the SHA-256 %s: the machine said %d and %s", node, n, info.SHA256, s.Size, s.SHA256)
 	case info.Node != node:
 		return nil, fmt.Errorf("the backup of %s says that %s has made it", node, printable(info.Node))
+	case !s.TakenAt.Equal(info.TakenAt) || s.Name != backup.Name(info.Node, info.TakenAt): // a genuine one, of another time
+		return nil, fmt.Errorf("the machine says that %s was taken at %s, and the backup says %s", s.Name, s.TakenAt.UTC().Format(time.RFC3339), info.TakenAt.UTC().Format(time.RFC3339))
 	}
 	if err := errors.Join(f.Sync(), f.Close()); err != nil {
 		return nil, err

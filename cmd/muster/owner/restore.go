@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
@@ -45,7 +47,7 @@ type RestoreConfig struct {
 }
 
 // RestoreSteps is the number of steps that [Restore] reports.
-const RestoreSteps = 9
+const RestoreSteps = 11
 
 // answersWithin is how long an API server has to show that the cluster is not lost.
 const answersWithin = 10 * time.Second
@@ -55,6 +57,13 @@ const answersWithin = 10 * time.Second
 func Restore(ctx context.Context, cfg RestoreConfig) error {
 	i := &initializer{InitConfig: InitConfig{Dir: cfg.Dir, Values: cfg.Values, Report: cfg.Report, Log: cfg.Log}}
 	if err := i.load(); err != nil {
+		return err
+	}
+	known, err := i.Dir.Known()
+	if err != nil {
+		return err
+	}
+	if err := current(i.Dir, known, i.policy, i.json); err != nil {
 		return err
 	}
 	c := i.dir()
@@ -72,18 +81,19 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 	}); err != nil {
 		return err
 	}
-	if c.Restore == nil {
+	switch {
+	case c.Restore == nil || c.Stage == ownerdir.StagePrepared: // nothing was sent
 		if err := i.step("accept the epoch", func() (string, error) { return i.acceptBackup(ctx, cfg, info) }); err != nil {
 			return err
 		}
 		if err := i.beginRestore(cfg, info, m); err != nil {
 			return err
 		}
-	} else if c.Restore.SHA256 != info.SHA256 || c.Endpoint != cfg.Endpoint {
+	case c.Restore.SHA256 != info.SHA256 || c.Endpoint != cfg.Endpoint:
 		return withRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is not at its end", c.Restore.SHA256, c.Endpoint), "Go on with that backup and that machine.")
 	}
 	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
-		if err := i.freeName(ctx, m); err != nil {
+		if err := i.freeMachine(ctx, m, known); err != nil {
 			return err
 		}
 		if err := i.machine(ctx); err != nil {
@@ -140,8 +150,9 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 	alive, cancel := context.WithTimeout(ctx, answersWithin)
 	err = kube.Reachable(alive)
 	cancel()
+	var answer apierrors.APIStatus // also 401 or 500 is an answer
 	switch {
-	case err == nil:
+	case err == nil || errors.As(err, &answer):
 		return "", withRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "A cluster that runs is not restored, since there would be two of it. Repair it (docs/runbooks.md), or power all of its control planes off first.")
 	case ctx.Err() != nil:
 		return "", context.Cause(ctx)
@@ -169,22 +180,31 @@ func (i *initializer) beginRestore(cfg RestoreConfig, info *BackupInfo, m *backu
 		return err
 	}
 	c := i.dir()
-	c.Restore = &ownerdir.Restore{SHA256: info.SHA256, URL: cfg.URL, Epoch: info.Epoch}
+	former := c.FirstMachine
+	if c.Restore != nil {
+		former = c.Restore.Former
+	}
+	c.Restore = &ownerdir.Restore{SHA256: info.SHA256, URL: cfg.URL, Epoch: info.Epoch, Former: former}
 	c.Stage, c.Endpoint, c.FirstMachine = ownerdir.StagePrepared, cfg.Endpoint, nil
 	c.KubernetesVersion, c.ControlPlaneEndpoint, c.Components, c.Images = cluster.KubernetesVersion, cluster.ControlPlaneEndpoint, cluster.Components, cluster.Images
 	return i.Dir.Save(c)
 }
 
-// freeName refuses a machine with the name of an enrollment in the backup: certificates of that name's machine may still be valid.
-func (i *initializer) freeName(ctx context.Context, m *backup.Manifest) error {
+// freeMachine refuses a machine with the name of a node in the backup, or of one that the folder knows: certificates of that node may still be valid. It
+// refuses the machine of an enrollment in the backup, too: it would have two.
+func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
 	target := peerdial.Target{Addr: i.dir().Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}}
 	return i.step("ask the machine for its name", func() (name string, err error) {
+		var peer attest.Peer
 		err = i.retry(ctx, func() error {
 			s, err := peerdial.Open(target)
 			if err != nil {
 				return err
 			}
 			defer func() { _ = s.Close() }()
+			if peer, err = s.Exchange(ctx); err != nil {
+				return err
+			}
 			status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
 			if err == nil {
 				name = printable(status.GetNodeName())
@@ -194,8 +214,13 @@ func (i *initializer) freeName(ctx context.Context, m *backup.Manifest) error {
 		if err != nil {
 			return "", i.explainVerdict(err)
 		}
-		if slices.ContainsFunc(m.Nodes, func(n backup.Node) bool { return n.Name == name }) {
-			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the backup has an enrollment of the name %s", name), "Give the machine another name in its metadata. muster forget removes the lost control planes after the restore.")
+		taken := slices.ContainsFunc(m.Nodes, func(n backup.Node) bool { return n.Name == name })
+		if _, there := known.Nodes[name]; taken || there || slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.Name == name }) {
+			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the cluster has, or had, a node %s", name), "Give the machine another name in its metadata. muster forget removes the lost control planes after the restore.")
+		}
+		id := peer.Machine().String()
+		if at := slices.IndexFunc(m.Nodes, func(n backup.Node) bool { return n.MachineID == id }); at >= 0 {
+			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the backup has machine %s as the node %s", id, printable(m.Nodes[at].Name)), "Restore on a machine that was not in the cluster.")
 		}
 		return name, nil
 	})
@@ -216,6 +241,13 @@ func (i *initializer) reinstall(ctx context.Context) error {
 			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not get ready")
 			defer cancel()
 			return kube.Server(), kube.Reachable(ctx)
+		}},
+		{"find the machine's node", func() (string, error) { // another API server may answer at the endpoint
+			p, err := kube.Presence(ctx, c.FirstMachine.NodeName)
+			if err == nil && p.Node == nil {
+				err = withRemedy(fmt.Errorf("the API server at %s does not have the node %s", kube.Server(), c.FirstMachine.NodeName), "An old control plane answers there: power it off, and direct "+c.ControlPlaneEndpoint+" to the new machine.")
+			}
+			return c.FirstMachine.NodeName, err
 		}},
 		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube) }},
 		{"enroll the machine", func() (string, error) { return c.FirstMachine.NodeName, i.enroll(ctx, kube) }},
@@ -239,8 +271,8 @@ func (i *initializer) reinstall(ctx context.Context) error {
 	return i.Dir.Save(c)
 }
 
-// listRestored puts the folder's policy in force, with the machine as a control plane (A7). Its serial is above all that are known: machines that were
-// not lost accept no older policy than their last.
+// listRestored puts the folder's policy in force, with the machine as a control plane (A7). Its serial is above those of the backup and of known.json, to
+// which [current] has compared it: machines that were not lost accept no older policy than their last.
 func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	m := i.dir().FirstMachine
 	text, p, json, err := folderPolicy(i.Dir)

@@ -135,6 +135,13 @@ func Snapshot(ctx context.Context, at netip.Addr, caCert, caKey []byte, room fun
 	if err := room(st.DbSize); err != nil {
 		return err
 	}
+	// A snapshot is the member's own, which may have lost the others. This read is answered by a member alone that is up to date with them.
+	call, cancel = context.WithTimeout(ctx, callTimeout)
+	_, err = c.Get(call, "/", clientv3.WithCountOnly())
+	cancel()
+	if err != nil {
+		return fmt.Errorf("etcd: this member is not up to date: %w", err)
+	}
 	r, err := c.Snapshot(ctx)
 	if err != nil {
 		return fmt.Errorf("etcd: snapshot: %w", err)
@@ -152,18 +159,22 @@ type cluster interface {
 	MemberRemove(ctx context.Context, id uint64) (*clientv3.MemberRemoveResponse, error)
 }
 
-// revisionBump is added to the revision of a restored etcd: higher than what a client can have seen since the snapshot. With it, all earlier revisions
-// count as compacted, so that each watch begins anew, and none continues on another history.
-const revisionBump = 1_000_000_000
-
 // Restore makes the data of an etcd with one member from a snapshot. dir is missing or empty, name and peer (HOST:PORT) are the member's.
+//
+// The IDs of the cluster and of its member are random, by the token: members of the lost etcd, which trust the same authority, do not take it for one of
+// them, also if it has the address of one. The revision is raised by the time in milliseconds: higher than what a client can have seen since the
+// snapshot, or of an earlier restore of it. All earlier revisions count as compacted, so that each watch begins anew, and none continues on another
+// history.
 func Restore(snapshotFile, dir, name, peer string) error {
 	at := "https://" + peer
 	return snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{
-		SnapshotPath: snapshotFile, OutputDataDir: dir, Name: name, PeerURLs: []string{at}, InitialCluster: name + "=" + at, InitialClusterToken: "etcd-cluster",
-		RevisionBump: revisionBump, MarkCompacted: true,
+		SnapshotPath: snapshotFile, OutputDataDir: dir, Name: name, PeerURLs: []string{at}, InitialCluster: name + "=" + at, InitialClusterToken: rand.Text(),
+		RevisionBump: max(leastBump, uint64(time.Now().UnixMilli())), MarkCompacted: true,
 	})
 }
+
+// leastBump is for a machine whose clock is in 1970.
+const leastBump = 1_000_000_000
 
 func clean(ctx context.Context, c cluster, which func(*etcdserverpb.Member) bool) (removed []Member, err error) {
 	call := func(f func(context.Context) error) error {

@@ -74,6 +74,8 @@ type Restore struct {
 	URL    string `json:"url"`
 	// Epoch is the backup's, which the owner has accepted.
 	Epoch uint64 `json:"epoch"`
+	// Former is the first machine of before: its disk may turn up.
+	Former *Machine `json:"former,omitempty"`
 }
 
 // Machine is the first machine with its owner's verdict.
