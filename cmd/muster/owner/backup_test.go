@@ -146,6 +146,10 @@ func TestABackupIsComparedWithWhatTheFolderKnows(t *testing.T) {
 	if got := since(m, known); !slices.Equal(got, want) {
 		t.Errorf("got %q", got)
 	}
+	// What a restore bans before any machine gets something.
+	if got := revoked(m, known); !slices.Equal(got, []string{"w1", "w3"}) {
+		t.Errorf("it would ban %q", got)
+	}
 	if got := since(m, &ownerdir.Known{Epoch: 4, Nodes: map[string]ownerdir.KnownNode{"node1": {UID: "a"}}}); len(got) != 0 {
 		t.Errorf("got %q", got)
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -47,7 +48,7 @@ type RestoreConfig struct {
 }
 
 // RestoreSteps is the number of steps that [Restore] reports.
-const RestoreSteps = 11
+const RestoreSteps = 12
 
 // answersWithin is how long an API server has to show that the cluster is not lost.
 const answersWithin = 10 * time.Second
@@ -100,7 +101,7 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 			return err
 		}
 	}
-	return i.reinstall(ctx)
+	return i.reinstall(ctx, m, known)
 }
 
 // openBackup verifies the backup, and prepares what the machine needs to read it.
@@ -227,7 +228,7 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 }
 
 // reinstall enrolls the machine, lets the services start there, and ends the restore.
-func (i *initializer) reinstall(ctx context.Context) error {
+func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
 	kube, err := Connect(i.Dir)
 	if err != nil {
 		return err
@@ -249,6 +250,7 @@ func (i *initializer) reinstall(ctx context.Context) error {
 			}
 			return c.FirstMachine.NodeName, err
 		}},
+		{"ban what was banned or forgotten", func() (string, error) { return i.banAgain(ctx, kube, m, known) }},
 		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube) }},
 		{"enroll the machine", func() (string, error) { return c.FirstMachine.NodeName, i.enroll(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
@@ -269,6 +271,42 @@ func (i *initializer) reinstall(ctx context.Context) error {
 	c = i.dir()
 	c.Stage, c.Restore = ownerdir.StageInstalled, nil
 	return i.Dir.Save(c)
+}
+
+// banAgain bans the enrollments of the backup that the folder knows as banned or forgotten. No joinservice on the new machine is accepted before the policy
+// lists it (A7), so none of their machines gets anything in between.
+func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
+	names := revoked(m, known)
+	for _, name := range names {
+		p, err := kube.Presence(ctx, name)
+		if err != nil {
+			return "", err
+		}
+		if p.Enrollment == nil || p.Enrollment.ShutOut() {
+			continue
+		}
+		if err := kube.SetBanned(ctx, p, true); err != nil {
+			return "", err
+		}
+	}
+	return fmt.Sprintf("%d nodes", len(names)), nil
+}
+
+// revoked returns the names of the backup's enrollments that are not banned in it, and are banned or forgotten as far as the folder knows.
+func revoked(m *backup.Manifest, known *ownerdir.Known) []string {
+	out := map[string]bool{}
+	for _, n := range m.Nodes {
+		if n.Banned {
+			continue
+		}
+		if k, there := known.Nodes[n.Name]; there && k.UID == n.UID && k.Banned {
+			out[n.Name] = true
+		}
+		if slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.UID == n.UID }) {
+			out[n.Name] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(out))
 }
 
 // listRestored puts the folder's policy in force, with the machine as a control plane (A7). Its serial is above those of the backup and of known.json, to
