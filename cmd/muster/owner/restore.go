@@ -48,7 +48,7 @@ type RestoreConfig struct {
 }
 
 // RestoreSteps is the number of steps that [Restore] reports.
-const RestoreSteps = 12
+const RestoreSteps = 13
 
 // answersWithin is how long an API server has to show that the cluster is not lost.
 const answersWithin = 10 * time.Second
@@ -264,8 +264,7 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 			return err
 		}
 	}
-	// known.json describes the history that was lost: it would say of each change from now on that it is older.
-	if _, err := i.Dir.SetAside(time.Now()); err != nil {
+	if err := i.step("note the cluster's state", func() (string, error) { return i.noteRestored(ctx, kube, known) }); err != nil {
 		return err
 	}
 	c = i.dir()
@@ -282,7 +281,7 @@ func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *
 		if err != nil {
 			return "", err
 		}
-		if p.Enrollment == nil || p.Enrollment.ShutOut() {
+		if p.Enrollment == nil || p.Enrollment.Leaving() {
 			continue
 		}
 		if err := kube.SetBanned(ctx, p, true); err != nil {
@@ -290,6 +289,27 @@ func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *
 		}
 	}
 	return fmt.Sprintf("%d nodes", len(names)), nil
+}
+
+// noteRestored replaces known.json, which describes the history that was lost: it would say of each change from now on that it is older.
+func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client, known *ownerdir.Known) (string, error) {
+	if known.Version == 0 {
+		return "", nil
+	}
+	seen, err := see(ctx, kube)
+	if err != nil {
+		return "", err
+	}
+	machines, err := kube.Knowledge(ctx)
+	if err != nil {
+		return "", err
+	}
+	seen.Epoch, seen.EpochID, seen.History = machines.Epoch, machines.History.ID(machines.Epoch), machines.History
+	name, err := i.Dir.CopyKnown(time.Now())
+	if err != nil {
+		return "", err
+	}
+	return "what was known before is in " + name, i.Dir.Remember(known.Restored(seen))
 }
 
 // revoked returns the names of the backup's enrollments that are not banned in it, and are banned or forgotten as far as the folder knows.

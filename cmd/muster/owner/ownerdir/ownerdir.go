@@ -184,16 +184,14 @@ func resume(path string, n New, sync func(*os.File) error) (*Dir, error) {
 	return d, nil
 }
 
-// SetAside moves known.json away, and returns its new name: after a restore, it describes another history of the cluster.
-func (d *Dir) SetAside(now time.Time) (string, error) {
-	name := "known-" + now.UTC().Format("20060102T150405Z") + ".json"
-	if err := os.Rename(d.File(KnownFile), d.File(name)); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return "", nil
-		}
+// CopyKnown writes a copy of known.json beside it, and returns its name: after a restore, the file describes another history of the cluster.
+func (d *Dir) CopyKnown(now time.Time) (string, error) {
+	content, err := d.Read(KnownFile)
+	if err != nil {
 		return "", err
 	}
-	return name, d.sync(d.lock)
+	name := "known-" + now.UTC().Format("20060102T150405Z") + ".json"
+	return name, d.Write(name, content)
 }
 
 // same reports whether the folder is that of the cluster that n asks for.
