@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -38,6 +39,23 @@ func runs(t *testing.T, name string, m *attesttest.Machine, ago time.Duration) {
 	}
 }
 
+// rules returns an owner with that policy, which is in force in the test's cluster.
+func rules(ctx context.Context, t *testing.T, kube *clusterapi.Client, policy []byte) *owned {
+	t.Helper()
+	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), policy)
+	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
+		t.Fatal(err)
+	}
+	_, signed, err := SignedPolicy(o.Dir)
+	if err == nil {
+		err = kube.PutPolicy(ctx, signed)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
 func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
@@ -49,17 +67,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 	policy := func(serial uint64, machines ...*attesttest.Machine) []byte {
 		return attesttest.Policy(t, ca, machines, func(p *attestv1.Policy) { p.Serial = serial })
 	}
-	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), policy(1, old))
-	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
-		t.Fatal(err)
-	}
-	_, signed, err := SignedPolicy(o.Dir)
-	if err == nil {
-		err = kube.PutPolicy(ctx, signed)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	o := rules(ctx, t, kube, policy(1, old))
 	inForce := func() int64 {
 		p, err := kube.Policy(ctx)
 		if err != nil {
@@ -124,17 +132,7 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m, other, silent, off := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
 	policy := attesttest.Policy(t, ca, []*attesttest.Machine{m})
-	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), policy)
-	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
-		t.Fatal(err)
-	}
-	_, signed, err := SignedPolicy(o.Dir)
-	if err == nil {
-		err = kube.PutPolicy(ctx, signed)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	o := rules(ctx, t, kube, policy)
 	runs(t, "n1", m, 0)
 	runs(t, "n2", other, 0)
 	runs(t, "n3", silent, 0)

@@ -16,7 +16,6 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -30,17 +29,7 @@ func TestTheOwnerSeesWhoRunsWhichImage(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	one, two, none := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{Image: "two"}), attesttest.NewMachine(t, ca, attesttest.Options{Image: "three"})
 	unused := attesttest.NewMachine(t, ca, attesttest.Options{Image: "four"})
-	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{one, two, unused}, func(*attestv1.Policy) {}))
-	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
-		t.Fatal(err)
-	}
-	_, signed, err := SignedPolicy(o.Dir)
-	if err == nil {
-		err = kube.PutPolicy(ctx, signed)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	o := rules(ctx, t, kube, attesttest.Policy(t, ca, []*attesttest.Machine{one, two, unused}, func(*attestv1.Policy) {}))
 	runs(t, "n1", one, 0)
 	runs(t, "n2", two, 0)
 	runs(t, "n3", none, time.Hour)
