@@ -29,7 +29,8 @@ func (a *app) restoreCommand() *cobra.Command {
 what it booted first. It fetches the encrypted file from the URL, which may be any web server: it checks the SHA-256, and gets the key of this one file
 from this command.
 
-The machine's metadata have the role control-plane, a name that no node of the backup has, and the initSecretHash of the folder's init-secret. All
+The machine may have been in the cluster before. Its state disk is empty. Its metadata have the role control-plane, a name that no node of the backup has,
+and the initSecretHash of the folder's init-secret. All
 control planes of before have to be off, and stay so: erase their disks, and let them join anew. Workers that were not lost go on.
 
 What has changed since the backup is undone. The command shows what the folder knows of that, and asks; without a terminal, --accept-epoch N accepts it.
@@ -53,6 +54,7 @@ Running the same command again goes on where it stopped.`,
 	f.StringVar(&cfg.URL, "url", "", "where the machine gets the same file: http or https")
 	f.StringVar(&cfg.Endpoint, "endpoint", "", "HOST:PORT of the new machine's bootstrapper; port 9000 if left out")
 	f.Uint64Var(&accept, "accept-epoch", 0, "accept the backup's state, of this epoch of the cluster")
+	f.BoolVar(&cfg.StartOver, "start-over", false, "begin with another backup or another machine, though one was asked: power that one off, and erase its state disk")
 	f.DurationVar(&timeout, "timeout", time.Hour, "how long all of it may take")
 	for _, name := range []string{"url", "endpoint"} {
 		if err := cmd.MarkFlagRequired(name); err != nil {

@@ -387,7 +387,18 @@ const Suffix = ".age"
 
 // Name returns the name of a backup's file. The names of one control plane are in the order of their times.
 func Name(node string, at time.Time) string {
-	return at.UTC().Format("20060102T150405Z") + "-" + node + Suffix
+	return at.UTC().Format(nameTime) + "-" + node + Suffix
+}
+
+const nameTime = "20060102T150405Z"
+
+// TimeOf returns the time in the name of a backup's file, and whether it is such a name.
+func TimeOf(name string) (time.Time, bool) {
+	if !nameForm.MatchString(name) {
+		return time.Time{}, false
+	}
+	at, err := time.Parse(nameTime, name[:len(nameTime)])
+	return at, err == nil
 }
 
 var nameForm = regexp.MustCompile(`^[0-9]{8}T[0-9]{6}Z-[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\.age$`)

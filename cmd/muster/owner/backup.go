@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -45,8 +44,9 @@ type BackupInfo struct {
 	ControlPlanes int `json:"controlPlanes"`
 	// KnownEpoch is the newest epoch in the owner's folder; 0: none.
 	KnownEpoch uint64 `json:"knownEpoch"`
-	// Since is what the folder knows to have changed since, a sentence each.
-	Since []string `json:"since"`
+	// Differs is what the folder has otherwise, and Since what it knows to have changed since: what a restore would undo. A sentence each.
+	Differs []string `json:"differs"`
+	Since   []string `json:"since"`
 }
 
 // MakeBackup orders a control plane to make a backup; with node "", the first one that is Ready. It returns the control plane's name, too.
@@ -236,9 +236,12 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 	}
 	h := sha256.New()
 	// K5
-	m, _, err := backup.Read(io.TeeReader(f, h), identity, authority, io.Discard)
+	m, small, err := backup.Read(io.TeeReader(f, h), identity, authority, io.Discard)
 	if err != nil {
 		return nil, nil, err
+	}
+	for _, content := range small {
+		clear(content) // K3
 	}
 	if m.ClusterID != d.Cluster().ClusterID {
 		return nil, nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", printable(m.ClusterID), d.Cluster().ClusterID)
@@ -253,7 +256,7 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 	}
 	info := &BackupInfo{
 		File: path, Size: size, SHA256: hex.EncodeToString(h.Sum(nil)), Node: m.Node, TakenAt: m.TakenAt, KubernetesVersion: cluster.KubernetesVersion,
-		Epoch: m.Epoch, PolicySerial: m.PolicySerial, Nodes: len(m.Nodes), Since: []string{},
+		Epoch: m.Epoch, PolicySerial: m.PolicySerial, Nodes: len(m.Nodes), Differs: differences(d.Cluster(), cluster),
 	}
 	for _, n := range m.Nodes {
 		if n.Role == "control-plane" {
@@ -261,18 +264,70 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 		}
 	}
 	known, err := d.Known()
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err != nil {
 		return nil, nil, err
 	}
-	if known != nil {
-		info.KnownEpoch, info.Since = known.Epoch, since(m, known)
+	info.KnownEpoch, info.Since = known.Epoch, since(m, known)
+	newer, err := newerBackup(d, m.TakenAt)
+	if err == nil && newer != "" {
+		info.Since = append(info.Since, newer+" is a newer backup.")
 	}
-	return info, m, nil
+	return info, m, err
+}
+
+// newerBackup returns the newest file in the folder's backups that by its name is newer than a time; empty: none is.
+func newerBackup(d *ownerdir.Dir, than time.Time) (string, error) {
+	files, err := filepath.Glob(filepath.Join(d.File(ownerdir.BackupsFolder), "*"+backup.Suffix))
+	if err != nil || len(files) == 0 {
+		return "", err
+	}
+	newest := slices.Max(files) // their names are in the order of their times
+	if at, ok := backup.TimeOf(filepath.Base(newest)); !ok || !at.After(than) {
+		return "", nil
+	}
+	return newest, nil
+}
+
+// differences returns what the folder has otherwise than a backup, whose values a restore takes.
+func differences(c ownerdir.Cluster, in *clusterinfo.Info) []string {
+	out := []string{}
+	differ := func(what, folder, backup string) {
+		if folder != backup {
+			out = append(out, fmt.Sprintf("%s: %s in the folder, %s in the backup, which a restore takes.", what, folder, printable(backup)))
+		}
+	}
+	differ("Kubernetes", c.KubernetesVersion, in.KubernetesVersion)
+	differ("Control-plane endpoint", c.ControlPlaneEndpoint, in.ControlPlaneEndpoint)
+	var had, has []string
+	for _, p := range c.Components {
+		had = append(had, p.Path+" (SHA-256 "+p.SHA256[:min(12, len(p.SHA256))]+")")
+	}
+	for _, p := range in.Components {
+		has = append(has, p.Path+" (SHA-256 "+p.SHA256[:min(12, len(p.SHA256))]+")")
+	}
+	for _, l := range []struct {
+		what     string
+		had, has []string
+	}{{"components", had, has}, {"images", c.Images, in.Images}} {
+		for _, one := range []struct {
+			text      string
+			in, notIn []string
+		}{{"In the backup, which a restore takes, and not among the folder's ", l.has, l.had}, {"In the folder, and not among the backup's ", l.had, l.has}} {
+			only := slices.DeleteFunc(slices.Clone(one.in), func(s string) bool { return slices.Contains(one.notIn, s) })
+			if len(only) > 0 {
+				out = append(out, one.text+l.what+": "+named(only)+".")
+			}
+		}
+	}
+	return out
 }
 
 // since returns what a folder knows to have changed since a backup, and what a restore would undo.
 func since(m *backup.Manifest, known *ownerdir.Known) []string {
 	out := []string{}
+	if known.Version == 0 {
+		return []string{"The folder has no known.json, so what has changed since is not known."}
+	}
 	if known.Epoch > m.Epoch {
 		out = append(out, fmt.Sprintf("The folder knows epoch %d.", known.Epoch))
 	}
@@ -280,15 +335,21 @@ func since(m *backup.Manifest, known *ownerdir.Known) []string {
 	for _, n := range m.Nodes {
 		had[n.UID] = n
 	}
-	var banned, joined, gone []string
-	for uid := range known.Bans {
-		if n, there := had[uid]; there && !n.Banned {
-			banned = append(banned, n.Name)
-		}
-	}
+	var banned, unbanned, replaced, joined, gone []string
 	for name, n := range known.Nodes {
-		if _, there := had[n.UID]; !there {
+		was, there := had[n.UID]
+		if !there {
 			joined = append(joined, name)
+			continue
+		}
+		if n.Banned && !was.Banned {
+			banned = append(banned, name)
+		}
+		if was.Banned && !n.Banned {
+			unbanned = append(unbanned, name)
+		}
+		if n.MachineID != was.MachineID || n.Disk.ID != was.DiskID {
+			replaced = append(replaced, name)
 		}
 	}
 	for _, g := range known.Gone {
@@ -301,26 +362,37 @@ func since(m *backup.Manifest, known *ownerdir.Known) []string {
 		names []string
 	}{
 		{"Banned since, and not banned in it: ", banned},
+		{"Banned in it, and not any more: ", unbanned},
+		{"Given another machine or disk since: ", replaced},
 		{"Forgotten since, and enrolled in it: ", gone},
 		{"Joined since, and not in it: ", joined},
 	} {
 		if len(l.names) == 0 {
 			continue
 		}
-		slices.Sort(l.names)
-		text := printable(strings.Join(l.names[:min(len(l.names), maxNamed)], ", "))
-		if more := len(l.names) - maxNamed; more > 0 {
-			text += fmt.Sprintf(", and %d more", more)
-		}
-		out = append(out, l.text+text+".")
+		out = append(out, l.text+named(l.names)+".")
 	}
 	return out
 }
 
+// named returns the first names of a list in their order, and how many more there are.
+func named(names []string) string {
+	slices.Sort(names)
+	var shown []string
+	for _, name := range names[:min(len(names), maxNamed)] {
+		shown = append(shown, printable(name))
+	}
+	text := strings.Join(shown, ", ")
+	if more := len(names) - len(shown); more > 0 {
+		text += fmt.Sprintf(", and %d more", more)
+	}
+	return text
+}
+
 // Lines describes a backup for a person.
 func (i BackupInfo) Lines() []string {
-	return append([]string{
+	return slices.Concat([]string{
 		fmt.Sprintf("%s: %.1f MiB, SHA-256 %s", i.File, float64(i.Size)/(1<<20), i.SHA256),
 		fmt.Sprintf("Taken on %s at %s: Kubernetes %s, epoch %d with %s, %d nodes, %d of them control planes.", printable(i.Node), i.TakenAt.Local().Format(time.DateTime), cmp.Or(i.KubernetesVersion, "unknown"), i.Epoch, policyOf(i.PolicySerial), i.Nodes, i.ControlPlanes),
-	}, i.Since...)
+	}, i.Differs, i.Since)
 }

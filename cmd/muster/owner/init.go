@@ -235,6 +235,9 @@ func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 		return nil //nolint:nilerr // the init meets the same error
 	}
 	switch waits := status.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED; {
+	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits && i.dir().Restore != nil:
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
+			"Nothing of this restore is on it that the backup does not have: if nothing else on it is needed, erase the disk's first MiB (docs/state-disk.md#erase-the-first-mib), start the machine again, and run the same command.")
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits:
 		host, _, err := net.SplitHostPort(i.dir().Endpoint)
 		if err != nil {

@@ -37,6 +37,8 @@ type RestoreConfig struct {
 	File, URL string
 	// Endpoint is HOST:PORT of the new machine's bootstrapper.
 	Endpoint string
+	// StartOver begins with another backup or another machine, though a machine was asked already.
+	StartOver bool
 	// AcceptEpoch is the epoch that the owner accepts without being asked; nil: Ask asks.
 	AcceptEpoch *uint64
 	// Ask shows what would be restored, and asks; nil: there is nobody to ask.
@@ -48,7 +50,7 @@ type RestoreConfig struct {
 }
 
 // RestoreSteps is the number of steps that [Restore] reports.
-const RestoreSteps = 13
+const RestoreSteps = 14
 
 // answersWithin is how long an API server has to show that the cluster is not lost.
 const answersWithin = 10 * time.Second
@@ -83,7 +85,7 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 		return err
 	}
 	switch {
-	case c.Restore == nil || c.Stage == ownerdir.StagePrepared: // nothing was sent
+	case c.Restore == nil || c.Stage == ownerdir.StagePrepared || cfg.StartOver: // nothing was sent, or it counts no more
 		if err := i.step("accept the epoch", func() (string, error) { return i.acceptBackup(ctx, cfg, info) }); err != nil {
 			return err
 		}
@@ -91,7 +93,7 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 			return err
 		}
 	case c.Restore.SHA256 != info.SHA256 || c.Endpoint != cfg.Endpoint:
-		return withRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is not at its end", c.Restore.SHA256, c.Endpoint), "Go on with that backup and that machine.")
+		return withRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is not at its end", c.Restore.SHA256, c.Endpoint), "Go on with that backup and that machine. If the machine can't be used: power it off, erase its state disk, and run the command with --start-over.")
 	}
 	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
 		if err := i.freeMachine(ctx, m, known); err != nil {
@@ -158,6 +160,9 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 	case ctx.Err() != nil:
 		return "", context.Cause(ctx)
 	}
+	if m := i.dir().FirstMachine; cfg.StartOver && i.dir().Restore != nil && m != nil {
+		info.Since = append(info.Since, fmt.Sprintf("Machine %s was asked before, and may have the cluster's keys: power it off, and erase its state disk.", m.ID))
+	}
 	for _, l := range info.Lines() {
 		i.Report.Update(l)
 	}
@@ -185,14 +190,14 @@ func (i *initializer) beginRestore(cfg RestoreConfig, info *BackupInfo, m *backu
 	if c.Restore != nil {
 		former = c.Restore.Former
 	}
-	c.Restore = &ownerdir.Restore{SHA256: info.SHA256, URL: cfg.URL, Epoch: info.Epoch, Former: former}
+	c.Restore = &ownerdir.Restore{SHA256: info.SHA256, Epoch: info.Epoch, Former: former}
 	c.Stage, c.Endpoint, c.FirstMachine = ownerdir.StagePrepared, cfg.Endpoint, nil
 	c.KubernetesVersion, c.ControlPlaneEndpoint, c.Components, c.Images = cluster.KubernetesVersion, cluster.ControlPlaneEndpoint, cluster.Components, cluster.Images
 	return i.Dir.Save(c)
 }
 
 // freeMachine refuses a machine with the name of a node in the backup, or of one that the folder knows: certificates of that node may still be valid. It
-// refuses the machine of an enrollment in the backup, too: it would have two.
+// refuses a banned machine, too.
 func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
 	target := peerdial.Target{Addr: i.dir().Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}}
 	return i.step("ask the machine for its name", func() (name string, err error) {
@@ -220,8 +225,13 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the cluster has, or had, a node %s", name), "Give the machine another name in its metadata. muster forget removes the lost control planes after the restore.")
 		}
 		id := peer.Machine().String()
-		if at := slices.IndexFunc(m.Nodes, func(n backup.Node) bool { return n.MachineID == id }); at >= 0 {
-			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the backup has machine %s as the node %s", id, printable(m.Nodes[at].Name)), "Restore on a machine that was not in the cluster.")
+		if bannedMachine(id, m, known) {
+			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned, in the backup or in known.json", id), "Restore on another machine.")
+		}
+		for _, n := range m.Nodes {
+			if n.MachineID == id {
+				i.Report.Update(fmt.Sprintf("the machine was %s: that enrollment is removed", printable(n.Name)))
+			}
 		}
 		return name, nil
 	})
@@ -252,6 +262,7 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 		}},
 		{"ban what was banned or forgotten", func() (string, error) { return i.banAgain(ctx, kube, m, known) }},
 		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube) }},
+		{"remove the machine's earlier enrollment", func() (string, error) { return i.forgetFormer(ctx, kube, m) }},
 		{"enroll the machine", func() (string, error) { return c.FirstMachine.NodeName, i.enroll(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
@@ -291,6 +302,45 @@ func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *
 	return fmt.Sprintf("%d nodes", len(names)), nil
 }
 
+// bannedMachine reports whether a machine is banned in a backup, or as far as the folder knows.
+func bannedMachine(id string, m *backup.Manifest, known *ownerdir.Known) bool {
+	again := revoked(m, known)
+	for _, n := range m.Nodes {
+		if n.MachineID == id && (n.Banned || slices.Contains(again, n.Name)) {
+			return true
+		}
+	}
+	for _, n := range known.Nodes {
+		if n.MachineID == id && n.Banned {
+			return true
+		}
+	}
+	return false
+}
+
+// forgetFormer removes the enrollment that the machine had in the lost cluster: a machine has one.
+func (i *initializer) forgetFormer(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest) (string, error) {
+	first := i.dir().FirstMachine
+	var names []string
+	for _, n := range m.Nodes {
+		if n.MachineID != first.ID.String() || n.Name == first.NodeName {
+			continue
+		}
+		p, err := kube.Presence(ctx, n.Name)
+		if err != nil {
+			return "", err
+		}
+		if p.Enrollment == nil || p.Enrollment.Spec.MachineID != n.MachineID { // removed by an earlier run
+			continue
+		}
+		if _, err := kube.Forget(ctx, p, time.Now(), i.Report.Update); err != nil {
+			return "", err
+		}
+		names = append(names, n.Name)
+	}
+	return strings.Join(names, ", "), nil
+}
+
 // noteRestored replaces known.json, which describes the history that was lost: it would say of each change from now on that it is older.
 func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client, known *ownerdir.Known) (string, error) {
 	if known.Version == 0 {
@@ -312,14 +362,15 @@ func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client,
 	return "what was known before is in " + name, i.Dir.Remember(known.Restored(seen))
 }
 
-// revoked returns the names of the backup's enrollments that are not banned in it, and are banned or forgotten as far as the folder knows.
+// revoked returns the names of the backup's enrollments that are not banned in it, and that as far as the folder knows are banned, are forgotten, or have
+// another machine: the one of the backup may have been stolen.
 func revoked(m *backup.Manifest, known *ownerdir.Known) []string {
 	out := map[string]bool{}
 	for _, n := range m.Nodes {
 		if n.Banned {
 			continue
 		}
-		if k, there := known.Nodes[n.Name]; there && k.UID == n.UID && k.Banned {
+		if k, there := known.Nodes[n.Name]; there && k.UID == n.UID && (k.Banned || k.MachineID != n.MachineID) {
 			out[n.Name] = true
 		}
 		if slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.UID == n.UID }) {

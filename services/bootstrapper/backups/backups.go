@@ -237,7 +237,8 @@ func (m *Maker) place(s *backup.Stored, write func(io.Writer) error) error {
 	return nil // the folder is synced with the file latest.json
 }
 
-// prune removes the oldest backups, never the one that was just made: a clock that was put back makes names that are older.
+// prune removes the oldest backups, never the one that was just made. Those of a later time were made before the clock was put back: they count as the
+// oldest.
 func (m *Maker) prune(made string) error {
 	entries, err := os.ReadDir(m.on(Folder))
 	if err != nil {
@@ -250,6 +251,8 @@ func (m *Maker) prune(made string) error {
 		}
 	}
 	slices.Sort(names)
+	later, _ := slices.BinarySearch(names, made)
+	names = slices.Concat(names[later:], names[:later])
 	var failed error
 	for _, name := range names[:max(0, len(names)-(m.cfg.Keep-1))] {
 		failed = errors.Join(failed, os.Remove(m.on(Folder, name)))

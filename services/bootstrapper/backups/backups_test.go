@@ -254,8 +254,8 @@ func TestTheOldestBackupsAreRemoved(t *testing.T) {
 	at := time.Date(2026, 11, 26, 10, 0, 0, 0, time.UTC)
 	p.cfg.Now = func() time.Time { return at }
 	var names []string
-	// The last one is made after the clock was put back.
-	for _, after := range []time.Duration{0, time.Hour, 2 * time.Hour, -time.Hour} {
+	// The last two are made after the clock was put back.
+	for _, after := range []time.Duration{0, time.Hour, 2 * time.Hour, -time.Hour, -30 * time.Minute} {
 		at = time.Date(2026, 11, 26, 10, 0, 0, 0, time.UTC).Add(after)
 		s, err := p.maker().Make(t.Context())
 		if err != nil {
@@ -263,7 +263,7 @@ func TestTheOldestBackupsAreRemoved(t *testing.T) {
 		}
 		names = append(names, s.Name)
 	}
-	if got := p.files(); !slices.Equal(got, []string{names[3], names[2], backup.Latest, "lock"}) {
+	if got := p.files(); !slices.Equal(got, []string{names[3], names[4], backup.Latest, "lock"}) {
 		t.Errorf("files: %q of %q", got, names)
 	}
 }

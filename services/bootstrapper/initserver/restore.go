@@ -137,10 +137,10 @@ func (s *Server) unpack(o *initOrder, from, snapshot string) (map[string][]byte,
 	if id := o.root.ClusterID([secretSize]byte(o.request.GetMeasurementSalt())); m.ClusterID != id.String() {
 		return nil, invalid("backup: it is of the cluster %s, and the request of %s", m.ClusterID, id)
 	}
-	// Certificates of a node of the lost cluster may still be valid for its name, and its machine has an enrollment already.
+	// Certificates of a node of the lost cluster may still be valid for its name.
 	for _, n := range m.Nodes {
-		if n.Name == o.meta.Name || n.MachineID == s.node.MachineID.String() {
-			return nil, attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the backup has the enrollment %s of machine %s: restore it on another machine, with a name of its own", n.Name, n.MachineID)
+		if n.Name == o.meta.Name {
+			return nil, attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the backup has a node %s: give this machine another name in its metadata", n.Name)
 		}
 	}
 	return small, nil

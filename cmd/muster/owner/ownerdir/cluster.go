@@ -69,9 +69,8 @@ type Cluster struct {
 
 // Restore is a backup that is being restored.
 type Restore struct {
-	// SHA256 is that of the file, in 64 hexadecimal digits; URL is where the machine gets it.
+	// SHA256 is that of the file, in 64 hexadecimal digits.
 	SHA256 string `json:"sha256"`
-	URL    string `json:"url"`
 	// Epoch is the backup's, which the owner has accepted.
 	Epoch uint64 `json:"epoch"`
 	// Former is the first machine of before: its disk may turn up.

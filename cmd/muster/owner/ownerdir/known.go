@@ -390,7 +390,7 @@ func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 			return nil, err
 		}
 	}
-	backups, err := filepath.Glob(filepath.Join(d.File(backupFolder), "*", "*.yaml"))
+	backups, err := filepath.Glob(filepath.Join(d.File(BackupsFolder), "*", "*.yaml"))
 	if err != nil {
 		return nil, err
 	}
@@ -417,6 +417,6 @@ func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 			left = append(left, file)
 		}
 	}
-	snapshots, err := filepath.Glob(filepath.Join(d.File(backupFolder), "*.age"))
+	snapshots, err := filepath.Glob(filepath.Join(d.File(BackupsFolder), "*.age"))
 	return append(left, snapshots...), err
 }
