@@ -1,17 +1,12 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"fmt"
 	"log/slog"
-	"os"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
 )
@@ -82,14 +77,9 @@ func (a *app) restore(ctx context.Context, cfg owner.RestoreConfig) (err error) 
 
 // askRestore asks at the terminal; nil: there is none.
 func (a *app) askRestore() func(owner.BackupInfo) (bool, error) {
-	in, out := os.Stdin, a.stderr
-	if !term.IsTerminal(int(in.Fd())) || a.output == outputJSON {
+	ask := a.askEpoch()
+	if ask == nil {
 		return nil
 	}
-	return func(i owner.BackupInfo) (bool, error) {
-		fmt.Fprintf(out, "\n%s\n", strings.Join(i.Lines(), "\n")) // a bar shows one line at a time
-		fmt.Fprintf(out, "To go on with this state, type the epoch's number (%d): ", i.Epoch)
-		line, err := bufio.NewReader(in).ReadString('\n')
-		return strings.TrimSpace(line) == strconv.FormatUint(i.Epoch, 10), err
-	}
+	return func(i owner.BackupInfo) (bool, error) { return ask(i.Lines(), i.Epoch) }
 }
