@@ -16,8 +16,6 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-const ownersFolder = "muster-planes"
-
 // backup has node2 make a backup by its owner's order (B11), and returns the path of the file on this computer.
 func (c *cluster) backup(t *testing.T) (file string, epoch uint64) {
 	t.Helper()

@@ -134,7 +134,7 @@ func (m *Maker) Make(ctx context.Context) (stored backup.Stored, err error) {
 	// K5: for the owner of the image, whom nobody can change while it runs.
 	err = m.place(&stored, func(w io.Writer) error {
 		manifest := backup.Manifest{ClusterID: m.cfg.Cluster.String(), Node: m.cfg.Node, TakenAt: at, State: state}
-		return backup.Write(w, m.cfg.Owner, authority.Signer(), manifest, small, io.LimitReader(&interruptible{ctx, snapshot}, size), size, sum)
+		return backup.Write(w, m.cfg.Owner, authority.Signer(), manifest, small, io.LimitReader(interruptible(ctx, snapshot), size), size, sum)
 	})
 	if err != nil {
 		return backup.Stored{}, err
@@ -305,15 +305,17 @@ func Latest(root string) (backup.Stored, error) {
 	return s, nil
 }
 
-// interruptible is a reader that ends with its context.
-type interruptible struct {
-	ctx context.Context
-	io.Reader
-}
+// reader is a function that reads.
+type reader func([]byte) (int, error)
 
-func (r *interruptible) Read(p []byte) (int, error) {
-	if err := r.ctx.Err(); err != nil {
-		return 0, err
-	}
-	return r.Reader.Read(p)
+func (r reader) Read(p []byte) (int, error) { return r(p) }
+
+// interruptible returns a reader that ends with its context.
+func interruptible(ctx context.Context, r io.Reader) io.Reader {
+	return reader(func(p []byte) (int, error) {
+		if err := ctx.Err(); err != nil {
+			return 0, err
+		}
+		return r.Read(p)
+	})
 }

@@ -28,16 +28,16 @@ import (
 // host is an address that no other etcd of this computer uses.
 const host = "127.0.20.79"
 
-// real is a real etcd as kubeadm configures it, with an authority of its own.
-type real struct {
+// process is a real etcd as kubeadm configures it, with an authority of its own.
+type process struct {
 	t         *testing.T
 	folder    string
 	cert, key []byte
 }
 
-func newReal(t *testing.T) *real {
+func newProcess(t *testing.T) *process {
 	t.Helper()
-	r := &real{t: t, folder: t.TempDir()}
+	r := &process{t: t, folder: t.TempDir()}
 	r.cert, r.key, _ = authority(t)
 	ca, err := tls.X509KeyPair(r.cert, r.key)
 	if err != nil {
@@ -71,8 +71,8 @@ func encode(t *testing.T, key *ecdsa.PrivateKey) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})
 }
 
-// run runs etcd on a folder while do does, with the member's name.
-func (r *real) run(data, name string, do func(*clientv3.Client)) {
+// run runs etcd on a folder while do does, with the process's name.
+func (r *process) run(data, name string, do func(*clientv3.Client)) {
 	r.t.Helper()
 	bin, err := envtest.Binaries()
 	if err != nil {
@@ -105,7 +105,7 @@ func (r *real) run(data, name string, do func(*clientv3.Client)) {
 }
 
 // must repeats a call until etcd serves it.
-func (r *real) must(call func(context.Context) error) {
+func (r *process) must(call func(context.Context) error) {
 	r.t.Helper()
 	ctx, cancel := context.WithTimeout(r.t.Context(), 5*time.Minute)
 	defer cancel()
@@ -123,7 +123,7 @@ func (r *real) must(call func(context.Context) error) {
 }
 
 func TestASnapshotIsRestoredAsAClusterOfOneMember(t *testing.T) {
-	r := newReal(t)
+	r := newProcess(t)
 	const key = "/registry/x"
 	file := filepath.Join(r.folder, "snapshot")
 	var before int64
