@@ -58,7 +58,7 @@ func TestUnlockSaysWhatItWaitsForWithARealTPM(t *testing.T) {
 	screen := write(t, filepath.Join(dir, "console"), "")
 	p := start(t, "unlock", "--image", filepath.Join(dir, "image.yaml"), "--metadata", meta, "--tpm-lock", e.Lock, "--console", screen)
 	at := p.line("listening")
-	shows(t, screen, "muster: can't use the state disk: STATE_DISK (the state disk can't be used); next try in 1 s\r\n")
+	shows(t, screen, "muster: can't use the state disk: STATE_DISK (the state disk can't be used): the state disk: open "+device+": no such file or directory; next try in 1 s\r\n")
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}
 	defer transport.CloseIdleConnections()
 	s, err := initv1connect.NewMachineServiceClient(&http.Client{Transport: transport}, fmt.Sprint("https://", at["init"])).GetStatus(t.Context(), &initv1.GetStatusRequest{})

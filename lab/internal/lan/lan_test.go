@@ -2,6 +2,8 @@ package lan
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -13,6 +15,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/static"
+	"github.com/google/go-containerregistry/pkg/v1/types"
 	"go.uber.org/goleak"
 )
 
@@ -143,6 +149,48 @@ func TestTheForwarderEndsWithOpenConnections(t *testing.T) {
 		}
 	case <-time.After(patience):
 		t.Fatal("a silent connection keeps the forwarder from ending")
+	}
+}
+
+// A machine whose power was cut during a pull asks for the rest of a layer.
+func TestADownloadFromTheRegistryIsResumed(t *testing.T) {
+	h, err := NewRegistry(t.TempDir(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := httptest.NewServer(h)
+	defer server.Close()
+	layer := static.NewLayer([]byte("0123456789"), types.DockerLayer)
+	repo, err := name.NewRepository(strings.TrimPrefix(server.URL, "http://")+"/r", name.Insecure)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := remote.WriteLayer(repo, layer); err != nil {
+		t.Fatal(err)
+	}
+	digest, err := layer.Digest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for ask, want := range map[string]string{"bytes=4-": "206 456789", "bytes=0-": "206 0123456789", "bytes=4-6": "206 456", "": "200 0123456789"} {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+"/v2/r/blobs/"+digest.String(), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ask != "" {
+			req.Header.Set("Range", ask)
+		}
+		resp, err := server.Client().Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := io.ReadAll(resp.Body)
+		if err := errors.Join(err, resp.Body.Close()); err != nil {
+			t.Fatal(err)
+		}
+		if got := fmt.Sprintf("%d %s", resp.StatusCode, body); got != want {
+			t.Errorf("%q: %s, want %s", ask, got, want)
+		}
 	}
 }
 

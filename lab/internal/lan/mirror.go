@@ -2,11 +2,14 @@ package lan
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"log"
 	"net/http"
 	"os"
+	"path"
 	"path/filepath"
+	"regexp"
 
 	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -22,7 +25,26 @@ func NewRegistry(dir string, layouts []string) (http.Handler, error) {
 	for _, l := range layouts {
 		b.dirs = append(b.dirs, filepath.Join(l, "blobs"))
 	}
-	return registry.New(registry.WithBlobHandler(b), registry.Logger(log.New(io.Discard, "", 0))), nil
+	return b.resumable(registry.New(registry.WithBlobHandler(b), registry.Logger(log.New(io.Discard, "", 0)))), nil
+}
+
+// openRange is a range to the end of a blob (RFC 9110, 14.1.2), as containerd asks for when it resumes a download.
+var openRange = regexp.MustCompile(`^bytes=([0-9]+)-$`)
+
+// resumable names the end of open ranges, which go-containerregistry's handler refuses: a machine whose power was cut
+// during a pull could never finish it.
+func (b blobs) resumable(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if m := openRange.FindStringSubmatch(r.Header.Get("Range")); m != nil {
+			if h, err := v1.NewHash(path.Base(r.URL.Path)); err == nil {
+				if _, size, err := b.path(h); err == nil {
+					r = r.Clone(r.Context())
+					r.Header.Set("Range", fmt.Sprintf("bytes=%s-%d", m[1], size-1))
+				}
+			}
+		}
+		next.ServeHTTP(w, r)
+	})
 }
 
 // diskBlobs are the operations of go-containerregistry's handler for a folder.

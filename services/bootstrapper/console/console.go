@@ -26,8 +26,11 @@ const DefaultPath = "/dev/console"
 // patience bounds the time that a line may take: a stopped terminal (XOFF) must not stop a machine.
 const patience = time.Second
 
-// maxLine bounds a line, in bytes.
-const maxLine = 500
+// maxLine and maxDetail bound a line, and the text of an error in it, in bytes.
+const (
+	maxLine   = 800
+	maxDetail = 500
+)
 
 // Console writes lines that differ from the last one. A nil one writes nothing. It is safe for concurrent use.
 type Console struct {
@@ -92,7 +95,7 @@ func printable(s string) string {
 type Wait struct {
 	// For is the phase in words: "waiting for the key of the state disk".
 	For string
-	// Err is why the latest attempt failed. Its text is not shown: the peer may have chosen it.
+	// Err is why the latest attempt failed. Its text is shown only for the machine's own steps: otherwise the peer may have chosen it.
 	Err error
 	// Asked lists the endpoints, HOST:PORT.
 	Asked []string
@@ -122,6 +125,8 @@ func (w Wait) why() string {
 		return "the metadata name no joinservice (joinEndpoints)"
 	case errors.Is(w.Err, discovery.ErrUnreachable):
 		return "no joinservice can be reached at " + strings.Join(w.Asked, ", ")
+	case ownStep[reason] && !remote(w.Err):
+		return name + words(ours, reason) + ": " + detail(w.Err)
 	case w.By == "":
 		return name + words(ours, reason)
 	case atls.UnprovenRefusal(w.Err):
@@ -130,6 +135,31 @@ func (w Wait) why() string {
 		return name + " by " + w.By + words(theirs, reason)
 	}
 	return "this machine does not accept what " + w.By + " answers: " + name + words(ours, reason)
+}
+
+// ownStep are the reasons of steps that this machine takes by itself, with its disk, its configuration and the listed files and images. They do not
+// include kubeadm, whose text may name a token: the infrastructure provider reads the console.
+var ownStep = map[attestv1.Reason]bool{
+	attestv1.Reason_REASON_STATE_DISK:            true,
+	attestv1.Reason_REASON_MACHINE_CONFIG:        true,
+	attestv1.Reason_REASON_COMPONENT_HASH:        true,
+	attestv1.Reason_REASON_COMPONENT_PATH:        true,
+	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: true,
+}
+
+// detail returns the text of an error without its reason. Of a long one it returns the beginning, which names the object, and the end, which names the
+// cause.
+func detail(err error) string {
+	s := err.Error()
+	if r, ok := errors.AsType[*attest.Refusal](err); ok && r.Err != nil {
+		s = r.Err.Error()
+	}
+	if len(s) <= maxDetail {
+		return s
+	}
+	const gap = " ... "
+	half := (maxDetail - len(gap)) / 2
+	return s[:half] + gap + s[len(s)-half:]
 }
 
 // remote reports whether the peer refused.
@@ -193,6 +223,10 @@ var ours = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_NODE_LOCKED:      "this machine was taken by another cluster, or its journal is damaged",
 	attestv1.Reason_REASON_REQUEST_INVALID:  "the ticket has not the form that this version knows",
 	attestv1.Reason_REASON_DEADLINE:         "it did not answer in time",
+
+	attestv1.Reason_REASON_COMPONENT_HASH:        "a file is not what the list of components names",
+	attestv1.Reason_REASON_COMPONENT_PATH:        "a file of the list of components can't be put in its place",
+	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: "a listed file or image can't be fetched",
 }
 
 // pause rounds a duration for a reader.

@@ -65,7 +65,7 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 		"waiting: this machine does not accept what 192.168.77.11:30090 answers: POLICY_REFUSED (its measurements are not in the owner's policy); next try in 1 s":              {Err: refusal(attestv1.Reason_REASON_POLICY_REFUSED, false), By: e, Next: time.Millisecond},
 		"waiting: no joinservice can be reached at 192.168.77.11:30090, 192.168.77.12:30090; next try in 5 s":                                                                   {Err: errors.Join(discovery.ErrUnreachable, &net.OpError{}), Asked: []string{e, "192.168.77.12:30090"}, Next: 5 * time.Second},
 		"waiting: the metadata name no joinservice (joinEndpoints); `muster init` can; next try in 5 s":                                                                         {Err: discovery.ErrNoJoinservice, Also: "`muster init` can", Next: 5 * time.Second},
-		"waiting: STATE_DISK (the state disk can't be used); next try in 10 min":                                                                                                {Err: refusal(attestv1.Reason_REASON_STATE_DISK, false), Next: 10 * time.Minute},
+		"waiting: STATE_DISK (the state disk can't be used): PCR 4 is 00; next try in 10 min":                                                                                   {Err: refusal(attestv1.Reason_REASON_STATE_DISK, false), Next: 10 * time.Minute},
 		"waiting: SIGNATURE_INVALID by 192.168.77.11:30090; next try in 1 s":                                                                                                    {Err: refusal(attestv1.Reason_REASON_SIGNATURE_INVALID, true), By: e},
 	} {
 		c, text := open(t)
@@ -76,6 +76,18 @@ func TestWaitsReadLikeSentences(t *testing.T) {
 		if got := text(); got != "muster: "+want+"\r\n" {
 			t.Errorf("%q, want %q", got, want)
 		}
+	}
+}
+
+// A machine that nobody can log in to shows why an image can't be pulled: the image and the cause, however long the text between is.
+func TestTheErrorOfAnOwnStepIsShown(t *testing.T) {
+	c, text := open(t)
+	c.Waits(console.Wait{For: "waiting", By: "a:1", Next: time.Second,
+		Err: attest.Refuse(attestv1.Reason_REASON_COMPONENT_UNAVAILABLE, "image registry/kube-proxy can't be pulled: %s: file exists", strings.Repeat("x", 9999))})
+	got := text()
+	if !strings.HasPrefix(got, "muster: waiting: COMPONENT_UNAVAILABLE (a listed file or image can't be fetched): image registry/kube-proxy can't be pulled: xxx") ||
+		!strings.Contains(got, "xxx: file exists; next try in 1 s") || len(got) > 800 {
+		t.Errorf("%d bytes: %q", len(got), got)
 	}
 }
 
@@ -92,7 +104,7 @@ func TestNothingThatOthersChoseControlsTheTerminal(t *testing.T) {
 	c, text := open(t)
 	c.Print("node \x1b[2J\r\n\u202e" + strings.Repeat("x", 9999))
 	got := text()
-	if strings.ContainsAny(strings.TrimSuffix(got, "\r\n"), "\x1b\r\n\u202e") || len(got) > 600 {
+	if strings.ContainsAny(strings.TrimSuffix(got, "\r\n"), "\x1b\r\n\u202e") || len(got) > 900 {
 		t.Errorf("%d bytes: %.80q", len(got), got)
 	}
 }

@@ -378,7 +378,7 @@ func TestWhatIsWrongIsToldAndTriedAgain(t *testing.T) {
 				w.disk.broken = attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the cipher is null")
 			},
 			func(w *fixture, _ *joinservice) { w.disk.set(func(v *volume) { v.broken = nil }) },
-			attestv1.Reason_REASON_STATE_DISK, "can't use the state disk: STATE_DISK (the state disk can't be used)",
+			attestv1.Reason_REASON_STATE_DISK, "can't use the state disk: STATE_DISK (the state disk can't be used): the cipher is null",
 		},
 		"a device that is not there yet": {
 			func(w *fixture, _ *joinservice) { w.disk.broken = os.ErrNotExist },

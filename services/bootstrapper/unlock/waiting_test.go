@@ -55,7 +55,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			func(w *fixture, _ *joinservice) {
 				w.disk.broken = attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the cipher is null")
 			},
-			"STATE_DISK", "can't use the state disk: STATE_DISK (the state disk can't be used); next try in ",
+			"STATE_DISK", "can't use the state disk: STATE_DISK (the state disk can't be used): the cipher is null; next try in ",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
