@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/muster-k8s/muster/internal/backup"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/bootstrapper/doctor"
@@ -28,6 +29,9 @@ const recordedTime = 5 * time.Minute
 // bootID is where the kernel names this boot: random(4).
 const bootID = "/proc/sys/kernel/random/boot_id"
 
+// loopback is where this machine's etcd listens for its own.
+var loopback = netip.AddrFrom4([4]byte{127, 0, 0, 1})
+
 // removeMember asks this machine's etcd to remove the member of another node.
 func removeMember(ctx context.Context, member string) ([]string, error) {
 	files := map[string][]byte{"etcd/ca.crt": nil, "etcd/ca.key": nil}
@@ -40,7 +44,7 @@ func removeMember(ctx context.Context, member string) ([]string, error) {
 		}
 		files[name] = b
 	}
-	removed, err := etcd.RemoveNode(ctx, []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1})}, files["etcd/ca.crt"], files["etcd/ca.key"], member)
+	removed, err := etcd.RemoveNode(ctx, []netip.Addr{loopback}, files["etcd/ca.crt"], files["etcd/ca.key"], member)
 	var out []string
 	for _, m := range removed {
 		out = append(out, "removed "+m.String())
@@ -73,6 +77,13 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 				}
 				return machine.Real{}.Unit(ctx, "start", machine.UnitReset)
 			}, machine.Reboot),
+			ownerorder.ActionBackup: orders.Backup(func(ctx context.Context) (backup.Stored, error) {
+				m, err := backupMaker(img, record, log)
+				if err != nil {
+					return backup.Stored{}, err
+				}
+				return m.Make(ctx)
+			}),
 			ownerorder.ActionRemoveEtcdMember: orders.RemoveEtcdMember(func() (string, error) {
 				rec, err := journal.Open(record).Load()
 				return rec.NodeName, err

@@ -60,6 +60,13 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 		return err
 	}
 	log.InfoContext(ctx, "this control plane's certificates are renewed at two thirds of their life", "node", rec.NodeName)
+	if img.Backup.Every > 0 {
+		m, err := backupMaker(img, record, log)
+		if err != nil {
+			return err
+		}
+		parts = append(parts, serve.Part{Name: "backups", Run: func(ctx context.Context) error { return m.Run(ctx, img.Backup.Every) }})
+	}
 	return serve.All(ctx, append(parts, serve.Part{Name: "renewal", Run: r.Run}, serve.Part{Name: "administrators", Run: r.RunAdministrators},
 		serve.Part{Name: "streams", Run: r.RunStreams}, serve.Part{Name: "epoch", Run: r.RunEpoch})...)
 }

@@ -132,16 +132,26 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accep
 
 // askRevival asks at the terminal; nil: there is none.
 func (a *app) askRevival() func(owner.Revival) (bool, error) {
+	ask := a.askEpoch()
+	if ask == nil {
+		return nil
+	}
+	return func(v owner.Revival) (bool, error) { return ask(v.Lines(), v.Epoch) }
+}
+
+// askEpoch shows what the owner would accept, and asks at the terminal for the epoch's number; nil: there is none.
+func (a *app) askEpoch() func(lines []string, epoch uint64) (bool, error) {
 	in, out := os.Stdin, a.stderr
 	if !term.IsTerminal(int(in.Fd())) || a.output == outputJSON {
 		return nil
 	}
-	return func(v owner.Revival) (bool, error) {
-		fmt.Fprintf(out, "To accept it, type the epoch's number (%d): ", v.Epoch)
+	return func(lines []string, epoch uint64) (bool, error) {
+		fmt.Fprintf(out, "\n%s\n", strings.Join(lines, "\n")) // the progress bar shows one line at a time
+		fmt.Fprintf(out, "To accept it, type the epoch's number (%d): ", epoch)
 		line, err := bufio.NewReader(in).ReadString('\n')
 		if err != nil {
 			return false, err
 		}
-		return strings.TrimSpace(line) == strconv.FormatUint(v.Epoch, 10), nil
+		return strings.TrimSpace(line) == strconv.FormatUint(epoch, 10), nil
 	}
 }

@@ -73,6 +73,7 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	t.Run("another control plane admitted it", c.admitted)
 	t.Run("the one that is lost leaves etcd by its owner's order", c.forgetsLost)
 	c.show(t)
+	t.Run("a cluster that has lost all control planes is restored", c.restores)
 }
 
 // forgetsLost forgets node1, which has no power: another control plane removes its etcd member (B11).

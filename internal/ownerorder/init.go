@@ -2,6 +2,7 @@ package ownerorder
 
 import (
 	"crypto/ed25519"
+	"crypto/sha256"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -10,18 +11,23 @@ import (
 
 const initDomain = "muster init v1\x00"
 
-// Init is what the owner signs for the machine that is to start a cluster, or is adopted into one (B10). The cluster's ID
+// Init is what the owner signs for the machine that is to start or to restore a cluster, or is adopted into one (B10). The cluster's ID
 // follows from the root secret in the request, so the signature is of no use for another client's request.
 type Init struct {
 	Cluster keys.ClusterID
 	Machine attest.MachineID
 	Adopt   bool
+	// Backup is the SHA-256 of the backup from which the cluster is restored; zero: none is.
+	Backup [sha256.Size]byte
 }
 
 func (i Init) input() []byte {
 	kind := "init"
 	if i.Adopt {
 		kind = "adopt"
+	}
+	if i.Backup != ([sha256.Size]byte{}) {
+		return parts(initDomain, []byte("restore"), i.Cluster[:], i.Machine[:], i.Backup[:])
 	}
 	return parts(initDomain, []byte(kind), i.Cluster[:], i.Machine[:])
 }

@@ -43,6 +43,8 @@ const (
 	ActionReset Action = "reset"
 	// ActionRemoveEtcdMember has a control plane remove the etcd member of the node [ArgMember]. Run twice it removes nothing.
 	ActionRemoveEtcdMember Action = "remove-etcd-member"
+	// ActionBackup has a control plane make a backup of the cluster, and reports where it is. Run twice it makes two.
+	ActionBackup Action = "backup"
 )
 
 // ArgMember is the argument of [ActionRemoveEtcdMember]: the name of a node.

@@ -58,6 +58,7 @@ var levels = map[string]Level{
 
 	initv1connect.InitServiceInitProcedure:         Session,
 	initv1connect.InitServiceAdoptProcedure:        Session,
+	initv1connect.InitServiceRestoreProcedure:      Session,
 	initv1connect.MachineServiceGetStatusProcedure: Plain,
 
 	joinv1connect.JoinServiceIssueJoinTicketProcedure:       Attested,
@@ -79,11 +80,12 @@ var levels = map[string]Level{
 
 // streams lists the RPCs whose answer is a stream, so that it may take longer. A test compares it with the descriptors.
 var streams = map[string]bool{
-	healthv1connect.HealthWatchProcedure:    true,
-	reflectionV1:                            true,
-	reflectionV1Alpha:                       true,
-	initv1connect.InitServiceInitProcedure:  true,
-	initv1connect.InitServiceAdoptProcedure: true,
+	healthv1connect.HealthWatchProcedure:      true,
+	reflectionV1:                              true,
+	reflectionV1Alpha:                         true,
+	initv1connect.InitServiceInitProcedure:    true,
+	initv1connect.InitServiceAdoptProcedure:   true,
+	initv1connect.InitServiceRestoreProcedure: true,
 
 	recoverv1connect.RecoverServiceRecoverProcedure: true,
 }

@@ -97,6 +97,19 @@ func Open(dir string, log io.Writer) (*Lab, error) {
 	return &Lab{Dir: abs, Log: log}, nil
 }
 
+// Publish puts a copy of a file on the lab's web server, and returns its URL.
+func (l *Lab) Publish(path string) (string, error) {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return "", err
+	}
+	folder, name := filepath.Join(l.Dir, "published"), filepath.Base(path)
+	if err := os.MkdirAll(folder, 0o755); err != nil {
+		return "", err
+	}
+	return "http://" + lan.FilesHost + "/published/" + name, os.WriteFile(filepath.Join(folder, name), content, 0o644)
+}
+
 // OwnerDir is the folder in which commands of the owner's workstation run. It holds components.yaml and manifests/
 // from the lab, and the owner's files.
 func (l *Lab) OwnerDir() string { return filepath.Join(l.Dir, "owner") }
@@ -342,7 +355,7 @@ func (l *Lab) Down(ctx context.Context) error {
 
 // Entries of a lab's folder. Down removes only these, whatever folder it gets.
 var entries = []string{
-	"machines", "image", "tools", "registry", "layouts", "ca", "ca-foreign", "owner", "measurements.json", "firmware.json",
+	"machines", "image", "tools", "registry", "layouts", "published", "ca", "ca-foreign", "owner", "measurements.json", "firmware.json",
 	"daemon.sock", "daemon.log", "daemon.json", "owner.log", "lab.json",
 }
 

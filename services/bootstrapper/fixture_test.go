@@ -21,6 +21,7 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
 	"github.com/prometheus/client_golang/prometheus"
 
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
@@ -392,17 +393,30 @@ func (w *fixture) initWatched(ctx context.Context, r *running, req *initv1.InitR
 }
 
 // adopt sends the owner's adoption request.
-func (w *fixture) adopt(ctx context.Context, r *running, req *initv1.InitRequest) (out outcome) {
+func (w *fixture) adopt(ctx context.Context, r *running, req *initv1.InitRequest) outcome {
 	w.t.Helper()
 	client, done := w.owner(r)
 	defer done()
 	stream, err := client.Adopt(ctx, &initv1.AdoptRequest{Order: req})
+	return lastOf(stream, err, (*initv1.AdoptResponse).GetEvent)
+}
+
+// restore sends the owner's request to restore a cluster.
+func (w *fixture) restore(ctx context.Context, r *running, req *initv1.RestoreRequest) outcome {
+	w.t.Helper()
+	client, done := w.owner(r)
+	defer done()
+	stream, err := client.Restore(ctx, req)
+	return lastOf(stream, err, (*initv1.RestoreResponse).GetEvent)
+}
+
+func lastOf[T any](stream *connect.ServerStreamForClient[T], err error, event func(*T) *initv1.InitResponse) (out outcome) {
 	if err != nil {
 		return outcome{err: err}
 	}
 	defer func() { _ = stream.Close() }()
 	for stream.Receive() {
-		if m := stream.Msg().GetEvent(); m.GetResult() != nil {
+		if m := event(stream.Msg()); m.GetResult() != nil {
 			out.result = m.GetResult()
 		}
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/internal/service/evidence"
 	"github.com/muster-k8s/muster/services/bootstrapper/attester"
+	"github.com/muster-k8s/muster/services/bootstrapper/backups"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
@@ -149,7 +150,7 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	}
 	// It has no socket (A5): only the machine's own calls use the machine's evidence.
 	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = measureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
-	if err := registry.Register(kubelet.Collector{Root: "/"}); err != nil {
+	if err := errors.Join(registry.Register(kubelet.Collector{Root: "/"}), registry.Register(backups.Collector{Root: "/", Every: o.Reattest.Image.Backup.Every})); err != nil {
 		return fmt.Errorf("bootstrapper: %w", err)
 	}
 	again, err := reattestation.New(o.Reattest)

@@ -69,6 +69,9 @@ func Init(ctx context.Context, cfg InitConfig) error {
 	if err := i.load(); err != nil {
 		return err
 	}
+	if i.dir().Restore != nil {
+		return withRemedy(errors.New("a restore of this cluster is not at its end"), "Run muster restore again, with the same backup.")
+	}
 	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
 		if err := i.machine(ctx); err != nil {
 			return err
@@ -84,6 +87,7 @@ type initializer struct {
 	json      []byte
 	secrets   ownerdir.Secrets
 	clusterID keys.ClusterID
+	backup    *initv1.Backup // nil: the cluster is not restored
 }
 
 func (i *initializer) dir() ownerdir.Cluster { return i.Dir.Cluster() }
@@ -135,8 +139,11 @@ func (i *initializer) machine(ctx context.Context) error {
 		return err
 	}
 	name := "initialize the first machine"
-	if c.Adopted {
+	switch {
+	case c.Adopted:
 		name = "adopt the first machine"
+	case i.backup != nil:
+		name = "restore the cluster on the machine"
 	}
 	return i.step(name, func() (string, error) { return i.request(ctx, target) })
 }
@@ -228,6 +235,9 @@ func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 		return nil //nolint:nilerr // the init meets the same error
 	}
 	switch waits := status.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED; {
+	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits && i.dir().Restore != nil:
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
+			"Nothing of this restore is on it that the backup does not have: if nothing else on it is needed, erase the disk's first MiB (docs/state-disk.md#erase-the-first-mib), start the machine again, and run the same command.")
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits:
 		host, _, err := net.SplitHostPort(i.dir().Endpoint)
 		if err != nil {
@@ -260,7 +270,7 @@ func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 		MeasurementSalt: i.secrets.MeasurementSalt[:], ClusterName: c.Name, KubernetesVersion: c.KubernetesVersion,
 		ControlPlaneEndpoint: c.ControlPlaneEndpoint, PodCidrs: c.PodCIDRs, ServiceCidrs: c.ServiceCIDRs, ApiServerSans: c.APIServerSANs,
 		Components: list.Wire(), DiskSalt: salt[:], Images: c.Images,
-		OwnerSignature: ownerorder.Init{Cluster: i.clusterID, Machine: c.FirstMachine.ID, Adopt: c.Adopted}.Sign(owner),
+		OwnerSignature: i.signed().Sign(owner),
 	})
 	for event, err := range events {
 		if err != nil {
@@ -280,12 +290,23 @@ func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 	return nil, errors.New("the machine ended the stream without a result")
 }
 
-// events calls Init, or Adopt, and returns the machine's stream. An error is the last element.
+// signed is what the owner signs for the machine.
+func (i *initializer) signed() ownerorder.Init {
+	s := ownerorder.Init{Cluster: i.clusterID, Machine: i.dir().FirstMachine.ID, Adopt: i.dir().Adopted}
+	copy(s.Backup[:], i.backup.GetSha256())
+	return s
+}
+
+// events calls Init, Adopt or Restore, and returns the machine's stream. An error is the last element.
 func (i *initializer) events(ctx context.Context, s *peerdial.Session, req *initv1.InitRequest) iter.Seq2[*initv1.InitResponse, error] {
 	client := initv1connect.NewInitServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
 	if i.dir().Adopted {
 		stream, err := client.Adopt(ctx, &initv1.AdoptRequest{Order: req})
 		return received(stream, err, (*initv1.AdoptResponse).GetEvent)
+	}
+	if i.backup != nil {
+		stream, err := client.Restore(ctx, &initv1.RestoreRequest{Order: req, Backup: i.backup})
+		return received(stream, err, (*initv1.RestoreResponse).GetEvent)
 	}
 	stream, err := client.Init(ctx, req)
 	return received(stream, err, func(m *initv1.InitResponse) *initv1.InitResponse { return m })

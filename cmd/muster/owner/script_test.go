@@ -58,6 +58,11 @@ func (f *firstMachine) Adopt(_ context.Context, req *initv1.AdoptRequest, stream
 	return f.next(req.GetOrder(), true, func(m *initv1.InitResponse) error { return stream.Send(&initv1.AdoptResponse{Event: m}) })
 }
 
+// Restore implements [initv1connect.InitServiceHandler].
+func (f *firstMachine) Restore(_ context.Context, req *initv1.RestoreRequest, stream *connect.ServerStream[initv1.RestoreResponse]) error {
+	return f.next(req.GetOrder(), false, func(m *initv1.InitResponse) error { return stream.Send(&initv1.RestoreResponse{Event: m}) })
+}
+
 func (f *firstMachine) next(req *initv1.InitRequest, adopt bool, send func(*initv1.InitResponse) error) error {
 	f.mu.Lock()
 	f.requests = append(f.requests, req)

@@ -85,7 +85,7 @@ func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 	if err != nil {
 		return err
 	}
-	files := lan.Files{Dir: cfg.KubeDir, Sums: cfg.Sums}
+	files := lan.Files{Dir: cfg.KubeDir, Sums: cfg.Sums, Published: filepath.Join(dir, "published")}
 	for _, s := range []struct {
 		name, network, addr string
 		handler             http.Handler

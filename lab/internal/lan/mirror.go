@@ -90,10 +90,12 @@ func (b blobs) Put(ctx context.Context, repo string, h v1.Hash, r io.ReadCloser)
 	return b.own.Put(ctx, repo, h, r)
 }
 
-// A Files serves single files over HTTP: /components/NAME and /sha256/HEX.
+// A Files serves single files over HTTP: /components/NAME and /sha256/HEX, and what tests publish: /published/NAME.
 type Files struct {
 	Dir  string            // where they are
 	Sums map[string]string // name → SHA-256, lower-case hex; other names are not served
+	// Published has files that are served as they are at the time.
+	Published string
 }
 
 // URL is where machines find a file.
@@ -115,6 +117,9 @@ func (f Files) Handler() http.Handler {
 	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /components/{name}", func(w http.ResponseWriter, r *http.Request) { serve(w, r, r.PathValue("name")) })
+	mux.HandleFunc("GET /published/{name}", func(w http.ResponseWriter, r *http.Request) {
+		http.ServeFileFS(w, r, os.DirFS(f.Published), r.PathValue("name"))
+	})
 	mux.HandleFunc("GET /sha256/{sum}", func(w http.ResponseWriter, r *http.Request) { serve(w, r, bySum[r.PathValue("sum")]) })
 	return mux
 }

@@ -33,6 +33,25 @@ type Component struct {
 	extract bool
 }
 
+// File returns a file of mode 0600 that is in no list, in any folder. It refuses with REQUEST_INVALID.
+func File(url string, sum []byte, folder, name string) (Component, error) {
+	c := Component{folder: folder, rel: name, mode: 0o600}
+	return c, c.from(url, sum)
+}
+
+// from sets where the content comes from, and its SHA-256. It refuses with REQUEST_INVALID.
+func (c *Component) from(at string, sum []byte) error {
+	u, err := url.Parse(at)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.User != nil || len(at) > 2048 {
+		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "url: want http or https, without a user, at most 2,048 characters")
+	}
+	if len(sum) != len(c.sha256) {
+		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "sha256: want %d bytes, not %d", len(c.sha256), len(sum))
+	}
+	c.url, c.sha256 = at, [32]byte(sum)
+	return nil
+}
+
 // Name returns the component's path on the machine, for progress and errors.
 func (c Component) Name() string { return path.Join(c.folder, c.rel) }
 
@@ -54,14 +73,10 @@ func Parse(list []*initv1.Component) ([]Component, error) {
 
 func parse(p *initv1.Component) (Component, error) {
 	c := Component{url: p.GetUrl(), extract: p.GetExtract(), mode: fs.FileMode(p.GetMode())}
-	u, err := url.Parse(p.GetUrl())
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.User != nil || len(p.GetUrl()) > 2048 {
-		return c, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "url: want http or https, without a user, at most 2,048 characters")
+	err := c.from(p.GetUrl(), p.GetSha256())
+	if err != nil {
+		return c, err
 	}
-	if len(p.GetSha256()) != len(c.sha256) {
-		return c, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "sha256: want %d bytes, not %d", len(c.sha256), len(p.GetSha256()))
-	}
-	c.sha256 = [32]byte(p.GetSha256())
 	if p.GetMode() > 0o777 || (!c.extract && p.GetMode() == 0) {
 		return c, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "mode: want permission bits between 1 and 0777, not %#o", p.GetMode())
 	}

@@ -1,4 +1,4 @@
-// Package etcd removes members from a cluster's etcd: one that its owner names, and those that an unfinished join of a control plane has left: kubeadm's own
+// Package etcd makes snapshots of a cluster's etcd, and removes members from it: one that its owner names, and those that an unfinished join of a control plane has left: kubeadm's own
 // reset does so only if it got far enough to read the cluster's configuration, and never for a machine that did not come back.
 //
 // Before `kubeadm join` adds a member, etcd must have no member of this machine, and no learner of any machine. etcd takes one learner at a time, so an
@@ -16,6 +16,7 @@ import (
 	"crypto/x509/pkix"
 	"errors"
 	"fmt"
+	"io"
 	"math/big"
 	"net"
 	"net/netip"
@@ -25,6 +26,7 @@ import (
 
 	"go.etcd.io/etcd/api/v3/etcdserverpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.etcd.io/etcd/etcdutl/v3/snapshot"
 	"go.uber.org/zap"
 	"k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
@@ -96,6 +98,15 @@ func RemoveNode(ctx context.Context, at []netip.Addr, caCert, caKey []byte, node
 }
 
 func remove(ctx context.Context, at []netip.Addr, caCert, caKey []byte, which func(*etcdserverpb.Member) bool) ([]Member, error) {
+	c, err := connect(ctx, at, caCert, caKey)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close() //nolint:errcheck // an error has no consequence
+	return clean(ctx, c, which)
+}
+
+func connect(ctx context.Context, at []netip.Addr, caCert, caKey []byte) (*clientv3.Client, error) {
 	conf, err := clientTLS(caCert, caKey)
 	if err != nil {
 		return nil, err
@@ -104,8 +115,42 @@ func remove(ctx context.Context, at []netip.Addr, caCert, caKey []byte, which fu
 	if err != nil {
 		return nil, fmt.Errorf("etcd: %w", err)
 	}
+	return c, nil
+}
+
+// Snapshot writes a snapshot of the etcd at an address: its database, and the SHA-256 of that in the last 32 bytes. It asks room first whether there is
+// room for so many bytes. The certificate authority is etcd's, PEM.
+func Snapshot(ctx context.Context, at netip.Addr, caCert, caKey []byte, room func(size int64) error, w io.Writer) error {
+	c, err := connect(ctx, []netip.Addr{at}, caCert, caKey)
+	if err != nil {
+		return err
+	}
 	defer c.Close() //nolint:errcheck // an error has no consequence
-	return clean(ctx, c, which)
+	call, cancel := context.WithTimeout(ctx, callTimeout)
+	st, err := c.Status(call, c.Endpoints()[0])
+	cancel()
+	if err != nil {
+		return fmt.Errorf("etcd: status: %w", err)
+	}
+	if err := room(st.DbSize); err != nil {
+		return err
+	}
+	// A snapshot is the member's own, which may have lost the others. This read is answered by a member alone that is up to date with them.
+	call, cancel = context.WithTimeout(ctx, callTimeout)
+	_, err = c.Get(call, "/", clientv3.WithCountOnly())
+	cancel()
+	if err != nil {
+		return fmt.Errorf("etcd: this member is not up to date: %w", err)
+	}
+	r, err := c.Snapshot(ctx)
+	if err != nil {
+		return fmt.Errorf("etcd: snapshot: %w", err)
+	}
+	_, err = io.Copy(w, r)
+	if err := errors.Join(err, r.Close()); err != nil {
+		return fmt.Errorf("etcd: snapshot: %w", err)
+	}
+	return nil
 }
 
 // cluster is the part of etcd's API that is used.
@@ -113,6 +158,23 @@ type cluster interface {
 	MemberList(ctx context.Context, opts ...clientv3.OpOption) (*clientv3.MemberListResponse, error)
 	MemberRemove(ctx context.Context, id uint64) (*clientv3.MemberRemoveResponse, error)
 }
+
+// Restore makes the data of an etcd with one member from a snapshot. dir is missing or empty, name and peer (HOST:PORT) are the member's.
+//
+// The IDs of the cluster and of its member are random, by the token: members of the lost etcd, which trust the same authority, do not take it for one of
+// them, also if it has the address of one. The revision is raised by the time in milliseconds: higher than what a client can have seen since the
+// snapshot, or of an earlier restore of it. All earlier revisions count as compacted, so that each watch begins anew, and none continues on another
+// history.
+func Restore(snapshotFile, dir, name, peer string) error {
+	at := "https://" + peer
+	return snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{
+		SnapshotPath: snapshotFile, OutputDataDir: dir, Name: name, PeerURLs: []string{at}, InitialCluster: name + "=" + at, InitialClusterToken: rand.Text(),
+		RevisionBump: max(leastBump, uint64(time.Now().UnixMilli())), MarkCompacted: true,
+	})
+}
+
+// leastBump is for a machine whose clock is in 1970.
+const leastBump = 1_000_000_000
 
 func clean(ctx context.Context, c cluster, which func(*etcdserverpb.Member) bool) (removed []Member, err error) {
 	call := func(f func(context.Context) error) error {

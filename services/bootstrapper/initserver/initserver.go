@@ -25,7 +25,6 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // Config lists what a [Server] needs. All fields are required.
@@ -97,23 +96,35 @@ var _ initv1connect.InitServiceHandler = (*Server)(nil)
 // Init implements [initv1connect.InitServiceHandler]: it checks the request, and reports the progress of the init until its end. The init continues if
 // the caller disconnects.
 func (s *Server) Init(ctx context.Context, req *initv1.InitRequest, stream *connect.ServerStream[initv1.InitResponse]) error {
-	return s.serveOwner(ctx, journal.KindInit, req, stream.Send)
+	return s.serveOwner(ctx, journal.KindInit, req, nil, stream.Send)
 }
 
 // Adopt implements [initv1connect.InitServiceHandler]: as Init, on a machine that is already a control plane.
 func (s *Server) Adopt(ctx context.Context, req *initv1.AdoptRequest, stream *connect.ServerStream[initv1.AdoptResponse]) error {
-	return s.serveOwner(ctx, journal.KindAdopt, req.GetOrder(), func(m *initv1.InitResponse) error {
+	return s.serveOwner(ctx, journal.KindAdopt, req.GetOrder(), nil, func(m *initv1.InitResponse) error {
 		return stream.Send(&initv1.AdoptResponse{Event: m})
 	})
 }
 
-func (s *Server) serveOwner(ctx context.Context, kind journal.Kind, req *initv1.InitRequest, send func(*initv1.InitResponse) error) error {
+// Restore implements [initv1connect.InitServiceHandler]: as Init, with the state of a cluster that has lost all control planes.
+func (s *Server) Restore(ctx context.Context, req *initv1.RestoreRequest, stream *connect.ServerStream[initv1.RestoreResponse]) error {
+	from, err := parseBackup(req.GetBackup())
+	if err != nil {
+		s.inits.WithLabelValues(attest.ReasonName(rpc.ReasonOf(err))).Inc() // R1
+		return err
+	}
+	return s.serveOwner(ctx, journal.KindInit, req.GetOrder(), from, func(m *initv1.InitResponse) error {
+		return stream.Send(&initv1.RestoreResponse{Event: m})
+	})
+}
+
+func (s *Server) serveOwner(ctx context.Context, kind journal.Kind, req *initv1.InitRequest, from *restoreOrder, send func(*initv1.InitResponse) error) error {
 	select {
 	case <-s.running:
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	run, err := s.admit(kind, req)
+	run, err := s.admit(kind, req, from)
 	if err != nil {
 		s.inits.WithLabelValues(attest.ReasonName(rpc.ReasonOf(err))).Inc() // R1
 		return err
@@ -126,7 +137,7 @@ func (s *Server) serveOwner(ctx context.Context, kind journal.Kind, req *initv1.
 }
 
 // admit decides whether a request may start an init: it checks the request first, then the secret, then the lock.
-func (s *Server) admit(kind journal.Kind, req *initv1.InitRequest) (*initRun, error) {
+func (s *Server) admit(kind journal.Kind, req *initv1.InitRequest, from *restoreOrder) (*initRun, error) {
 	meta, err := s.node.Metadata()
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
@@ -137,7 +148,7 @@ func (s *Server) admit(kind journal.Kind, req *initv1.InitRequest) (*initRun, er
 	if err := s.node.Image.KnowsOwner(); err != nil { // a node without the owner's key can't verify any joinservice (A7)
 		return nil, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
 	}
-	order, err := parseInit(kind, req)
+	order, err := parseInit(kind, req, from)
 	if err != nil {
 		return nil, err
 	}
@@ -147,7 +158,7 @@ func (s *Server) admit(kind journal.Kind, req *initv1.InitRequest) (*initRun, er
 	if err := s.checkSecret(req.GetInitSecret(), meta.InitSecretHash); err != nil {
 		return nil, err
 	}
-	if err := s.checkOwner(kind, order.root, req); err != nil { // B10
+	if err := s.checkOwner(kind, order, req); err != nil { // B10
 		return nil, err
 	}
 	if s.ctx.Err() != nil {
@@ -192,10 +203,13 @@ func (s *Server) checkSecret(secret []byte, want *[32]byte) error {
 // checkOwner verifies the owner's signature for this machine and the request's cluster (B10). The metadata are not measured, and a writer of them
 // chooses the init secret. Without the signature, an attacker could begin a cluster on a machine that attests as accepted, and run programs there as
 // root.
-func (s *Server) checkOwner(kind journal.Kind, root *keys.Root, req *initv1.InitRequest) error {
+func (s *Server) checkOwner(kind journal.Kind, o *initOrder, req *initv1.InitRequest) error {
 	if s.node.Image.NoOwnerKey {
 		return nil
 	}
-	signed := ownerorder.Init{Cluster: root.ClusterID([secretSize]byte(req.GetMeasurementSalt())), Machine: s.node.MachineID, Adopt: kind == journal.KindAdopt}
+	signed := ownerorder.Init{Cluster: o.root.ClusterID([secretSize]byte(req.GetMeasurementSalt())), Machine: s.node.MachineID, Adopt: kind == journal.KindAdopt}
+	if o.restore != nil {
+		signed.Backup = o.restore.sha256
+	}
 	return signed.Verify(req.GetOwnerSignature(), s.node.Image.OwnerKey)
 }

@@ -33,6 +33,7 @@ type initOrder struct {
 	rawRoot, rawSalt  []byte              // for the Secret that the key service reads
 	request           *initv1.InitRequest // without secrets
 	software          *component.Software
+	restore           *restoreOrder // nil: the cluster is new
 	meta              *metadata.Machine
 }
 
@@ -43,7 +44,7 @@ func invalid(format string, args ...any) error {
 }
 
 // parseInit checks every field.
-func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
+func parseInit(kind journal.Kind, req *initv1.InitRequest, from *restoreOrder) (*initOrder, error) {
 	if len(req.GetIdempotencyKey()) != keySize {
 		return nil, invalid("idempotency_key: want %d bytes, not %d", keySize, len(req.GetIdempotencyKey()))
 	}
@@ -90,8 +91,11 @@ func parseInit(kind journal.Kind, req *initv1.InitRequest) (*initOrder, error) {
 	if err != nil {
 		return nil, invalid("%w", err)
 	}
+	if from != nil { // a repeated request is the same one only with the same backup
+		b = append(b, from.sha256[:]...)
+	}
 	return &initOrder{
-		kind: kind, keyDigest: sha256.Sum256(req.GetIdempotencyKey()), digest: sha256.Sum256(b), root: root,
+		kind: kind, restore: from, keyDigest: sha256.Sum256(req.GetIdempotencyKey()), digest: sha256.Sum256(b), root: root,
 		rawRoot: req.GetRootSecret(), rawSalt: req.GetSalt(), request: public, software: list,
 	}, nil
 }

@@ -71,6 +71,9 @@ func (r *initRun) end(result *initv1.InitResult, err error) {
 	r.result, r.err, r.ended = result, err, true
 	clear(r.order.rawRoot)
 	clear(r.order.rawSalt)
+	if r.order.restore != nil {
+		clear(r.order.restore.fileKey)
+	}
 	r.order.root, r.order.rawRoot, r.order.rawSalt = nil, nil, nil // K3: no longer than needed
 	r.wake()
 }

@@ -153,7 +153,7 @@ func (s *Server) makeCluster(ctx context.Context, r *initRun, changed bool) erro
 
 func (s *Server) initConfig(o *initOrder) ([]byte, error) {
 	return kubeadm.Init(s.node.Kubeadm, kubeadm.Cluster{
-		Name: o.request.GetClusterName(), Version: o.request.GetKubernetesVersion(), Endpoint: o.request.GetControlPlaneEndpoint(),
+		Restored: o.restore != nil, Name: o.request.GetClusterName(), Version: o.request.GetKubernetesVersion(), Endpoint: o.request.GetControlPlaneEndpoint(),
 		PodCIDRs: o.request.GetPodCidrs(), ServiceCIDRs: o.request.GetServiceCidrs(), APIServerSANs: o.request.GetApiServerSans(),
 		ControlPlaneNode: provision.KubeadmNode(o.meta), Images: o.software.Images,
 	})
@@ -167,9 +167,15 @@ func (s *Server) kubeadmInit(ctx context.Context, o *initOrder, report provision
 	if err := s.node.WriteAuthz(); err != nil {
 		return err
 	}
-	key := etcdencryption.Config(o.root.EtcdEncryption())
-	if err := machine.WriteFile(s.node.On(etcdencryption.File), key, 0o600, 0o755); err != nil {
-		return err
+	if o.restore != nil {
+		if err := s.restore(ctx, o, report); err != nil {
+			return err
+		}
+	} else {
+		key := etcdencryption.Config(o.root.EtcdEncryption())
+		if err := machine.WriteFile(s.node.On(etcdencryption.File), key, 0o600, 0o755); err != nil {
+			return err
+		}
 	}
 	err = s.node.Lock.Update(func(r *journal.Record) {
 		r.Step, r.RequestDigest = max(r.Step, journal.StepConfigured), o.digest[:]

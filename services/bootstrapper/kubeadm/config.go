@@ -127,6 +127,8 @@ type Cluster struct {
 	APIServerSANs    []string
 	ControlPlaneNode Node
 	Images           versions.Images
+	// Restored means that etcd has data already, with an older cluster's CoreDNS.
+	Restored bool
 }
 
 // The first API server of a cluster answers late and irregularly on a small machine. kubeadm would give up after 4 minutes and 1 minute, and all its
@@ -147,6 +149,10 @@ func Init(img *Image, c Cluster) ([]byte, error) {
 		LocalAPIEndpoint: localEndpoint(c.ControlPlaneNode),
 		NodeRegistration: registration(img, c.ControlPlaneNode),
 		Timeouts:         &v1beta4.Timeouts{ControlPlaneComponentHealthCheck: &metav1.Duration{Duration: healthCheck}, KubernetesAPICall: &metav1.Duration{Duration: apiCall}},
+	}
+	if c.Restored {
+		init.NodeRegistration.IgnorePreflightErrors = union(init.NodeRegistration.IgnorePreflightErrors, "DirAvailable--var-lib-etcd")
+		init.SkipPhases = append(init.SkipPhases, "addon/coredns") // kubeadm would migrate its configuration
 	}
 	docs := []any{&init, clusterConfiguration(img, c), kubeletConfiguration(img)}
 	if img.proxy != nil {

@@ -20,6 +20,7 @@ import (
 	"os"
 	"path"
 	"strings"
+	"time"
 
 	"sigs.k8s.io/yaml"
 
@@ -67,6 +68,8 @@ type Image struct {
 	LowestPolicySerial uint64
 	// EKRoots are the EK roots for NoOwnerKey.
 	EKRoots []*x509.Certificate
+	// Backup is the schedule of backups on control planes.
+	Backup Backup
 	// Kubeadm is the image's part of kubeadm's configuration.
 	Kubeadm Kubeadm
 	// Listen configures the bootstrapper's addresses.
@@ -81,6 +84,49 @@ type StateDisk struct {
 	Path string `json:"path"`
 	// Integrity, of mode luks, is "hmac-sha256" (default) or "none": then writes to the disk by an attacker are not detected.
 	Integrity string `json:"integrity,omitempty"`
+}
+
+// Backup is how often control planes make a backup of the cluster by themselves.
+type Backup struct {
+	// Every is the time between two; 0: only when the owner orders one. At least [MinBackupEvery].
+	Every time.Duration
+	// Keep is how many stay on the state disk: 1 to [MaxBackups], 3 if there is no other value.
+	Keep int
+}
+
+const (
+	// MinBackupEvery is the shortest time between two backups: each reads the whole etcd.
+	MinBackupEvery = 10 * time.Minute
+	// MaxBackups bounds the backups on a state disk.
+	MaxBackups = 100
+	// backupsKept is how many stay unless the image says otherwise.
+	backupsKept = 3
+)
+
+type backupFile struct {
+	Every string `json:"every,omitempty"`
+	Keep  *int   `json:"keep,omitempty"`
+}
+
+func (f backupFile) parse(owner ed25519.PublicKey) (Backup, error) {
+	b := Backup{Keep: backupsKept}
+	if f.Keep != nil {
+		b.Keep = *f.Keep
+	}
+	if b.Keep < 1 || b.Keep > MaxBackups {
+		return b, fmt.Errorf("backup.keep: want 1 to %d, not %d", MaxBackups, b.Keep)
+	}
+	if f.Every == "" {
+		return b, nil
+	}
+	var err error
+	if b.Every, err = time.ParseDuration(f.Every); err != nil || b.Every < MinBackupEvery {
+		return b, fmt.Errorf(`backup.every: want at least %s, as in "24h", not %q`, MinBackupEvery, f.Every)
+	}
+	if owner == nil {
+		return b, errors.New("backup.every: backups are encrypted for the owner's key: write ownerKey, or remove backup")
+	}
+	return b, nil
 }
 
 // TPM is the path of the machine's TPM 2.0, and its settings.
@@ -129,9 +175,10 @@ type imageFile struct {
 	OwnerKey   string    `json:"ownerKey,omitempty"`
 	EKRoots    string    `json:"ekRoots,omitempty"`
 	// LowestPolicySerial is read by the cluster's services too: internal/service.
-	LowestPolicySerial uint64  `json:"lowestPolicySerial,omitempty"`
-	Kubeadm            Kubeadm `json:"kubeadm,omitempty"`
-	Listen             Listen  `json:"listen,omitempty"`
+	LowestPolicySerial uint64     `json:"lowestPolicySerial,omitempty"`
+	Backup             backupFile `json:"backup,omitzero"`
+	Kubeadm            Kubeadm    `json:"kubeadm,omitempty"`
+	Listen             Listen     `json:"listen,omitempty"`
 	Insecure           struct {
 		NoOwnerKey bool `json:"noOwnerKey,omitempty"`
 	} `json:"insecure,omitzero"`
@@ -173,6 +220,10 @@ func ParseImage(b []byte) (*Image, error) {
 	}
 	if img.OwnerKey == nil && img.LowestPolicySerial > 0 {
 		return nil, errors.New("lowestPolicySerial: it has no effect without ownerKey: write the owner's key, or remove lowestPolicySerial")
+	}
+	var err error
+	if img.Backup, err = f.Backup.parse(img.OwnerKey); err != nil {
+		return nil, err
 	}
 	roots, err := parseRoots(f.EKRoots)
 	if err != nil {

@@ -50,6 +50,7 @@ stateDisk: {mode: plain, path: /var/lib/muster/state}
 tpm: {device: /run/muster/tpm.sock, eventLog: /run/muster/log, bank: sha256}
 ownerKey: ` + key + `
 lowestPolicySerial: 7
+backup: {every: 24h, keep: 5}
 ekRoots: |
 ` + indent(rootPEM(t, true)) + `
 kubeadm:
@@ -59,7 +60,7 @@ kubeadm:
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(img.OwnerKey) != 32 || img.LowestPolicySerial != 7 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Listen.Recover != ":9999" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
+	if len(img.OwnerKey) != 32 || img.Backup != (Backup{Every: 24 * time.Hour, Keep: 5}) || img.LowestPolicySerial != 7 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Listen.Recover != ":9999" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
 		t.Fatalf("got %+v", img)
 	}
 }
@@ -110,6 +111,11 @@ func TestAnImageIsRefused(t *testing.T) {
 		"another kind":               {"apiVersion: muster.dev/v1alpha1\nkind: Pod\n" + disk, "ImageConfiguration"},
 		"a lowest serial and no key": {imageHead + disk + "lowestPolicySerial: 7\n", "lowestPolicySerial: "},
 		"a lowest serial below 0":    {imageHead + disk + "lowestPolicySerial: -1\n", "lowestPolicySerial"},
+		"a backup every minute":      {imageHead + disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\nbackup: {every: 1m}\n", "backup.every: "},
+		"a backup of no length":      {imageHead + disk + "backup: {every: daily}\n", "backup.every: "},
+		"a backup for nobody":        {imageHead + disk + "backup: {every: 24h}\n", "write ownerKey"},
+		"no backups kept":            {imageHead + disk + "backup: {keep: 0}\n", "backup.keep: "},
+		"too many backups kept":      {imageHead + disk + "backup: {keep: 101}\n", "backup.keep: "},
 		"an unknown field":           {imageHead + disk + "stateDisc: {}\n", "stateDisc"},
 		"an unknown inner field":     {imageHead + "stateDisk: {mode: plain, path: /state, key: x}\n", "key"},
 		"a doubled field":            {imageHead + disk + disk, "already set"},

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/muster-k8s/muster/internal/backup"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
@@ -83,6 +84,18 @@ func Reboot(reboot func(context.Context) error) Action {
 			return "", run(ctx)
 		},
 	}
+}
+
+// Backup returns the action that makes a backup of the cluster, and reports it in JSON.
+func Backup(save func(context.Context) (backup.Stored, error)) Action {
+	return repeatable(func(ctx context.Context, _ Args) (string, error) {
+		stored, err := save(ctx)
+		if err != nil {
+			return "", err
+		}
+		b, err := json.Marshal(stored)
+		return string(b), err
+	})
 }
 
 // repeatable returns the action that begins anew after an interruption.

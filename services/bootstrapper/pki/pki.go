@@ -54,6 +54,9 @@ func Load(dir string) (*Authority, error) {
 // PEM returns the authority's certificate, as in ca.crt.
 func (a *Authority) PEM() []byte { return a.pem }
 
+// Signer returns the authority's key.
+func (a *Authority) Signer() crypto.Signer { return a.key }
+
 // Certificate returns the authority's certificate.
 func (a *Authority) Certificate() *x509.Certificate { return a.cert }
 

@@ -78,6 +78,10 @@ type cluster struct {
 // Connect returns the cluster with the rights of this control plane's admin.conf. It uses the machine's own API server, which a network attacker can't
 // impersonate, or, while that does not answer, the address in admin.conf.
 func Connect(root, node string, owner ed25519.PublicKey, log *slog.Logger) (Cluster, error) {
+	return connect(root, node, owner, log)
+}
+
+func connect(root, node string, owner ed25519.PublicKey, log *slog.Logger) (*cluster, error) {
 	config, err := kubeconfig(root, "admin.conf")
 	if err != nil {
 		return nil, err

@@ -6,6 +6,7 @@ package clusterapi
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -25,6 +26,7 @@ import (
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/util/cert"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -60,6 +62,15 @@ func Connect(kubeconfig []byte) (*Client, error) {
 	cfg.UserAgent = "muster"
 	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests do not belong in this report
 	return newClient(cfg, kubeconfig)
+}
+
+// Authority returns the certificate authority that the kubeconfig trusts.
+func (c *Client) Authority() (*x509.Certificate, error) {
+	certs, err := cert.ParseCertsPEM(c.rest.CAData)
+	if err != nil {
+		return nil, fmt.Errorf("the cluster's certificate authority: %w", err)
+	}
+	return certs[0], nil
 }
 
 func newClient(cfg *rest.Config, kubeconfig []byte) (*Client, error) {

@@ -10,16 +10,16 @@ import (
 	"time"
 )
 
-// backupFolder holds backups of the cluster's objects, each in a folder named by its time.
-const backupFolder = "backups"
+// BackupsFolder holds backups of the cluster (muster backup), and backups of the cluster's objects, each in a folder named by its time.
+const BackupsFolder = "backups"
 
-// Backup writes files into a new folder below [backupFolder] and returns its path. A folder with its final name is
+// Backup writes files into a new folder below [BackupsFolder] and returns its path. A folder with its final name is
 // complete and on the disk.
 func (d *Dir) Backup(now time.Time, files map[string][]byte) (string, error) {
 	if d.sync == nil {
 		return "", errors.New("the owner's folder was opened to read only")
 	}
-	parent := d.File(backupFolder)
+	parent := d.File(BackupsFolder)
 	if err := os.MkdirAll(parent, 0o700); err != nil {
 		return "", err
 	}

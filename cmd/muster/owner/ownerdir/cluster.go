@@ -58,11 +58,23 @@ type Cluster struct {
 	Stage Stage `json:"stage"`
 	// ClusterID is known with the first result, 64 hexadecimal digits.
 	ClusterID string `json:"clusterID,omitempty"`
+	// Restore is the backup from which the cluster is being restored; nil: it is not. Stage and FirstMachine are those of the restore then.
+	Restore *Restore `json:"restore,omitempty"`
 	// FirstMachine is the machine that was appraised and initialized.
 	FirstMachine *Machine `json:"firstMachine,omitempty"`
 	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached; nil until
 	// then. It is never written again: a node that joins between two runs was not there before Muster.
 	NodesBefore []string `json:"nodesBefore,omitzero"`
+}
+
+// Restore is a backup that is being restored.
+type Restore struct {
+	// SHA256 is that of the file, in 64 hexadecimal digits.
+	SHA256 string `json:"sha256"`
+	// Epoch is the backup's, which the owner has accepted.
+	Epoch uint64 `json:"epoch"`
+	// Former is the first machine of before: its disk may turn up.
+	Former *Machine `json:"former,omitempty"`
 }
 
 // Machine is the first machine with its owner's verdict.

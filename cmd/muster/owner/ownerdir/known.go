@@ -260,6 +260,27 @@ func (k *Known) Keep(seen *Known) *Known {
 	return &out
 }
 
+// Restored is [Known.Keep] for a cluster that its owner has restored to an earlier state: an enrollment that is back is not one that has gone, and its bans
+// are those of now. Erased disks (K4), and the salts of disks that the cluster does not have, stay.
+func (k *Known) Restored(seen *Known) *Known {
+	out := k.Keep(seen)
+	back := map[string]bool{}
+	for _, n := range seen.Nodes {
+		back[n.UID] = true
+	}
+	out.Gone = slices.DeleteFunc(out.Gone, func(g KnownGone) bool { return back[g.UID] })
+	for uid := range back {
+		if generation, banned := seen.Bans[uid]; banned {
+			out.Bans = with(out.Bans, uid, generation)
+		} else {
+			delete(out.Bans, uid)
+			delete(out.Names, uid)
+			delete(out.BannedMachines, uid)
+		}
+	}
+	return out
+}
+
 // keepBans adds the bans that were known before, and the names of all. names are those of the present enrollments, by
 // UID.
 func (k *Known) keepBans(before *Known, names map[string]string) {
@@ -369,7 +390,7 @@ func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 			return nil, err
 		}
 	}
-	backups, err := filepath.Glob(filepath.Join(d.File(backupFolder), "*", "*.yaml"))
+	backups, err := filepath.Glob(filepath.Join(d.File(BackupsFolder), "*", "*.yaml"))
 	if err != nil {
 		return nil, err
 	}
@@ -382,5 +403,20 @@ func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 			left = append(left, file)
 		}
 	}
-	return left, nil
+	// What was known before a restore has salts in clear; a backup of the cluster may have this one.
+	copies, err := filepath.Glob(d.File("known-*.json"))
+	if err != nil {
+		return nil, err
+	}
+	for _, file := range copies {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		if bytes.Contains(text, []byte(disk)) {
+			left = append(left, file)
+		}
+	}
+	snapshots, err := filepath.Glob(filepath.Join(d.File(BackupsFolder), "*.age"))
+	return append(left, snapshots...), err
 }

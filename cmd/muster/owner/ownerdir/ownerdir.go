@@ -10,7 +10,7 @@
 //	cluster.json      parameters of the cluster, and the stage of init
 //	known.json        the last recorded state of the cluster, for a recovery
 //	admin.conf        administrator's kubeconfig, once there is a cluster
-//	backups/          the objects of the cluster from before each upgrade
+//	backups/          the objects of the cluster from before each upgrade, and backups of the cluster
 //
 // The folder is 0700 and its files are 0600. Everything is on the disk before anything is
 // sent (B3): a machine that holds a secret which its owner lost would be beyond recovery.
@@ -29,6 +29,7 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+	"time"
 )
 
 // Names of the files that others read.
@@ -181,6 +182,16 @@ func resume(path string, n New, sync func(*os.File) error) (*Dir, error) {
 		return nil, err
 	}
 	return d, nil
+}
+
+// CopyKnown writes a copy of known.json beside it, and returns its name: after a restore, the file describes another history of the cluster.
+func (d *Dir) CopyKnown(now time.Time) (string, error) {
+	content, err := d.Read(KnownFile)
+	if err != nil {
+		return "", err
+	}
+	name := "known-" + now.UTC().Format("20060102T150405Z") + ".json"
+	return name, d.Write(name, content)
 }
 
 // same reports whether the folder is that of the cluster that n asks for.

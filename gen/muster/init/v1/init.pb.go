@@ -112,6 +112,183 @@ func (Phase) EnumDescriptor() ([]byte, []int) {
 	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{0}
 }
 
+// RestoreRequest names the backup.
+type RestoreRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As for Init, with the values that the lost cluster had. The owner_signature is over
+	// "restore" in place of "init", and has a fourth part: the backup's sha256.
+	Order *InitRequest `protobuf:"bytes,1,opt,name=order,proto3" json:"order,omitempty"`
+	// The backup. A malformed one is refused with REQUEST_INVALID.
+	Backup        *Backup `protobuf:"bytes,2,opt,name=backup,proto3" json:"backup,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RestoreRequest) Reset() {
+	*x = RestoreRequest{}
+	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RestoreRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RestoreRequest) ProtoMessage() {}
+
+func (x *RestoreRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RestoreRequest.ProtoReflect.Descriptor instead.
+func (*RestoreRequest) Descriptor() ([]byte, []int) {
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *RestoreRequest) GetOrder() *InitRequest {
+	if x != nil {
+		return x.Order
+	}
+	return nil
+}
+
+func (x *RestoreRequest) GetBackup() *Backup {
+	if x != nil {
+		return x.Backup
+	}
+	return nil
+}
+
+// Backup is a backup of a cluster, encrypted with age (age-encryption.org/v1).
+type Backup struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where to get it: http or https, at most 2,048 characters.
+	Url string `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
+	// SHA-256 of the file, exactly 32 bytes. Another file is refused with COMPONENT_HASH, a
+	// URL without a file with COMPONENT_UNAVAILABLE.
+	Sha256 []byte `protobuf:"bytes,2,opt,name=sha256,proto3" json:"sha256,omitempty"`
+	// The file key of age, exactly 16 bytes, which opens this file alone.
+	FileKey []byte `protobuf:"bytes,3,opt,name=file_key,json=fileKey,proto3" json:"file_key,omitempty"`
+	// The certificate of the cluster's certificate authority (X.509, DER), at most 16 KiB.
+	// A file that it has not signed is refused with REQUEST_INVALID.
+	Authority     []byte `protobuf:"bytes,4,opt,name=authority,proto3" json:"authority,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Backup) Reset() {
+	*x = Backup{}
+	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Backup) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Backup) ProtoMessage() {}
+
+func (x *Backup) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Backup.ProtoReflect.Descriptor instead.
+func (*Backup) Descriptor() ([]byte, []int) {
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Backup) GetUrl() string {
+	if x != nil {
+		return x.Url
+	}
+	return ""
+}
+
+func (x *Backup) GetSha256() []byte {
+	if x != nil {
+		return x.Sha256
+	}
+	return nil
+}
+
+func (x *Backup) GetFileKey() []byte {
+	if x != nil {
+		return x.FileKey
+	}
+	return nil
+}
+
+func (x *Backup) GetAuthority() []byte {
+	if x != nil {
+		return x.Authority
+	}
+	return nil
+}
+
+// RestoreResponse is one message of the stream.
+type RestoreResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As from Init.
+	Event         *InitResponse `protobuf:"bytes,1,opt,name=event,proto3" json:"event,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RestoreResponse) Reset() {
+	*x = RestoreResponse{}
+	mi := &file_muster_init_v1_init_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RestoreResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RestoreResponse) ProtoMessage() {}
+
+func (x *RestoreResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_init_v1_init_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RestoreResponse.ProtoReflect.Descriptor instead.
+func (*RestoreResponse) Descriptor() ([]byte, []int) {
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *RestoreResponse) GetEvent() *InitResponse {
+	if x != nil {
+		return x.Event
+	}
+	return nil
+}
+
 // AdoptRequest describes the cluster.
 type AdoptRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -125,7 +302,7 @@ type AdoptRequest struct {
 
 func (x *AdoptRequest) Reset() {
 	*x = AdoptRequest{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	mi := &file_muster_init_v1_init_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -137,7 +314,7 @@ func (x *AdoptRequest) String() string {
 func (*AdoptRequest) ProtoMessage() {}
 
 func (x *AdoptRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[0]
+	mi := &file_muster_init_v1_init_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -150,7 +327,7 @@ func (x *AdoptRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptRequest.ProtoReflect.Descriptor instead.
 func (*AdoptRequest) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{0}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *AdoptRequest) GetOrder() *InitRequest {
@@ -171,7 +348,7 @@ type AdoptResponse struct {
 
 func (x *AdoptResponse) Reset() {
 	*x = AdoptResponse{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	mi := &file_muster_init_v1_init_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -183,7 +360,7 @@ func (x *AdoptResponse) String() string {
 func (*AdoptResponse) ProtoMessage() {}
 
 func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[1]
+	mi := &file_muster_init_v1_init_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -196,7 +373,7 @@ func (x *AdoptResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdoptResponse.ProtoReflect.Descriptor instead.
 func (*AdoptResponse) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{1}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *AdoptResponse) GetEvent() *InitResponse {
@@ -267,7 +444,7 @@ type InitRequest struct {
 
 func (x *InitRequest) Reset() {
 	*x = InitRequest{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[2]
+	mi := &file_muster_init_v1_init_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -279,7 +456,7 @@ func (x *InitRequest) String() string {
 func (*InitRequest) ProtoMessage() {}
 
 func (x *InitRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[2]
+	mi := &file_muster_init_v1_init_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -292,7 +469,7 @@ func (x *InitRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitRequest.ProtoReflect.Descriptor instead.
 func (*InitRequest) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{2}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *InitRequest) GetIdempotencyKey() []byte {
@@ -423,7 +600,7 @@ type Component struct {
 
 func (x *Component) Reset() {
 	*x = Component{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[3]
+	mi := &file_muster_init_v1_init_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -435,7 +612,7 @@ func (x *Component) String() string {
 func (*Component) ProtoMessage() {}
 
 func (x *Component) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[3]
+	mi := &file_muster_init_v1_init_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -448,7 +625,7 @@ func (x *Component) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Component.ProtoReflect.Descriptor instead.
 func (*Component) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{3}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Component) GetUrl() string {
@@ -502,7 +679,7 @@ type InitResponse struct {
 
 func (x *InitResponse) Reset() {
 	*x = InitResponse{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[4]
+	mi := &file_muster_init_v1_init_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -514,7 +691,7 @@ func (x *InitResponse) String() string {
 func (*InitResponse) ProtoMessage() {}
 
 func (x *InitResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[4]
+	mi := &file_muster_init_v1_init_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -527,7 +704,7 @@ func (x *InitResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitResponse.ProtoReflect.Descriptor instead.
 func (*InitResponse) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{4}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *InitResponse) GetMessage() isInitResponse_Message {
@@ -588,7 +765,7 @@ type Progress struct {
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[5]
+	mi := &file_muster_init_v1_init_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -600,7 +777,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[5]
+	mi := &file_muster_init_v1_init_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -613,7 +790,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{5}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Progress) GetPhase() Phase {
@@ -663,7 +840,7 @@ type InitResult struct {
 
 func (x *InitResult) Reset() {
 	*x = InitResult{}
-	mi := &file_muster_init_v1_init_proto_msgTypes[6]
+	mi := &file_muster_init_v1_init_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -675,7 +852,7 @@ func (x *InitResult) String() string {
 func (*InitResult) ProtoMessage() {}
 
 func (x *InitResult) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_init_v1_init_proto_msgTypes[6]
+	mi := &file_muster_init_v1_init_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -688,7 +865,7 @@ func (x *InitResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InitResult.ProtoReflect.Descriptor instead.
 func (*InitResult) Descriptor() ([]byte, []int) {
-	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{6}
+	return file_muster_init_v1_init_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *InitResult) GetKubeconfig() []byte {
@@ -737,7 +914,17 @@ var File_muster_init_v1_init_proto protoreflect.FileDescriptor
 
 const file_muster_init_v1_init_proto_rawDesc = "" +
 	"\n" +
-	"\x19muster/init/v1/init.proto\x12\x0emuster.init.v1\x1a\x1egoogle/protobuf/duration.proto\"A\n" +
+	"\x19muster/init/v1/init.proto\x12\x0emuster.init.v1\x1a\x1egoogle/protobuf/duration.proto\"s\n" +
+	"\x0eRestoreRequest\x121\n" +
+	"\x05order\x18\x01 \x01(\v2\x1b.muster.init.v1.InitRequestR\x05order\x12.\n" +
+	"\x06backup\x18\x02 \x01(\v2\x16.muster.init.v1.BackupR\x06backup\"k\n" +
+	"\x06Backup\x12\x10\n" +
+	"\x03url\x18\x01 \x01(\tR\x03url\x12\x16\n" +
+	"\x06sha256\x18\x02 \x01(\fR\x06sha256\x12\x19\n" +
+	"\bfile_key\x18\x03 \x01(\fR\afileKey\x12\x1c\n" +
+	"\tauthority\x18\x04 \x01(\fR\tauthority\"E\n" +
+	"\x0fRestoreResponse\x122\n" +
+	"\x05event\x18\x01 \x01(\v2\x1c.muster.init.v1.InitResponseR\x05event\"A\n" +
 	"\fAdoptRequest\x121\n" +
 	"\x05order\x18\x01 \x01(\v2\x1b.muster.init.v1.InitRequestR\x05order\"C\n" +
 	"\rAdoptResponse\x122\n" +
@@ -803,10 +990,11 @@ const file_muster_init_v1_init_proto_rawDesc = "" +
 	"PHASE_DONE\x10\b\x12\x14\n" +
 	"\x10PHASE_FORMATTING\x10\t\x12\x13\n" +
 	"\x0fPHASE_UNLOCKING\x10\n" +
-	"2\x9a\x01\n" +
+	"2\xe8\x01\n" +
 	"\vInitService\x12C\n" +
 	"\x04Init\x12\x1b.muster.init.v1.InitRequest\x1a\x1c.muster.init.v1.InitResponse0\x01\x12F\n" +
-	"\x05Adopt\x12\x1c.muster.init.v1.AdoptRequest\x1a\x1d.muster.init.v1.AdoptResponse0\x01B\xb1\x01\n" +
+	"\x05Adopt\x12\x1c.muster.init.v1.AdoptRequest\x1a\x1d.muster.init.v1.AdoptResponse0\x01\x12L\n" +
+	"\aRestore\x12\x1e.muster.init.v1.RestoreRequest\x1a\x1f.muster.init.v1.RestoreResponse0\x01B\xb1\x01\n" +
 	"\x12com.muster.init.v1B\tInitProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/init/v1;initv1\xa2\x02\x03MIX\xaa\x02\x0eMuster.Init.V1\xca\x02\x0eMuster\\Init\\V1\xe2\x02\x1aMuster\\Init\\V1\\GPBMetadata\xea\x02\x10Muster::Init::V1b\x06proto3"
 
 var (
@@ -822,35 +1010,43 @@ func file_muster_init_v1_init_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_init_v1_init_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_init_v1_init_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_muster_init_v1_init_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_muster_init_v1_init_proto_goTypes = []any{
 	(Phase)(0),                  // 0: muster.init.v1.Phase
-	(*AdoptRequest)(nil),        // 1: muster.init.v1.AdoptRequest
-	(*AdoptResponse)(nil),       // 2: muster.init.v1.AdoptResponse
-	(*InitRequest)(nil),         // 3: muster.init.v1.InitRequest
-	(*Component)(nil),           // 4: muster.init.v1.Component
-	(*InitResponse)(nil),        // 5: muster.init.v1.InitResponse
-	(*Progress)(nil),            // 6: muster.init.v1.Progress
-	(*InitResult)(nil),          // 7: muster.init.v1.InitResult
-	(*durationpb.Duration)(nil), // 8: google.protobuf.Duration
+	(*RestoreRequest)(nil),      // 1: muster.init.v1.RestoreRequest
+	(*Backup)(nil),              // 2: muster.init.v1.Backup
+	(*RestoreResponse)(nil),     // 3: muster.init.v1.RestoreResponse
+	(*AdoptRequest)(nil),        // 4: muster.init.v1.AdoptRequest
+	(*AdoptResponse)(nil),       // 5: muster.init.v1.AdoptResponse
+	(*InitRequest)(nil),         // 6: muster.init.v1.InitRequest
+	(*Component)(nil),           // 7: muster.init.v1.Component
+	(*InitResponse)(nil),        // 8: muster.init.v1.InitResponse
+	(*Progress)(nil),            // 9: muster.init.v1.Progress
+	(*InitResult)(nil),          // 10: muster.init.v1.InitResult
+	(*durationpb.Duration)(nil), // 11: google.protobuf.Duration
 }
 var file_muster_init_v1_init_proto_depIdxs = []int32{
-	3, // 0: muster.init.v1.AdoptRequest.order:type_name -> muster.init.v1.InitRequest
-	5, // 1: muster.init.v1.AdoptResponse.event:type_name -> muster.init.v1.InitResponse
-	4, // 2: muster.init.v1.InitRequest.components:type_name -> muster.init.v1.Component
-	6, // 3: muster.init.v1.InitResponse.progress:type_name -> muster.init.v1.Progress
-	7, // 4: muster.init.v1.InitResponse.result:type_name -> muster.init.v1.InitResult
-	0, // 5: muster.init.v1.Progress.phase:type_name -> muster.init.v1.Phase
-	8, // 6: muster.init.v1.Progress.elapsed:type_name -> google.protobuf.Duration
-	3, // 7: muster.init.v1.InitService.Init:input_type -> muster.init.v1.InitRequest
-	1, // 8: muster.init.v1.InitService.Adopt:input_type -> muster.init.v1.AdoptRequest
-	5, // 9: muster.init.v1.InitService.Init:output_type -> muster.init.v1.InitResponse
-	2, // 10: muster.init.v1.InitService.Adopt:output_type -> muster.init.v1.AdoptResponse
-	9, // [9:11] is the sub-list for method output_type
-	7, // [7:9] is the sub-list for method input_type
-	7, // [7:7] is the sub-list for extension type_name
-	7, // [7:7] is the sub-list for extension extendee
-	0, // [0:7] is the sub-list for field type_name
+	6,  // 0: muster.init.v1.RestoreRequest.order:type_name -> muster.init.v1.InitRequest
+	2,  // 1: muster.init.v1.RestoreRequest.backup:type_name -> muster.init.v1.Backup
+	8,  // 2: muster.init.v1.RestoreResponse.event:type_name -> muster.init.v1.InitResponse
+	6,  // 3: muster.init.v1.AdoptRequest.order:type_name -> muster.init.v1.InitRequest
+	8,  // 4: muster.init.v1.AdoptResponse.event:type_name -> muster.init.v1.InitResponse
+	7,  // 5: muster.init.v1.InitRequest.components:type_name -> muster.init.v1.Component
+	9,  // 6: muster.init.v1.InitResponse.progress:type_name -> muster.init.v1.Progress
+	10, // 7: muster.init.v1.InitResponse.result:type_name -> muster.init.v1.InitResult
+	0,  // 8: muster.init.v1.Progress.phase:type_name -> muster.init.v1.Phase
+	11, // 9: muster.init.v1.Progress.elapsed:type_name -> google.protobuf.Duration
+	6,  // 10: muster.init.v1.InitService.Init:input_type -> muster.init.v1.InitRequest
+	4,  // 11: muster.init.v1.InitService.Adopt:input_type -> muster.init.v1.AdoptRequest
+	1,  // 12: muster.init.v1.InitService.Restore:input_type -> muster.init.v1.RestoreRequest
+	8,  // 13: muster.init.v1.InitService.Init:output_type -> muster.init.v1.InitResponse
+	5,  // 14: muster.init.v1.InitService.Adopt:output_type -> muster.init.v1.AdoptResponse
+	3,  // 15: muster.init.v1.InitService.Restore:output_type -> muster.init.v1.RestoreResponse
+	13, // [13:16] is the sub-list for method output_type
+	10, // [10:13] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_muster_init_v1_init_proto_init() }
@@ -858,7 +1054,7 @@ func file_muster_init_v1_init_proto_init() {
 	if File_muster_init_v1_init_proto != nil {
 		return
 	}
-	file_muster_init_v1_init_proto_msgTypes[4].OneofWrappers = []any{
+	file_muster_init_v1_init_proto_msgTypes[7].OneofWrappers = []any{
 		(*InitResponse_Progress)(nil),
 		(*InitResponse_Result)(nil),
 	}
@@ -868,7 +1064,7 @@ func file_muster_init_v1_init_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_init_v1_init_proto_rawDesc), len(file_muster_init_v1_init_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   7,
+			NumMessages:   10,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

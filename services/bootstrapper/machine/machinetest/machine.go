@@ -266,6 +266,9 @@ func (m *Machine) bring(ctx context.Context, line func(string), args []string) e
 	}
 	line("[control-plane] Creating static Pod manifest for \"kube-apiserver\"")
 	files := map[string]string{"/etc/kubernetes/manifests/kube-apiserver.yaml": "half", "/var/lib/etcd/member": "data"}
+	if restored(string(config)) {
+		delete(files, "/var/lib/etcd/member")
+	}
 	if verb == "join" && !controlPlane(string(config)) {
 		files = map[string]string{"/etc/kubernetes/pki/ca.crt": "ca", "/var/lib/kubelet/kubeadm-flags.env": "flags"}
 	}
@@ -376,8 +379,13 @@ func (m *Machine) preflight(verb, config string) error {
 			return errors.New("a document without apiVersion")
 		}
 	}
-	absent := []string{"/etc/kubernetes/manifests/kube-apiserver.yaml", "/var/lib/etcd/member", "/var/lib/kubelet/config.yaml"}
+	absent := []string{"/etc/kubernetes/manifests/kube-apiserver.yaml", "/var/lib/kubelet/config.yaml"}
 	present := []string{}
+	if restored(config) {
+		present = append(present, "/var/lib/etcd/member/snap/db", "/etc/kubernetes/pki/sa.key")
+	} else {
+		absent = append(absent, "/var/lib/etcd/member")
+	}
 	if verb == "join" {
 		present = []string{"/etc/kubernetes/kubelet.conf", "/run/muster/discovery.conf", "/var/lib/kubelet/pki"}
 		if controlPlane(config) {
@@ -403,6 +411,9 @@ func (m *Machine) preflight(verb, config string) error {
 	}
 	return nil
 }
+
+// restored reports whether kubeadm is told that etcd may have data.
+func restored(config string) bool { return strings.Contains(config, "DirAvailable--var-lib-etcd") }
 
 // reset removes what kubeadm's own reset removes; not the state of a half-written etcd.
 func (m *Machine) reset(ctx context.Context) error {

@@ -40,6 +40,8 @@ const (
 	InitServiceInitProcedure = "/muster.init.v1.InitService/Init"
 	// InitServiceAdoptProcedure is the fully-qualified name of the InitService's Adopt RPC.
 	InitServiceAdoptProcedure = "/muster.init.v1.InitService/Adopt"
+	// InitServiceRestoreProcedure is the fully-qualified name of the InitService's Restore RPC.
+	InitServiceRestoreProcedure = "/muster.init.v1.InitService/Restore"
 )
 
 // InitServiceClient is a client for the muster.init.v1.InitService service.
@@ -61,6 +63,12 @@ type InitServiceClient interface {
 	// Adopt is a separate method so that a bootstrapper that does not know it cannot treat
 	// it as an init.
 	Adopt(context.Context, *v1.AdoptRequest) (*connect.ServerStreamForClient[v1.AdoptResponse], error)
+	// Restore makes the machine the first control plane of a cluster that has lost all of
+	// its own, from a backup. Access and resumption: as for Init.
+	//
+	// Restore is a separate method so that a bootstrapper that does not know it cannot make
+	// an empty cluster.
+	Restore(context.Context, *v1.RestoreRequest) (*connect.ServerStreamForClient[v1.RestoreResponse], error)
 }
 
 // NewInitServiceClient constructs a client for the muster.init.v1.InitService service. By default,
@@ -86,13 +94,20 @@ func NewInitServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(initServiceMethods.ByName("Adopt")),
 			connect.WithClientOptions(opts...),
 		),
+		restore: connect.NewClient[v1.RestoreRequest, v1.RestoreResponse](
+			httpClient,
+			baseURL+InitServiceRestoreProcedure,
+			connect.WithSchema(initServiceMethods.ByName("Restore")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // initServiceClient implements InitServiceClient.
 type initServiceClient struct {
-	init  *connect.Client[v1.InitRequest, v1.InitResponse]
-	adopt *connect.Client[v1.AdoptRequest, v1.AdoptResponse]
+	init    *connect.Client[v1.InitRequest, v1.InitResponse]
+	adopt   *connect.Client[v1.AdoptRequest, v1.AdoptResponse]
+	restore *connect.Client[v1.RestoreRequest, v1.RestoreResponse]
 }
 
 // Init calls muster.init.v1.InitService.Init.
@@ -103,6 +118,11 @@ func (c *initServiceClient) Init(ctx context.Context, req *v1.InitRequest) (*con
 // Adopt calls muster.init.v1.InitService.Adopt.
 func (c *initServiceClient) Adopt(ctx context.Context, req *v1.AdoptRequest) (*connect.ServerStreamForClient[v1.AdoptResponse], error) {
 	return c.adopt.CallServerStream(ctx, connect.NewRequest(req))
+}
+
+// Restore calls muster.init.v1.InitService.Restore.
+func (c *initServiceClient) Restore(ctx context.Context, req *v1.RestoreRequest) (*connect.ServerStreamForClient[v1.RestoreResponse], error) {
+	return c.restore.CallServerStream(ctx, connect.NewRequest(req))
 }
 
 // InitServiceHandler is an implementation of the muster.init.v1.InitService service.
@@ -124,6 +144,12 @@ type InitServiceHandler interface {
 	// Adopt is a separate method so that a bootstrapper that does not know it cannot treat
 	// it as an init.
 	Adopt(context.Context, *v1.AdoptRequest, *connect.ServerStream[v1.AdoptResponse]) error
+	// Restore makes the machine the first control plane of a cluster that has lost all of
+	// its own, from a backup. Access and resumption: as for Init.
+	//
+	// Restore is a separate method so that a bootstrapper that does not know it cannot make
+	// an empty cluster.
+	Restore(context.Context, *v1.RestoreRequest, *connect.ServerStream[v1.RestoreResponse]) error
 }
 
 // NewInitServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -145,12 +171,20 @@ func NewInitServiceHandler(svc InitServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(initServiceMethods.ByName("Adopt")),
 		connect.WithHandlerOptions(opts...),
 	)
+	initServiceRestoreHandler := connect.NewServerStreamHandlerSimple(
+		InitServiceRestoreProcedure,
+		svc.Restore,
+		connect.WithSchema(initServiceMethods.ByName("Restore")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/muster.init.v1.InitService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case InitServiceInitProcedure:
 			initServiceInitHandler.ServeHTTP(w, r)
 		case InitServiceAdoptProcedure:
 			initServiceAdoptHandler.ServeHTTP(w, r)
+		case InitServiceRestoreProcedure:
+			initServiceRestoreHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -166,4 +200,8 @@ func (UnimplementedInitServiceHandler) Init(context.Context, *v1.InitRequest, *c
 
 func (UnimplementedInitServiceHandler) Adopt(context.Context, *v1.AdoptRequest, *connect.ServerStream[v1.AdoptResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("muster.init.v1.InitService.Adopt is not implemented"))
+}
+
+func (UnimplementedInitServiceHandler) Restore(context.Context, *v1.RestoreRequest, *connect.ServerStream[v1.RestoreResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("muster.init.v1.InitService.Restore is not implemented"))
 }

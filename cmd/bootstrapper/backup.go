@@ -1,0 +1,44 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/services/bootstrapper/backups"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// backupMaker returns what makes backups on this control plane.
+func backupMaker(img *metadata.Image, record string, log *slog.Logger) (*backups.Maker, error) {
+	rec, err := journal.Open(record).Load()
+	if err != nil {
+		return nil, err
+	}
+	var id keys.ClusterID
+	if copy(id[:], rec.ClusterID) != len(id) || rec.NodeName == "" {
+		return nil, errors.New("this machine is no node of a cluster")
+	}
+	if !renewal.IsControlPlane("/") {
+		return nil, errors.New("this machine is no control plane")
+	}
+	if img.OwnerKey == nil {
+		return nil, errors.New("backups are encrypted for the owner's key, and the image has none: write ownerKey into image.yaml")
+	}
+	return backups.New(backups.Config{
+		Root: "/", Owner: img.OwnerKey, Cluster: id, Node: rec.NodeName, Keep: img.Backup.Keep, Now: time.Now, Log: log,
+		State: func(ctx context.Context) (backup.State, error) {
+			return renewal.State(ctx, "/", rec.NodeName, img.OwnerKey, log)
+		},
+		Snapshot: func(ctx context.Context, caCert, caKey []byte, room func(int64) error, w io.Writer) error {
+			return etcd.Snapshot(ctx, loopback, caCert, caKey, room, w)
+		},
+	})
+}

@@ -1,0 +1,101 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+)
+
+// backupFlags are those of `muster backup`.
+type backupFlags struct {
+	from, to string
+	latest   bool
+	timeout  time.Duration
+}
+
+func (a *app) backupCommand() *cobra.Command {
+	var f backupFlags
+	cmd := &cobra.Command{
+		Use:   "backup [--latest] [--from NODE] [--to FOLDER]",
+		Short: "Make a backup of the cluster, and fetch it",
+		Long: `Orders a control plane, with the owner's signature, to make a backup: a snapshot of etcd, and the certificate authorities and keys of
+/etc/kubernetes/pki. The machine encrypts it for the owner's key and signs it with the cluster's certificate authority. It is then fetched
+through the API server, decrypted and verified to its end. The machine gets the order with its next attestation, within five minutes.
+
+With --latest, no backup is made: the newest one is fetched that control planes have made by themselves (backup.every in image.yaml) or by
+an earlier order. This needs no signature.
+
+A backup is as good as the owner's folder beside it: without owner.key nobody can read it. Keep copies of both, in different places.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return a.backup(cmd.Context(), f) },
+	}
+	cmd.Flags().StringVar(&f.from, "from", "", "the control plane that makes it (default: one that is Ready; with --latest: the one that has the newest)")
+	cmd.Flags().StringVar(&f.to, "to", "", "the folder of the file (default: backups in the owner's folder)")
+	cmd.Flags().BoolVar(&f.latest, "latest", false, "fetch the newest one that there is")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", time.Hour, "how long all of it may take")
+	_ = cmd.RegisterFlagCompletionFunc("from", a.completeNodes)
+	cmd.AddCommand(a.backupVerifyCommand())
+	return cmd
+}
+
+func (a *app) backup(ctx context.Context, f backupFlags) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("not done within %s: %w", f.timeout, context.DeadlineExceeded))
+	defer cancel()
+	return a.withFolder(func(d *ownerdir.Dir) error {
+		report := func(step string) { fmt.Fprintln(a.stderr, step) }
+		get := owner.MakeBackup
+		if f.latest {
+			get = owner.LatestBackup
+		}
+		node, stored, err := get(ctx, d, f.from, report)
+		if err != nil {
+			return err
+		}
+		if f.to == "" {
+			f.to = filepath.Join(d.Path(), "backups")
+		}
+		report(fmt.Sprintf("%s: reading %s, %.1f MiB", node, stored.Name, float64(stored.Size)/(1<<20)))
+		info, err := owner.FetchBackup(ctx, d, node, stored, f.to)
+		if err != nil {
+			return err
+		}
+		return a.showBackup(info)
+	})
+}
+
+func (a *app) showBackup(info *owner.BackupInfo) error {
+	if a.output == outputJSON {
+		return a.json(info)
+	}
+	for _, l := range info.Lines() {
+		if _, err := fmt.Fprintln(a.stdout, l); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (a *app) backupVerifyCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "verify FILE",
+		Short: "Verify a backup, and show what it is of",
+		Long: `Decrypts the file with the owner's key and reads it to its end. It is refused if it is damaged, cut off, of another cluster, or not signed
+by this cluster's certificate authority. The command asks no machine. It names what the owner's folder knows to have changed since.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			return a.withFolder(func(d *ownerdir.Dir) error {
+				info, err := owner.VerifyBackup(d, args[0])
+				if err != nil {
+					return err
+				}
+				return a.showBackup(info)
+			})
+		},
+	}
+}

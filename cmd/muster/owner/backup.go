@@ -1,0 +1,398 @@
+package owner
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+)
+
+// maxLatest bounds the file that names the newest backup, in bytes.
+const maxLatest = 4 << 10
+
+// BackupInfo describes a backup that was read and verified.
+type BackupInfo struct {
+	// File is where it is.
+	File string `json:"file"`
+	// Size is in bytes, SHA256 in 64 hexadecimal digits.
+	Size   int64  `json:"size"`
+	SHA256 string `json:"sha256"`
+	// Node is the control plane that made it, TakenAt the time by that machine's clock.
+	Node              string    `json:"node"`
+	TakenAt           time.Time `json:"takenAt"`
+	KubernetesVersion string    `json:"kubernetesVersion"`
+	// Epoch and PolicySerial are the cluster's; 0: none.
+	Epoch        uint64 `json:"epoch"`
+	PolicySerial uint64 `json:"policySerial"`
+	// Nodes is the number of enrollments, ControlPlanes that of control planes among them.
+	Nodes         int `json:"nodes"`
+	ControlPlanes int `json:"controlPlanes"`
+	// KnownEpoch is the newest epoch in the owner's folder; 0: none.
+	KnownEpoch uint64 `json:"knownEpoch"`
+	// Differs is what the folder has otherwise, and Since what it knows to have changed since: what a restore would undo. A sentence each.
+	Differs []string `json:"differs"`
+	Since   []string `json:"since"`
+}
+
+// MakeBackup orders a control plane to make a backup; with node "", the first one that is Ready. It returns the control plane's name, too.
+func MakeBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(string)) (string, backup.Stored, error) {
+	if node == "" {
+		kube, err := Connect(d)
+		if err != nil {
+			return "", backup.Stored{}, err
+		}
+		if node, err = readyControlPlane(ctx, kube); err != nil {
+			return "", backup.Stored{}, err
+		}
+	}
+	asked := time.Now()
+	r, err := Order(ctx, d, node, ownerorder.ActionBackup, nil, func(s string) { report(node + ": " + s) })
+	if err != nil {
+		return node, backup.Stored{}, err
+	}
+	stored, err := parseStored([]byte(r.Output))
+	if err == nil && stored.TakenAt.Before(asked.Add(-ownerorder.MaxAge)) {
+		err = fmt.Errorf("%s says that it has made the backup at %s, before it was ordered: its clock is wrong, or the report is not its own", node, stored.TakenAt.UTC().Format(time.RFC3339))
+	}
+	return node, stored, err
+}
+
+func parseStored(text []byte) (s backup.Stored, err error) {
+	if err := json.Unmarshal(text, &s); err != nil || !s.Valid() {
+		return backup.Stored{}, fmt.Errorf("what the machine says of its backup can't be understood: %s", clusterapi.Printable(string(text), maxReport))
+	}
+	return s, nil
+}
+
+func readyControlPlane(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	list, err := kube.ControlPlanes(ctx)
+	if err != nil {
+		return "", err
+	}
+	for _, c := range list {
+		p, err := kube.Presence(ctx, c.Name)
+		if err != nil {
+			return "", err
+		}
+		if p.Ready() && p.Enrollment != nil && !p.Enrollment.ShutOut() {
+			return c.Name, nil
+		}
+	}
+	return "", withRemedy(errors.New("no control plane is Ready"), "muster status shows why. With --from NODE one that is not Ready is asked.")
+}
+
+// LatestBackup returns the newest backup on control planes, and which has it; with node "", of all. A control plane that can't be asked is reported, and
+// left out.
+func LatestBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(string)) (where string, newest backup.Stored, err error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return "", newest, err
+	}
+	names := []string{node}
+	if node == "" {
+		list, err := kube.ControlPlanes(ctx)
+		if err != nil {
+			return "", newest, err
+		}
+		names = names[:0]
+		for _, c := range list {
+			names = append(names, c.Name)
+		}
+	}
+	for _, name := range names {
+		s, err := latestOn(ctx, kube, name)
+		switch {
+		case clusterapi.Absent(err):
+			report(name + ": has no backup")
+		case err != nil:
+			report(fmt.Sprintf("%s: its backups can't be read: %v", name, err))
+		case s.TakenAt.After(newest.TakenAt):
+			where, newest = name, s
+		}
+	}
+	if where == "" {
+		return "", newest, withRemedy(errors.New("no control plane has a backup that can be read"), "muster backup makes one. backup.every in image.yaml has control planes make them by themselves.")
+	}
+	return where, newest, nil
+}
+
+func latestOn(ctx context.Context, kube *clusterapi.Client, node string) (backup.Stored, error) {
+	r, err := kube.NodeLog(ctx, node, backup.LogFolder, backup.Latest)
+	if err != nil {
+		return backup.Stored{}, err
+	}
+	defer r.Close()
+	text, err := io.ReadAll(io.LimitReader(r, maxLatest))
+	if err != nil {
+		return backup.Stored{}, err
+	}
+	return parseStored(text)
+}
+
+// FetchBackup reads a backup from a control plane into a folder, and verifies it. A file that is not whole and genuine does not stay.
+func FetchBackup(ctx context.Context, d *ownerdir.Dir, node string, s backup.Stored, folder string) (_ *BackupInfo, err error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(folder, 0o700); err != nil {
+		return nil, err
+	}
+	path := filepath.Join(folder, s.Name)
+	f, err := os.CreateTemp(folder, "."+s.Name+"-*") // 0600
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, f.Close(), os.Remove(f.Name()))
+		}
+	}()
+	r, err := kube.NodeLog(ctx, node, backup.LogFolder, s.Name)
+	if err != nil {
+		return nil, withRemedy(fmt.Errorf("read %s on %s: %w", s.Name, node, err), "Run the command again: muster backup --latest reads the newest one that is there.")
+	}
+	n, err := io.Copy(f, io.LimitReader(r, s.Size+1))
+	if err := errors.Join(err, r.Close()); err != nil {
+		return nil, withRemedy(fmt.Errorf("read %s on %s: %w", s.Name, node, err), "Run muster backup --latest --from "+node+": the backup is still there.")
+	}
+	info, _, err := readBackup(d, f, path)
+	switch {
+	case err != nil:
+		return nil, withRemedy(fmt.Errorf("the backup of %s is refused: %w", node, err), "Make one on another control plane: muster backup --from NODE. If that is refused, too, do not trust "+node+".")
+	case n != s.Size || info.SHA256 != s.SHA256:
+		return nil, fmt.Errorf("the backup of %s has %d bytes with the SHA-256 %s: the machine said %d and %s", node, n, info.SHA256, s.Size, s.SHA256)
+	case info.Node != node:
+		return nil, fmt.Errorf("the backup of %s says that %s has made it", node, printable(info.Node))
+	case !s.TakenAt.Equal(info.TakenAt) || s.Name != backup.Name(info.Node, info.TakenAt): // a genuine one, of another time
+		return nil, fmt.Errorf("the machine says that %s was taken at %s, and the backup says %s", s.Name, s.TakenAt.UTC().Format(time.RFC3339), info.TakenAt.UTC().Format(time.RFC3339))
+	}
+	if err := errors.Join(f.Sync(), f.Close()); err != nil {
+		return nil, err
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
+		return nil, err
+	}
+	return info, syncFolder(folder)
+}
+
+func syncFolder(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// VerifyBackup reads a backup to its end, and checks that a control plane of the folder's cluster made it.
+func VerifyBackup(d *ownerdir.Dir, path string) (*BackupInfo, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	info, _, err := readBackup(d, f, path)
+	if err != nil {
+		return nil, withRemedy(fmt.Errorf("%s is refused: %w", path, err), "Take another file. It has to be a backup of the cluster of "+d.Path()+".")
+	}
+	return info, nil
+}
+
+// readBackup verifies the whole file, and compares it with the folder.
+func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.Manifest, error) {
+	key, err := d.OwnerKey()
+	if err != nil {
+		return nil, nil, err
+	}
+	identity, err := backup.Identity(key)
+	if err != nil {
+		return nil, nil, err
+	}
+	kube, err := Connect(d)
+	if err != nil {
+		return nil, nil, err
+	}
+	authority, err := kube.Authority()
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.AdminConf), err)
+	}
+	if _, err := f.Seek(0, io.SeekStart); err != nil {
+		return nil, nil, err
+	}
+	h := sha256.New()
+	// K5
+	m, small, err := backup.Read(io.TeeReader(f, h), identity, authority, io.Discard)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, content := range small {
+		clear(content) // K3
+	}
+	if m.ClusterID != d.Cluster().ClusterID {
+		return nil, nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", printable(m.ClusterID), d.Cluster().ClusterID)
+	}
+	cluster, err := clusterinfo.Parse(m.Cluster)
+	if err != nil {
+		return nil, nil, err
+	}
+	size, err := f.Seek(0, io.SeekCurrent)
+	if err != nil {
+		return nil, nil, err
+	}
+	info := &BackupInfo{
+		File: path, Size: size, SHA256: hex.EncodeToString(h.Sum(nil)), Node: m.Node, TakenAt: m.TakenAt, KubernetesVersion: cluster.KubernetesVersion,
+		Epoch: m.Epoch, PolicySerial: m.PolicySerial, Nodes: len(m.Nodes), Differs: differences(d.Cluster(), cluster),
+	}
+	for _, n := range m.Nodes {
+		if n.Role == "control-plane" {
+			info.ControlPlanes++
+		}
+	}
+	known, err := d.Known()
+	if err != nil {
+		return nil, nil, err
+	}
+	info.KnownEpoch, info.Since = known.Epoch, since(m, known)
+	newer, err := newerBackup(d, m.TakenAt)
+	if err == nil && newer != "" {
+		info.Since = append(info.Since, newer+" is a newer backup.")
+	}
+	return info, m, err
+}
+
+// newerBackup returns the newest file in the folder's backups that by its name is newer than a time; empty: none is.
+func newerBackup(d *ownerdir.Dir, than time.Time) (string, error) {
+	files, err := filepath.Glob(filepath.Join(d.File(ownerdir.BackupsFolder), "*"+backup.Suffix))
+	if err != nil || len(files) == 0 {
+		return "", err
+	}
+	newest := slices.Max(files) // their names are in the order of their times
+	if at, ok := backup.TimeOf(filepath.Base(newest)); !ok || !at.After(than) {
+		return "", nil
+	}
+	return newest, nil
+}
+
+// differences returns what the folder has otherwise than a backup, whose values a restore takes.
+func differences(c ownerdir.Cluster, in *clusterinfo.Info) []string {
+	out := []string{}
+	differ := func(what, folder, backup string) {
+		if folder != backup {
+			out = append(out, fmt.Sprintf("%s: %s in the folder, %s in the backup, which a restore takes.", what, folder, printable(backup)))
+		}
+	}
+	differ("Kubernetes", c.KubernetesVersion, in.KubernetesVersion)
+	differ("Control-plane endpoint", c.ControlPlaneEndpoint, in.ControlPlaneEndpoint)
+	var had, has []string
+	for _, p := range c.Components {
+		had = append(had, p.Path+" (SHA-256 "+p.SHA256[:min(12, len(p.SHA256))]+")")
+	}
+	for _, p := range in.Components {
+		has = append(has, p.Path+" (SHA-256 "+p.SHA256[:min(12, len(p.SHA256))]+")")
+	}
+	for _, l := range []struct {
+		what     string
+		had, has []string
+	}{{"components", had, has}, {"images", c.Images, in.Images}} {
+		for _, one := range []struct {
+			text      string
+			in, notIn []string
+		}{{"In the backup, which a restore takes, and not among the folder's ", l.has, l.had}, {"In the folder, and not among the backup's ", l.had, l.has}} {
+			only := slices.DeleteFunc(slices.Clone(one.in), func(s string) bool { return slices.Contains(one.notIn, s) })
+			if len(only) > 0 {
+				out = append(out, one.text+l.what+": "+named(only)+".")
+			}
+		}
+	}
+	return out
+}
+
+// since returns what a folder knows to have changed since a backup, and what a restore would undo.
+func since(m *backup.Manifest, known *ownerdir.Known) []string {
+	out := []string{}
+	if known.Version == 0 {
+		return []string{"The folder has no known.json, so what has changed since is not known."}
+	}
+	if known.Epoch > m.Epoch {
+		out = append(out, fmt.Sprintf("The folder knows epoch %d.", known.Epoch))
+	}
+	had := map[string]backup.Node{}
+	for _, n := range m.Nodes {
+		had[n.UID] = n
+	}
+	var banned, unbanned, replaced, joined, gone []string
+	for name, n := range known.Nodes {
+		was, there := had[n.UID]
+		if !there {
+			joined = append(joined, name)
+			continue
+		}
+		if n.Banned && !was.Banned {
+			banned = append(banned, name)
+		}
+		if was.Banned && !n.Banned {
+			unbanned = append(unbanned, name)
+		}
+		if n.MachineID != was.MachineID || n.Disk.ID != was.DiskID {
+			replaced = append(replaced, name)
+		}
+	}
+	for _, g := range known.Gone {
+		if n, there := had[g.UID]; there {
+			gone = append(gone, n.Name)
+		}
+	}
+	for _, l := range []struct {
+		text  string
+		names []string
+	}{
+		{"Banned since, and not banned in it: ", banned},
+		{"Banned in it, and not any more: ", unbanned},
+		{"Given another machine or disk since: ", replaced},
+		{"Forgotten since, and enrolled in it: ", gone},
+		{"Joined since, and not in it: ", joined},
+	} {
+		if len(l.names) == 0 {
+			continue
+		}
+		out = append(out, l.text+named(l.names)+".")
+	}
+	return out
+}
+
+// named returns the first names of a list in their order, and how many more there are.
+func named(names []string) string {
+	slices.Sort(names)
+	var shown []string
+	for _, name := range names[:min(len(names), maxNamed)] {
+		shown = append(shown, printable(name))
+	}
+	text := strings.Join(shown, ", ")
+	if more := len(names) - len(shown); more > 0 {
+		text += fmt.Sprintf(", and %d more", more)
+	}
+	return text
+}
+
+// Lines describes a backup for a person.
+func (i BackupInfo) Lines() []string {
+	return slices.Concat([]string{
+		fmt.Sprintf("%s: %.1f MiB, SHA-256 %s", i.File, float64(i.Size)/(1<<20), i.SHA256),
+		fmt.Sprintf("Taken on %s at %s: Kubernetes %s, epoch %d with %s, %d nodes, %d of them control planes.", printable(i.Node), i.TakenAt.Local().Format(time.DateTime), cmp.Or(i.KubernetesVersion, "unknown"), i.Epoch, policyOf(i.PolicySerial), i.Nodes, i.ControlPlanes),
+	}, i.Differs, i.Since)
+}

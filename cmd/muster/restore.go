@@ -1,0 +1,85 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+)
+
+func (a *app) restoreCommand() *cobra.Command {
+	var (
+		cfg     owner.RestoreConfig
+		accept  uint64
+		timeout time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "restore FILE --url URL --endpoint HOST:9000",
+		Short: "Restore a cluster that has lost all control planes, on a new machine",
+		Long: `Makes a new machine the first control plane of the folder's cluster, with the state of a backup (muster backup). The machine proves
+what it booted first. It fetches the encrypted file from the URL, which may be any web server: it checks the SHA-256, and gets the key of this one file
+from this command.
+
+The machine may have been in the cluster before. Its state disk is empty. Its metadata have the role control-plane, a name that no node of the backup has,
+and the initSecretHash of the folder's init-secret. All
+control planes of before have to be off, and stay so: erase their disks, and let them join anew. Workers that were not lost go on.
+
+What has changed since the backup is undone. The command shows what the folder knows of that, and asks; without a terminal, --accept-epoch N accepts it.
+Running the same command again goes on where it stopped.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			var err error
+			if cfg.Endpoint, err = hostPort(cfg.Endpoint, 9000); err != nil {
+				return usagef("--endpoint: %w", err)
+			}
+			cfg.File = args[0]
+			if cmd.Flags().Changed("accept-epoch") {
+				cfg.AcceptEpoch = &accept
+			}
+			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("not done within %s: %w", timeout, context.DeadlineExceeded))
+			defer cancel()
+			return a.restore(ctx, cfg)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&cfg.URL, "url", "", "where the machine gets the same file: http or https")
+	f.StringVar(&cfg.Endpoint, "endpoint", "", "HOST:PORT of the new machine's bootstrapper; port 9000 if left out")
+	f.Uint64Var(&accept, "accept-epoch", 0, "accept the backup's state, of this epoch of the cluster")
+	f.BoolVar(&cfg.StartOver, "start-over", false, "begin with another backup or another machine, though one was asked: power that one off, and erase its state disk")
+	f.DurationVar(&timeout, "timeout", time.Hour, "how long all of it may take")
+	for _, name := range []string{"url", "endpoint"} {
+		if err := cmd.MarkFlagRequired(name); err != nil {
+			panic(err) // a flag above was renamed
+		}
+	}
+	return cmd
+}
+
+func (a *app) restore(ctx context.Context, cfg owner.RestoreConfig) (err error) {
+	if cfg.Dir, err = a.open(); err != nil {
+		return err
+	}
+	defer func() { _ = cfg.Dir.Close() }()
+	cfg.Log, cfg.Ask = slog.New(slog.DiscardHandler), a.askRestore()
+	cfg.Report = a.report(owner.RestoreSteps)
+	err = owner.Restore(ctx, cfg)
+	cfg.Report.Close()
+	if err != nil {
+		return err
+	}
+	_ = a.remember(ctx, cfg.Dir) // a failure is printed
+	return a.result(cfg.Dir.Cluster().FirstMachine.NodeName, "the cluster is restored. Let new control planes join, and forget the lost ones: muster status shows them.")
+}
+
+// askRestore asks at the terminal; nil: there is none.
+func (a *app) askRestore() func(owner.BackupInfo) (bool, error) {
+	ask := a.askEpoch()
+	if ask == nil {
+		return nil
+	}
+	return func(i owner.BackupInfo) (bool, error) { return ask(i.Lines(), i.Epoch) }
+}
