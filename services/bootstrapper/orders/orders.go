@@ -444,7 +444,7 @@ func (e *Executor) resume(ctx context.Context, rec record) error {
 		err = fmt.Errorf("it was interrupted, and this version of the bootstrapper can't go on with %q", o.Action)
 	case e.cfg.Now().Sub(o.NotAfter) > ownerorder.MaxMachineLife:
 		err = fmt.Errorf("it was interrupted, and was valid until %s", stamp(o.NotAfter))
-	case rec.Last.Tries >= maxTries && !(rebooted && o.Action == ownerorder.ActionReboot): // a reboot that has happened is over
+	case rec.Last.Tries >= maxTries && (!rebooted || o.Action != ownerorder.ActionReboot): // a reboot that has happened is over
 		err = fmt.Errorf("it was interrupted %d times", rec.Last.Tries)
 	}
 	e.cfg.Log.InfoContext(ctx, "order goes on", "order", rec.Last.Order.signed().Digest(), "action", string(rec.Last.Action), "rebooted", rebooted, "err", err)
