@@ -21,11 +21,12 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/backup"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/services/bootstrapper/backups"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -192,9 +193,8 @@ func TestARestoreIsRefused(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			req := s.request()
 			tt.change(req)
-			if out := w.restore(t.Context(), r, req); reason(out.err) != attest.ReasonName(tt.want) {
-				t.Errorf("%v, want %s", out.err, attest.ReasonName(tt.want))
-			}
+			places := refusaltest.Places{Metric: []string{"muster_init_attempts_total"}, Log: []string{"msg", "call refused", "procedure", initv1connect.InitServiceRestoreProcedure}}
+			refusaltest.Refused(t, w.observations(r), tt.want, places, func() error { return w.restore(t.Context(), r, req).err })
 		})
 	}
 	if len(w.steps) > 0 || w.record().Locked() {
@@ -209,18 +209,16 @@ func TestARestoreIsRefused(t *testing.T) {
 	for _, tt := range []struct {
 		name   string
 		change func(*initv1.RestoreRequest)
-		want   string
+		want   attestv1.Reason
 	}{
-		{"another file at the URL", func(q *initv1.RestoreRequest) { q.Backup.Url = other.url }, "COMPONENT_HASH"},
-		{"another authority", func(q *initv1.RestoreRequest) { q.Backup.Authority = other.authority }, "REQUEST_INVALID"},
-		{"the key of another file", func(q *initv1.RestoreRequest) { q.Backup.FileKey = other.request().GetBackup().GetFileKey() }, "REQUEST_INVALID"},
+		{"another file at the URL", func(q *initv1.RestoreRequest) { q.Backup.Url = other.url }, attestv1.Reason_REASON_COMPONENT_HASH},
+		{"another authority", func(q *initv1.RestoreRequest) { q.Backup.Authority = other.authority }, attestv1.Reason_REASON_REQUEST_INVALID},
+		{"the key of another file", func(q *initv1.RestoreRequest) { q.Backup.FileKey = other.request().GetBackup().GetFileKey() }, attestv1.Reason_REASON_REQUEST_INVALID},
 	} { // the first one leaves no file there, the others do
 		t.Run(tt.name, func(t *testing.T) {
 			req := s.request()
 			tt.change(req)
-			if out := w.restore(t.Context(), r, req); reason(out.err) != tt.want {
-				t.Errorf("%v, want %s", out.err, tt.want)
-			}
+			refusaltest.Refused(t, w.observations(r), tt.want, initFailed(), func() error { return w.restore(t.Context(), r, req).err })
 		})
 	}
 	t.Run("of another cluster", func(t *testing.T) {
