@@ -24,7 +24,7 @@ func (s *fixture) candidate(t *testing.T, policy []byte) {
 		}
 		delete(p.Annotations, v1alpha1.PolicyCandidate)
 		if policy != nil {
-			metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.PolicyCandidate, base64.StdEncoding.EncodeToString(attest.SignPolicy(s.Owner, policy).GetSignature())+" "+string(policy))
+			metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.PolicyCandidate, base64.StdEncoding.EncodeToString(attest.SignCandidate(s.Owner, policy).GetSignature())+" "+string(policy))
 		}
 		return s.Client.Update(t.Context(), p)
 	})

@@ -145,11 +145,11 @@ func TestABanTakesEffectAtOnce(t *testing.T) {
 	membertest.Eventually(t, func() error { return node.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}) })
 	pending := renewal("w1")
 	ban := func(banned bool) {
-		n := s.Node(t, "w1")
-		n.Spec.Banned = banned
-		if err := s.Client.Update(t.Context(), n); err != nil {
-			t.Fatal(err)
-		}
+		membertest.Eventually(t, func() error { // joinservice writes the status meanwhile
+			n := s.Node(t, "w1")
+			n.Spec.Banned = banned
+			return s.Client.Update(t.Context(), n)
+		})
 	}
 	var open joinv1connect.JoinServiceClient
 	ask := func() error {

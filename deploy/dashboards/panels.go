@@ -61,6 +61,10 @@ var dashboards = []dashboard{
 		{"Re-attestations", "cps", "By outcome.", one(rate("muster_reattestations_total", "instance, reason"), "{{instance}} {{reason}}")},
 		{"Time left of certificates", "s", "The kubelet renews its own when 10 to 30 % are left.", one(`muster_certificate_not_after_timestamp_seconds - time()`, "{{instance}} {{certificate}}")},
 
+		{"Age of the newest backup", "s", "Of control planes with a schedule. Above the interval: none is made any more.", []query{
+			{"time() - (muster_backup_timestamp_seconds > 0)", "{{instance}}"}, {"muster_backup_interval_seconds > 0", "interval {{instance}}"},
+		}},
+		{"Size of the newest backup", "bytes", "On control planes.", one("muster_backup_size_bytes > 0", "{{instance}}")},
 		{"Share left of certificates", "percentunit", "", one(`(muster_certificate_not_after_timestamp_seconds - time()) / (muster_certificate_not_after_timestamp_seconds - muster_certificate_not_before_timestamp_seconds)`, "{{instance}} {{certificate}}")},
 		{"Requests to attesters", "reqps", "Other reasons than ACCEPTED and BUSY: the TPM or its driver.", one(rate("muster_attester_requests_total", "instance, purpose, reason"), "{{instance}} {{purpose}} {{reason}}")},
 		{"Time of an attester's answer, 99th percentile", "s", "The wait for the TPM included.", one(p99("muster_attester_request_seconds_bucket", "instance, purpose"), "{{instance}} {{purpose}}")},

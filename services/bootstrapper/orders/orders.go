@@ -164,32 +164,6 @@ func Report(root string) (*joinv1.OrderReport, error) {
 	return &joinv1.OrderReport{Digest: digest, Action: string(e.Action), State: wireStates[e.State], Message: e.Message, Output: e.Output, BeganAt: at(e.BeganAt), EndedAt: at(e.EndedAt)}, nil
 }
 
-// NoteRecorded notes that a joinservice has recorded a report.
-func NoteRecorded(root string, r *joinv1.OrderReport) error {
-	if r.GetState() != wireStates[Running] {
-		return nil
-	}
-	return machine.WriteFile(filepath.Join(root, Recorded), fmt.Appendf(nil, "%q", hex.EncodeToString(r.GetDigest())), 0o600, 0o700)
-}
-
-// AwaitRecorded waits until a joinservice has recorded that the latest order runs: the owner's program learns of an order that ends this machine's life in
-// the cluster only by that.
-func AwaitRecorded(ctx context.Context, root string, every time.Duration) error {
-	var rec record
-	if err := read(filepath.Join(root, Journal), &rec); err != nil {
-		return err
-	}
-	for {
-		var digest string
-		if err := read(filepath.Join(root, Recorded), &digest); err == nil && digest == rec.Last.Order.signed().Digest() {
-			return nil
-		}
-		if err := retry.Wait(ctx, every); err != nil {
-			return fmt.Errorf("no joinservice has recorded that the order runs: %w", err)
-		}
-	}
-}
-
 // read reads a file in JSON. It follows no link and waits for no writer: the attester may make what it wants of the inbox.
 func read(path string, into any) error {
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)

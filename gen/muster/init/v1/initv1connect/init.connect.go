@@ -64,7 +64,8 @@ type InitServiceClient interface {
 	// it as an init.
 	Adopt(context.Context, *v1.AdoptRequest) (*connect.ServerStreamForClient[v1.AdoptResponse], error)
 	// Restore makes the machine the first control plane of a cluster that has lost all of
-	// its own, from a backup. Access and resumption: as for Init.
+	// its own, from a backup. Access: session; the caller appraises the machine as for Init,
+	// and a second call resumes in the same way.
 	//
 	// Restore is a separate method so that a bootstrapper that does not know it cannot make
 	// an empty cluster.
@@ -145,7 +146,8 @@ type InitServiceHandler interface {
 	// it as an init.
 	Adopt(context.Context, *v1.AdoptRequest, *connect.ServerStream[v1.AdoptResponse]) error
 	// Restore makes the machine the first control plane of a cluster that has lost all of
-	// its own, from a backup. Access and resumption: as for Init.
+	// its own, from a backup. Access: session; the caller appraises the machine as for Init,
+	// and a second call resumes in the same way.
 	//
 	// Restore is a separate method so that a bootstrapper that does not know it cannot make
 	// an empty cluster.
