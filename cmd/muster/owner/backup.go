@@ -44,7 +44,7 @@ type BackupInfo struct {
 	ControlPlanes int `json:"controlPlanes"`
 	// KnownEpoch is the newest epoch in the owner's folder; 0: none.
 	KnownEpoch uint64 `json:"knownEpoch"`
-	// Differs is what the folder has otherwise, and Since what it knows to have changed since: what a restore would undo. A sentence each.
+	// Differs is which values of the folder and of the backup differ. Since is what has changed since the backup, as far as the folder knows. A sentence each.
 	Differs []string `json:"differs"`
 	Since   []string `json:"since"`
 }
@@ -288,7 +288,7 @@ func newerBackup(d *ownerdir.Dir, than time.Time) (string, error) {
 	return newest, nil
 }
 
-// differences returns what the folder has otherwise than a backup, whose values a restore takes.
+// differences returns which values of the folder and of a backup differ, a sentence each. A restore takes those of the backup.
 func differences(c ownerdir.Cluster, in *clusterinfo.Info) []string {
 	out := []string{}
 	differ := func(what, folder, backup string) {

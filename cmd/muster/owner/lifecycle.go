@@ -167,7 +167,7 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 	return out, nil
 }
 
-// mayOrderReset refuses a node whose machine gets no orders, or has another one: the reset would end after a part of its steps.
+// mayOrderReset returns an error if a node is banned or has another order that is not over: the reset could not be completed.
 func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
 	key, err := d.OwnerKey()
 	if err != nil {

@@ -149,7 +149,11 @@ func TestAResetWaitsUntilTheClusterKnows(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- n.process().once(t.Context()) }()
 	for n.state() != joinv1.OrderState_ORDER_STATE_RUNNING {
-		time.Sleep(time.Millisecond)
+		select {
+		case <-time.After(time.Millisecond):
+		case <-t.Context().Done():
+			t.Fatal("the order does not begin")
+		}
 	}
 	n.did("doctor")
 	report()
