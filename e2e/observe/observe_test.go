@@ -171,8 +171,8 @@ func (w *fixture) policyAlertComesAndGoes(t *testing.T) {
 	t.Logf("it ended after %.1f s", time.Since(start).Seconds())
 }
 
-// quiet panels have no data in a healthy cluster of some minutes, whose disks are plain.
-var quiet = []string{"Tickets given back", "Keys for machines that rebooted", "Tries to unlock the state disk", "Recoveries", "Turns of control planes", "Connections closed before TLS", "Requests of kubelets for certificates"}
+// quiet panels have no data in a healthy cluster of some minutes, whose disks are plain and whose image has no schedule for backups.
+var quiet = []string{"Age of the newest backup", "Size of the newest backup", "Tickets given back", "Keys for machines that rebooted", "Tries to unlock the state disk", "Recoveries", "Turns of control planes", "Connections closed before TLS", "Requests of kubelets for certificates"}
 
 func (w *fixture) dashboardsShowData(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(w.Root, "deploy", "charts", "muster", "files", "*.json"))
