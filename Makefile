@@ -74,7 +74,7 @@ test: deps check ## Everything that CI runs: checks, unit and integration tests,
 	@# machine leaves time to unit tests. A failure ends nothing, so that one run shows all of them.
 	mkdir -p $(BIN)
 	{ s=0; $(MAKE) --no-print-directory -k e2e-large e2e-small || s=1; $(MAKE) --no-print-directory -k -j2 --output-sync=target unit e2e-vm || s=1; exit $$s; } 2>&1 | tee $(BIN)/test.log || \
-	  { echo; echo 'What failed, of $(BIN)/test.log:'; grep -E '^(FAIL|panic:|WARNING: DATA RACE)|--- FAIL:|_test\.go:[0-9]+: |\.go:[0-9]+: Error' $(BIN)/test.log | cut -c1-400 | tail -40; exit 1; }
+	  { echo; echo 'What failed, of $(BIN)/test.log:'; grep -E '^(FAIL|panic:|WARNING: DATA RACE|goleak:|the tests cannot start:|after the tests:)|--- FAIL:|_test\.go:[0-9]+: |\.go:[0-9]+: Error' $(BIN)/test.log | cut -c1-400 | tail -40; exit 1; }
 
 # Without what a debugger needs, binaries are linked quicker; vet is the linter's.
 GOTEST := go test -race -vet=off -ldflags=-w

@@ -192,6 +192,7 @@ func TestNobodyButAnAdministratorChangesADisk(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		cfg.UserAgent = membertest.Intruder
 		c, err := client.New(cfg, client.Options{Scheme: clusterview.Scheme()})
 		if err != nil {
 			t.Fatal(err)
