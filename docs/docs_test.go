@@ -308,14 +308,14 @@ func TestTestsThatDocumentsNameExist(t *testing.T) {
 // TestInvariantsAreExplainedAndKept compares the numbers in the threat model with those in comments of the code.
 func TestInvariantsAreExplainedAndKept(t *testing.T) {
 	explained := map[string]bool{}
-	for _, m := range regexp.MustCompile(`(?m)^\*\*([AJKBR]\d+)\. `).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1) {
+	for _, m := range regexp.MustCompile(`(?m)^\*\*([AJKBSR]\d+)\. `).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1) {
 		explained[m[1]] = true
 	}
 	var want []string
 	for _, group := range []struct {
 		letter string
 		count  int
-	}{{"A", 9}, {"J", 11}, {"K", 5}, {"B", 11}, {"R", 1}} {
+	}{{"A", 9}, {"J", 11}, {"K", 5}, {"B", 11}, {"S", 2}, {"R", 1}} {
 		for i := range group.count {
 			want = append(want, fmt.Sprint(group.letter, i+1))
 		}
@@ -324,7 +324,7 @@ func TestInvariantsAreExplainedAndKept(t *testing.T) {
 		t.Fatalf("docs/threat-model.md explains %v, want %v", got, want)
 	}
 	// "(A1)", "(A1, A2)", "// J1" and "J1: …" are the forms of such a mention.
-	mention := regexp.MustCompile(`(?:\(|// |//\t|/\* |# |, )([AJKBR]\d+)\b`)
+	mention := regexp.MustCompile(`(?:\(|// |//\t|/\* |# |, )([AJKBSR]\d+)\b`)
 	kept := map[string][]string{} // the files that name it
 	for _, rel := range files(t, ".go", ".yaml", ".proto", ".service") {
 		if strings.HasSuffix(rel, "_test.go") {
@@ -334,7 +334,7 @@ func TestInvariantsAreExplainedAndKept(t *testing.T) {
 			kept[m[1]] = append(kept[m[1]], rel)
 		}
 	}
-	keepers := regexp.MustCompile(`(?ms)^\*\*([AJKBR]\d+)\. .*?^\*Kept by\* (.*?)\. \*Tried by\*`).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1)
+	keepers := regexp.MustCompile(`(?ms)^\*\*([AJKBSR]\d+)\. .*?^\*Kept by\* (.*?)\. \*Tried by\*`).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1)
 	if len(keepers) != len(want) {
 		t.Errorf("%d of %d invariants say who keeps them", len(keepers), len(want))
 	}

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/lab/driver"
@@ -107,7 +108,7 @@ func TestOfAMachineAndItsCopyOneRunsAndAnErasedDiskOpensForNobody(t *testing.T) 
 			t.Fatal(err)
 		}
 		w.says(t, "node8", "MACHINE_CLONED", joinTime)
-		t.Logf("audit record: %s", w.refusal(t, "MACHINE_CLONED", "rejoin refused", node7, node8))
+		t.Logf("audit record: %s", w.refusal(t, time.Time{}, "MACHINE_CLONED", "rejoin refused", node7, node8))
 		w.cloned(t, node7, node8)
 		if got := w.pod(t, "node7", "read", "cat", markerFile); got != marker {
 			t.Errorf("the original's marker is %q, want %q", got, marker)

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/lab/driver"
 )
@@ -34,6 +35,7 @@ func TestADriverOrOtherFirmwareBelowTheImageIsRefused(t *testing.T) {
 	// refused boots the machine with other hardware and waits for the refusal's record.
 	refused := func(t *testing.T, hw driver.Hardware, console string, record ...string) {
 		t.Helper()
+		since := time.Now()
 		if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Image: w.image, Hardware: &hw}); err != nil {
 			t.Fatal(err)
 		}
@@ -41,7 +43,7 @@ func TestADriverOrOtherFirmwareBelowTheImageIsRefused(t *testing.T) {
 			w.says(t, "node7", console, bootTime)
 		}
 		w.says(t, "node7", "POLICY_REFUSED", bootTime)
-		t.Logf("audit record: %s", w.refusal(t, "POLICY_REFUSED", record...))
+		t.Logf("audit record: %s", w.refusal(t, since, "POLICY_REFUSED", record...))
 	}
 
 	t.Run("Driver0000 on another disk", func(t *testing.T) {
@@ -71,11 +73,11 @@ echo done
 		}
 	})
 	t.Run("a driver in an option ROM", func(t *testing.T) {
-		refused(t, driver.Hardware{OptionROM: write("option.rom", optionROM(efi))}, driverText, "PCR 2 is")
+		refused(t, driver.Hardware{OptionROM: write("option.rom", optionROM(efi))}, driverText, "PCR 2 is", "EV_EFI_BOOT_SERVICES_DRIVER")
 	})
 	updated := driver.Hardware{Firmware: driver.SecureBootFirmware}
 	t.Run("other firmware", func(t *testing.T) {
-		refused(t, updated, "", "PCR 0 is")
+		refused(t, updated, "", "PCR 0 is", "EV_EFI_PLATFORM_FIRMWARE_BLOB")
 	})
 
 	// A firmware update: the machine that has the new firmware becomes the second class, and both are accepted.
@@ -121,9 +123,10 @@ func TestAMachineWithSecureBootOffIsRefusedWhereItIsRequired(t *testing.T) {
 	if err := errors.Join(err, os.WriteFile(w.FirmwareVariables("node7"), off, 0o600)); err != nil {
 		t.Fatal(err)
 	}
+	since := time.Now()
 	w.boot(t, "node7", image)
 	w.says(t, "node7", "POLICY_REFUSED", bootTime)
-	t.Logf("audit record: %s", w.refusal(t, "POLICY_REFUSED", "Secure Boot"))
+	t.Logf("audit record: %s", w.refusal(t, since, "POLICY_REFUSED", "Secure Boot", "PCR 7"))
 
 	if err := errors.Join(w.KillVM(t.Context(), "node7"), os.WriteFile(w.FirmwareVariables("node7"), on, 0o600)); err != nil {
 		t.Fatal(err)

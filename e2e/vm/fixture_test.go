@@ -7,6 +7,7 @@ package vm
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -344,8 +345,8 @@ func (w *fixture) ready(t *testing.T, name, notBoot string) (boot string) {
 	return boot
 }
 
-// refusal waits for an audit record of a refusal that has all of the texts, and returns the last one's line.
-func (w *fixture) refusal(t *testing.T, reason string, contains ...string) (line string) {
+// refusal waits for an audit record of a refusal, made after a time, that has all of the texts, and returns the last one's line.
+func (w *fixture) refusal(t *testing.T, since time.Time, reason string, contains ...string) (line string) {
 	t.Helper()
 	until(t, bootTime, func(ctx context.Context) error {
 		out, err := w.At(ctx, "node1", "", "cat", "/var/log/muster/audit-refused.jsonl")
@@ -354,7 +355,14 @@ func (w *fixture) refusal(t *testing.T, reason string, contains ...string) (line
 		}
 		line = ""
 		for l := range strings.Lines(out) {
-			if strings.Contains(l, `"`+reason+`"`) && !slices.ContainsFunc(contains, func(text string) bool { return !strings.Contains(l, text) }) {
+			var record struct {
+				Time   time.Time
+				Reason string
+			}
+			if err := json.Unmarshal([]byte(l), &record); err != nil {
+				return fmt.Errorf("%s: %w", l, err)
+			}
+			if record.Reason == reason && record.Time.After(since) && !slices.ContainsFunc(contains, func(text string) bool { return !strings.Contains(l, text) }) {
 				line = strings.TrimSpace(l)
 			}
 		}

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf16"
 
 	corev1 "k8s.io/api/core/v1"
@@ -63,7 +64,7 @@ func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.says(t, "node7", "POLICY_REFUSED", bootTime)
-		record := w.refusal(t, "POLICY_REFUSED", "PCR 4 is")
+		record := w.refusal(t, time.Time{}, "POLICY_REFUSED", "PCR 4 is")
 		t.Logf("audit record: %s", record)
 		console := w.console(t, "node7")
 		for _, pcr := range pcrs {

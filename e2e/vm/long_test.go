@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -16,8 +17,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/lab/driver"
+	"github.com/muster-k8s/muster/lab/labtest"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 )
 
@@ -87,6 +90,7 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 		{"moved to a machine that says that it is the first one", "node7", "NAME_TAKEN"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
+			began := time.Now()
 			thief := w.worker("node8")
 			thief.MetadataName = tt.as
 			moved := w.StateDisk(thief.Name)
@@ -97,7 +101,7 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 				t.Fatal(err)
 			}
 			w.says(t, thief.Name, tt.reason, bootTime)
-			t.Logf("audit record: %s", w.refusal(t, tt.reason, "rejoin refused"))
+			t.Logf("audit record: %s", w.refusal(t, began, tt.reason, "rejoin refused"))
 			if tt.as == thief.Name {
 				w.reachable(t, thief.Name, node8, "locked worker")
 			}
@@ -208,8 +212,8 @@ func rewriteHeader(disk, from, to string) error {
 	return f.Sync()
 }
 
-// A cluster of two versions of an image: each machine boots the other one, since the signed policy accepts both.
-func TestAnotherAcceptedImageRejoins(t *testing.T) {
+// The runbook for a new image: both are accepted, the machine restarts with the new one, and the old one is dropped. Who still boots that is refused.
+func TestANewImageIsRolledOutAndTheOldOneIsDropped(t *testing.T) {
 	w := bringUp(t)
 	second, predicted, err := w.buildImage(t, "-cmdline", "muster.e2e=2")
 	if err != nil {
@@ -221,12 +225,50 @@ func TestAnotherAcceptedImageRejoins(t *testing.T) {
 		}
 	}
 	boot := w.join(t, w.worker("node7"), node7)
-	w.policy(t, 9, "policy2.yaml", w.image, second)
-	w.Muster(t, "policy", "apply", "policy2.yaml")
-	for _, image := range []string{second, w.image} {
-		w.boot(t, "node7", image)
-		boot = w.ready(t, "node7", boot)
+	w.policy(t, 9, "both.yaml", w.image, second)
+	w.policy(t, 10, "new.yaml", second)
+	w.Block(t, driver.Owner, "image-accept", "POLICY=both.yaml")
+	old := w.runs(t, "node7")
+
+	if out, err := w.At(t.Context(), driver.Owner, "", "muster", "policy", "apply", "new.yaml"); err == nil || !strings.Contains(err.Error(), "1 running nodes do not match the policy: node7") {
+		t.Errorf("the old image is dropped while node7 runs it: %v\n%s", err, out)
 	}
+	boot = w.goesDown(t, boot, second, func(ctx context.Context) error {
+		out, progress, err := w.RunBlock(ctx, labtest.Runbooks(t, w.Root)["image-roll"], driver.Owner, "IMAGE="+old)
+		t.Logf("block image-roll: %v\n%s%s", err, progress, out)
+		return err
+	})
+	until(t, bootTime, func(context.Context) error {
+		if now := w.runs(t, "node7"); now == old || now == "" {
+			return fmt.Errorf("node7 runs %q", now)
+		}
+		return nil
+	})
+	w.Block(t, driver.Owner, "image-drop", "POLICY=new.yaml")
+
+	since := time.Now()
+	w.boot(t, "node7", w.image)
+	w.says(t, "node7", "POLICY_REFUSED", bootTime)
+	t.Logf("audit record: %s", w.refusal(t, since, "POLICY_REFUSED", "PCR 4 is"))
+	w.reachable(t, "node7", node7, "locked worker")
+	w.boot(t, "node7", second)
+	w.ready(t, "node7", boot)
+}
+
+// runs returns the name of the image that a node runs, as its owner sees it.
+func (w *fixture) runs(t *testing.T, name string) string {
+	t.Helper()
+	out := w.Must(t, driver.Owner, "", "muster", "rollout", "status", "--output", "json")
+	var r owner.Rollout
+	if err := json.Unmarshal([]byte(out), &r); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	for _, n := range r.Nodes {
+		if n.Node == name {
+			return n.Image
+		}
+	}
+	return ""
 }
 
 // A virtual machine is the only control plane. When it comes back no joinservice runs, and its owner opens its disk.

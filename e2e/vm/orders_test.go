@@ -39,7 +39,7 @@ func TestAMachineExecutesItsOwnersOrders(t *testing.T) {
 		}
 	}
 	t.Run("it restarts", func(t *testing.T) {
-		boot = w.goesDown(t, boot, "reboot", "node7", "--yes", "--timeout", orderTime.String())
+		boot = w.goesDown(t, boot, w.image, w.orders(t, "reboot", "node7", "--yes", "--timeout", orderTime.String()))
 	})
 	t.Run("it erases its disk and joins anew", func(t *testing.T) {
 		disk := func() string {
@@ -50,7 +50,7 @@ func TestAMachineExecutesItsOwnersOrders(t *testing.T) {
 			return out
 		}
 		before := disk()
-		w.goesDown(t, boot, "reset", "node7", "--yes", "--wait", orderTime.String())
+		w.goesDown(t, boot, w.image, w.orders(t, "reset", "node7", "--yes", "--wait", orderTime.String()))
 		if after := disk(); after == before || after == "" {
 			t.Errorf("it has the disk %q, and had %q", after, before)
 		}
@@ -60,15 +60,20 @@ func TestAMachineExecutesItsOwnersOrders(t *testing.T) {
 	})
 }
 
-// goesDown runs a command of the owner that takes node7 down, boots it again, and returns its next boot as a node.
-func (w *fixture) goesDown(t *testing.T, boot string, args ...string) string {
+// orders is a command of the owner.
+func (w *fixture) orders(t *testing.T, args ...string) func(context.Context) error {
+	return func(ctx context.Context) error {
+		out, progress, err := w.Run(ctx, driver.Owner, "", append([]string{"muster"}, args...)...)
+		t.Logf("muster %s: %v\n%s%s", strings.Join(args, " "), err, progress, out)
+		return err
+	}
+}
+
+// goesDown runs a command of the owner that takes node7 down, boots it again with an image, and returns its next boot as a node.
+func (w *fixture) goesDown(t *testing.T, boot, image string, command func(context.Context) error) string {
 	t.Helper()
 	done := make(chan error, 1)
-	go func() {
-		out, progress, err := w.Run(t.Context(), driver.Owner, "", append([]string{"muster"}, args...)...)
-		t.Logf("muster %s: %v\n%s%s", strings.Join(args, " "), err, progress, out)
-		done <- err
-	}()
+	go func() { done <- command(t.Context()) }()
 	until(t, orderTime, func(ctx context.Context) error { // QEMU ends instead of starting again
 		s, err := w.Status(ctx)
 		if err != nil {
@@ -79,7 +84,7 @@ func (w *fixture) goesDown(t *testing.T, boot string, args ...string) string {
 		}
 		return nil
 	})
-	w.boot(t, "node7", w.image)
+	w.boot(t, "node7", image)
 	boot = w.ready(t, "node7", boot)
 	if err := <-done; err != nil {
 		t.Error(err)

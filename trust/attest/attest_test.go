@@ -456,7 +456,7 @@ func TestOpenPolicy(t *testing.T) {
 func TestPolicyAnswers(t *testing.T) {
 	_, pemRoot := ca(t, "operator")
 	m := goodPolicy(pemRoot)
-	m.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true}
+	m.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true, AnyFirmware: true}
 	p, err := ParsePolicy(encode(t, m))
 	if err != nil {
 		t.Fatal(err)
@@ -469,7 +469,7 @@ func TestPolicyAnswers(t *testing.T) {
 			t.Errorf("%s: %v", a, got)
 		}
 	}
-	if got := fmt.Sprint(p.Insecure()); got != "[allowPlainState]" || !p.AllowsPlainState() {
+	if got := fmt.Sprint(p.Insecure()); got != "[allowPlainState anyFirmware]" || !p.AllowsPlainState() {
 		t.Errorf("insecure %s", got)
 	}
 }

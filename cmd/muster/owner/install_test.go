@@ -466,6 +466,21 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 			t.Errorf("%v", s.Err)
 		}
 	}
+	// Firmware and drivers in words: what was loaded from outside the firmware, and Secure Boot's keys.
+	driven := attesttest.NewMachine(t, ca, attesttest.Options{Drivers: []string{"evil.efi"}, SecureBoot: true})
+	f := serveFirst(t, driven)
+	cfg := VerifyConfig{}
+	cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = f.addr, attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
+	if s, err := Verify(t.Context(), cfg); err != nil || s.Accepted || s.SecureBoot != "on" || !slices.ContainsFunc(s.Firmware, func(l string) bool {
+		return strings.HasPrefix(l, "PCR 2  EV_EFI_BOOT_SERVICES_DRIVER") && strings.Contains(l, "evil.efi")
+	}) || !slices.ContainsFunc(s.Firmware, func(l string) bool { return strings.HasPrefix(l, "PCR 7  PK, digest ") }) {
+		t.Errorf("a machine with a driver: %q, Secure Boot %s, %v", s.Firmware, s.SecureBoot, err)
+	}
+	f = serveFirst(t, good)
+	cfg.Addr = f.addr
+	if s, err := Verify(t.Context(), cfg); err != nil || !slices.Contains(s.Firmware, "PCR 2  no drivers from outside the firmware") {
+		t.Errorf("a machine without drivers: %q, %v", s.Firmware, err)
+	}
 	for want, lock := range map[string][32]byte{"locked to this cluster": {5}, "locked to another cluster": {6}} {
 		m := attesttest.NewMachine(t, ca, attesttest.Options{})
 		m.LockTo(lock)
@@ -480,7 +495,7 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 	l := listen(t)
 	serve(t, l, good.Attester(attest.PurposeKMS), rpc.Serve(joinv1connect.JoinServiceName,
 		joinv1connect.JoinServiceHandler(joinv1connect.UnimplementedJoinServiceHandler{}), joinv1connect.NewJoinServiceHandler))
-	cfg := VerifyConfig{}
+	cfg = VerifyConfig{}
 	cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = l.Addr().String(), attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
 	if s, err := Verify(t.Context(), cfg); err != nil || s.Accepted || s.Machine != "" || s.Problem.Reason != "BINDING_MISMATCH" {
 		t.Errorf("%+v, %v", s, err)

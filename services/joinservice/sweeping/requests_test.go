@@ -70,6 +70,19 @@ func TestNodesWhoseEvidenceIsRefusedAreCounted(t *testing.T) {
 	}
 	count(2, node(false, "POLICY_REFUSED", false), node(false, "POLICY_REFUSED", false))
 	count(0)
+
+	copied := node(true, "ACCEPTED", false)
+	copied.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionCloned, Status: metav1.ConditionTrue}}
+	over := node(true, "ACCEPTED", false)
+	over.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionCloned, Status: metav1.ConditionFalse}}
+	count(0, copied, over)
+	if got := testutil.ToFloat64(s.cloned); got != 1 {
+		t.Errorf("%v nodes were copied, want 1", got)
+	}
+	count(0, over)
+	if got := testutil.ToFloat64(s.cloned); got != 0 {
+		t.Errorf("%v nodes were copied, want none", got)
+	}
 }
 
 // A node whose requests were refused by admission may file again when few of them are left.
