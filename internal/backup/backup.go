@@ -84,6 +84,8 @@ type State struct {
 	// Epoch and EpochID are the cluster's epoch (B7).
 	Epoch   uint64 `json:"epoch"`
 	EpochID string `json:"epochID"`
+	// History is that of the epochs, as the ConfigMap muster-epoch has it.
+	History string `json:"history,omitempty"`
 	// PolicySerial is that of the owner's policy; 0: none that the machine could verify.
 	PolicySerial uint64 `json:"policySerial"`
 	// Cluster is the content of the ConfigMap muster-cluster.

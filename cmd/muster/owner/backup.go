@@ -246,6 +246,9 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 	if m.ClusterID != d.Cluster().ClusterID {
 		return nil, nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", printable(m.ClusterID), d.Cluster().ClusterID)
 	}
+	if ahead := time.Until(m.TakenAt); ahead > ownerorder.MaxAge {
+		return nil, nil, fmt.Errorf("it was taken at %s by the clock of %s, and here it is %s: one of the clocks is wrong, and the file would be taken for the newest one", m.TakenAt.UTC().Format(time.RFC3339), printable(m.Node), time.Now().UTC().Format(time.RFC3339))
+	}
 	cluster, err := clusterinfo.Parse(m.Cluster)
 	if err != nil {
 		return nil, nil, err
@@ -330,16 +333,22 @@ func since(m *backup.Manifest, known *ownerdir.Known) []string {
 	}
 	if known.Epoch > m.Epoch {
 		out = append(out, fmt.Sprintf("The folder knows epoch %d.", known.Epoch))
+	} else if h, err := clusterinfo.ParseHistory(m.History); err != nil {
+		out = append(out, "The history of its epochs can't be read: "+printable(err.Error())+".")
+	} else if lacks := h.Lacks(clusterinfo.HistoryEpoch{Number: known.Epoch, ID: known.EpochID}); lacks != "" && m.History != "" {
+		out = append(out, "It is of another history of the cluster than the folder's: "+lacks+". A control plane that was restored, or that was thought lost, has made it.")
 	}
 	had := map[string]backup.Node{}
 	for _, n := range m.Nodes {
 		had[n.UID] = n
 	}
-	var banned, unbanned, replaced, joined, gone []string
+	var banned, unbanned, replaced, joined, bannedLater, gone []string
 	for name, n := range known.Nodes {
 		was, there := had[n.UID]
 		if !there {
-			joined = append(joined, name)
+			if joined = append(joined, name); n.Banned {
+				bannedLater = append(bannedLater, name)
+			}
 			continue
 		}
 		if n.Banned && !was.Banned {
@@ -366,6 +375,8 @@ func since(m *backup.Manifest, known *ownerdir.Known) []string {
 		{"Given another machine or disk since: ", replaced},
 		{"Forgotten since, and enrolled in it: ", gone},
 		{"Joined since, and not in it: ", joined},
+		{"Joined since and banned, and banned again by a restore: ", bannedLater},
+		{"Erased disks, whose salts a restore deletes again: ", slices.Clone(known.Erased)},
 	} {
 		if len(l.names) == 0 {
 			continue

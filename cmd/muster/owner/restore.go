@@ -15,6 +15,7 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
@@ -50,7 +51,7 @@ type RestoreConfig struct {
 }
 
 // RestoreSteps is the number of steps that [Restore] reports.
-const RestoreSteps = 14
+const RestoreSteps = 15
 
 // answersWithin is how long an API server has to show that the cluster is not lost.
 const answersWithin = 10 * time.Second
@@ -261,8 +262,9 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 			return c.FirstMachine.NodeName, err
 		}},
 		{"ban what was banned or forgotten", func() (string, error) { return i.banAgain(ctx, kube, m, known) }},
-		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube) }},
-		{"remove the machine's earlier enrollment", func() (string, error) { return i.forgetFormer(ctx, kube, m) }},
+		{"erase what was erased", func() (string, error) { return i.eraseAgain(ctx, kube, known) }},
+		{"forget the lost control planes", func() (string, error) { return i.forgetLost(ctx, kube, m) }},
+		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube, m) }},
 		{"enroll the machine", func() (string, error) { return c.FirstMachine.NodeName, i.enroll(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
@@ -275,7 +277,7 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 			return err
 		}
 	}
-	if err := i.step("note the cluster's state", func() (string, error) { return i.noteRestored(ctx, kube, known) }); err != nil {
+	if err := i.step("note the cluster's state", func() (string, error) { return i.noteRestored(ctx, kube, m, known) }); err != nil {
 		return err
 	}
 	c = i.dir()
@@ -283,8 +285,9 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 	return i.Dir.Save(c)
 }
 
-// banAgain bans the enrollments of the backup that the folder knows as banned or forgotten. No joinservice on the new machine is accepted before the policy
-// lists it (A7), so none of their machines gets anything in between.
+// banAgain bans the enrollments of the backup that the folder knows as banned or forgotten, and banned machines that joined after it, and revokes the
+// certificates of all names that the backup does not have (J4). No joinservice on the new machine is accepted before the policy lists it (A7), so none of
+// their machines gets anything in between.
 func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
 	names := revoked(m, known)
 	for _, name := range names {
@@ -299,7 +302,78 @@ func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *
 			return "", err
 		}
 	}
-	return fmt.Sprintf("%d nodes", len(names)), nil
+	later, foreign := joinedLater(m, known)
+	for _, name := range slices.Sorted(maps.Keys(later)) {
+		if err := kube.Shut(ctx, name, later[name]); err != nil {
+			return "", err
+		}
+	}
+	return fmt.Sprintf("%d nodes, %d that joined later", len(names), len(later)), kube.RevokeNames(ctx, foreign)
+}
+
+// joinedLater returns the banned machines that joined after a backup, by a name for them that no node of the backup has, and all names that were in the cluster
+// after the backup and are not in it: their certificates may still be valid.
+func joinedLater(m *backup.Manifest, known *ownerdir.Known) (banned map[string]string, names []string) {
+	uids, taken := map[string]bool{}, map[string]bool{}
+	for _, n := range m.Nodes {
+		uids[n.UID], taken[n.Name] = true, true
+	}
+	banned = map[string]string{}
+	for _, name := range slices.Sorted(maps.Keys(known.Nodes)) {
+		n := known.Nodes[name]
+		if uids[n.UID] {
+			continue
+		}
+		if !taken[name] {
+			names = append(names, name)
+		}
+		if n.Banned && !slices.ContainsFunc(m.Nodes, func(b backup.Node) bool { return b.MachineID == n.MachineID }) {
+			as := name
+			if taken[as] {
+				as = "banned-" + n.MachineID[:min(16, len(n.MachineID))]
+			}
+			banned[as] = n.MachineID
+		}
+	}
+	for _, g := range known.Gone {
+		if (g.Epoch == 0 || g.Epoch > m.Epoch) && !taken[g.Name] && !slices.Contains(names, g.Name) {
+			names = append(names, g.Name)
+		}
+	}
+	return banned, names
+}
+
+// eraseAgain deletes the salts of disks that the folder knows as erased (K4), and bans the node that has such a disk in the backup.
+func (i *initializer) eraseAgain(ctx context.Context, kube *clusterapi.Client, known *ownerdir.Known) (string, error) {
+	erased := 0
+	for _, disk := range known.Erased {
+		d, err := kube.Disk(ctx, disk)
+		if err != nil {
+			return "", err
+		}
+		if d == nil || d.Spec.Erased {
+			continue
+		}
+		holder, err := kube.HolderOf(ctx, disk)
+		if err != nil {
+			return "", err
+		}
+		if holder != "" {
+			p, err := kube.Presence(ctx, holder)
+			if err == nil {
+				err = kube.SetBanned(ctx, p, true)
+			}
+			if err != nil {
+				return "", err
+			}
+			i.Report.Update(fmt.Sprintf("%s has disk %s in the backup, which was erased: it is banned. muster replace %s --disk UUID gives it its present disk", holder, disk, holder))
+		}
+		if err := kube.EraseDisk(ctx, disk); err != nil {
+			return "", err
+		}
+		erased++
+	}
+	return fmt.Sprintf("%d disks", erased), nil
 }
 
 // bannedMachine reports whether a machine is banned in a backup, or as far as the folder knows.
@@ -318,12 +392,13 @@ func bannedMachine(id string, m *backup.Manifest, known *ownerdir.Known) bool {
 	return false
 }
 
-// forgetFormer removes the enrollment that the machine had in the lost cluster: a machine has one.
-func (i *initializer) forgetFormer(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest) (string, error) {
+// forgetLost removes the enrollments of the lost control planes: if one comes back with its disk, it gets no key for that, and so no second cluster of the
+// same authorities begins beside this one. It also removes what the machine was in the lost cluster: a machine has one enrollment.
+func (i *initializer) forgetLost(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest) (string, error) {
 	first := i.dir().FirstMachine
 	var names []string
 	for _, n := range m.Nodes {
-		if n.MachineID != first.ID.String() || n.Name == first.NodeName {
+		if n.Name == first.NodeName || n.MachineID != first.ID.String() && n.Role != string(v1alpha1.RoleControlPlane) {
 			continue
 		}
 		p, err := kube.Presence(ctx, n.Name)
@@ -342,13 +417,16 @@ func (i *initializer) forgetFormer(ctx context.Context, kube *clusterapi.Client,
 }
 
 // noteRestored replaces known.json, which describes the history that was lost: it would say of each change from now on that it is older.
-func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client, known *ownerdir.Known) (string, error) {
-	if known.Version == 0 {
-		return "", nil
-	}
+func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
 	seen, err := see(ctx, kube)
 	if err != nil {
 		return "", err
+	}
+	if wrong := i.notShut(seen, m, known); len(wrong) > 0 { // what was written went to another API server than what is read
+		return "", withRemedy(fmt.Errorf("nodes that were banned or removed are not: %s", named(wrong)), "An old control plane answers at "+kube.Server()+" now and then: power it off, and run the same command again.")
+	}
+	if known.Version == 0 {
+		return "", nil
 	}
 	machines, err := kube.Knowledge(ctx)
 	if err != nil {
@@ -360,6 +438,33 @@ func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client,
 		return "", err
 	}
 	return "what was known before is in " + name, i.Dir.Remember(known.Restored(seen))
+}
+
+// notShut returns the nodes of the restored cluster that this restore has banned or removed, and that are neither.
+func (i *initializer) notShut(seen *ownerdir.Known, m *backup.Manifest, known *ownerdir.Known) (names []string) {
+	first := i.dir().FirstMachine
+	if _, there := seen.Nodes[first.NodeName]; !there {
+		return []string{first.NodeName}
+	}
+	uids := map[string]string{}
+	for _, n := range m.Nodes {
+		uids[n.Name] = n.UID
+		if s, there := seen.Nodes[n.Name]; there && s.UID == n.UID && n.Role == string(v1alpha1.RoleControlPlane) {
+			names = append(names, n.Name)
+		}
+	}
+	for _, name := range revoked(m, known) {
+		if s, there := seen.Nodes[name]; there && s.UID == uids[name] && !s.Banned && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	banned, _ := joinedLater(m, known)
+	for name, id := range banned {
+		if s, there := seen.Nodes[name]; !there || s.MachineID == id && !s.Banned {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // revoked returns the names of the backup's enrollments that are not banned in it, and that as far as the folder knows are banned, are forgotten, or have
@@ -380,9 +485,19 @@ func revoked(m *backup.Manifest, known *ownerdir.Known) []string {
 	return slices.Sorted(maps.Keys(out))
 }
 
-// listRestored puts the folder's policy in force, with the machine as a control plane (A7). Its serial is above those of the backup and of known.json, to
+// lostControlPlanes returns the machines of a backup's control planes but that one.
+func lostControlPlanes(m *backup.Manifest, but attest.MachineID) (ids []attest.MachineID) {
+	for _, n := range m.Nodes {
+		if id, err := attest.ParseMachineID(n.MachineID); err == nil && id != but && n.Role == string(v1alpha1.RoleControlPlane) {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// listRestored puts the folder's policy in force, with the machine as its only control plane of the backup (A7). Its serial is above those of the backup and of known.json, to
 // which [current] has compared it: machines that were not lost accept no older policy than their last.
-func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client) (string, error) {
+func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client, of *backup.Manifest) (string, error) {
 	m := i.dir().FirstMachine
 	text, p, json, err := folderPolicy(i.Dir)
 	if err != nil {
@@ -392,13 +507,14 @@ func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client)
 	if err != nil {
 		return "", err
 	}
-	if p.MayServe(m.ID) != nil {
+	lost := lostControlPlanes(of, m.ID)
+	if p.MayServe(m.ID) != nil || slices.ContainsFunc(lost, func(id attest.MachineID) bool { return p.MayServe(id) == nil }) {
 		signed, err := signedSerial(i.Dir, have)
 		if err != nil {
 			return "", err
 		}
 		serial := max(p.Serial(), signed) + 1
-		if text, err = policyfile.ListControlPlanes(text, serial, []policyfile.ControlPlane{{Machine: m.ID, Name: m.NodeName}}, nil); err != nil {
+		if text, err = policyfile.ListControlPlanes(text, serial, []policyfile.ControlPlane{{Machine: m.ID, Name: m.NodeName}}, lost); err != nil {
 			return "", err
 		}
 		if err := i.Dir.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent

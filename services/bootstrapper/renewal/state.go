@@ -24,11 +24,11 @@ func State(ctx context.Context, root, node string, owner ed25519.PublicKey, log 
 }
 
 func (c *cluster) state(ctx context.Context) (s backup.State, err error) {
-	now, _, err := c.Epoch(ctx)
+	now, history, err := c.Epoch(ctx)
 	if err != nil {
 		return s, err
 	}
-	s.Epoch, s.EpochID, s.PolicySerial = now.Epoch, now.EpochID, now.PolicySerial
+	s.Epoch, s.EpochID, s.History, s.PolicySerial = now.Epoch, now.EpochID, history.String(), now.PolicySerial
 	m, err := c.CoreV1().ConfigMaps(clusterinfo.Namespace).Get(ctx, clusterinfo.ConfigMap, metav1.GetOptions{})
 	if err != nil {
 		return s, err

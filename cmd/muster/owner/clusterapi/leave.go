@@ -422,6 +422,43 @@ func (c *Client) revoke(ctx context.Context, node string, now time.Time) (until 
 	return until, err
 }
 
+// RevokeNames ends the access of the certificates of names that no enrollment has (J4).
+func (c *Client) RevokeNames(ctx context.Context, names []string) error {
+	if len(names) == 0 {
+		return nil
+	}
+	now, err := c.serverTime(ctx)
+	if err != nil {
+		return err
+	}
+	_, err = enrollment.Change(ctx, c.client, func(_ context.Context, l *nodeaccess.List) error {
+		for _, name := range names {
+			l.Set(name, l.Entry(name).Revoke(now))
+		}
+		return nil
+	})
+	return client.IgnoreNotFound(err) // without the list no node writes at all
+}
+
+// Shut bans a machine that is not enrolled, by a banned enrollment of that name.
+func (c *Client) Shut(ctx context.Context, name, machine string) error {
+	err := once(ctx, func(ctx context.Context) error {
+		err := c.client.Create(ctx, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: v1alpha1.AttestedNodeSpec{MachineID: machine, Role: v1alpha1.RoleWorker, Banned: true}})
+		return client.IgnoreAlreadyExists(err)
+	})
+	if err != nil {
+		return fmt.Errorf("ban machine %s as AttestedNode %s: %w", machine, name, err)
+	}
+	p, err := c.Presence(ctx, name)
+	if err != nil {
+		return err
+	}
+	if p.Enrollment == nil || p.Enrollment.Spec.MachineID != machine {
+		return fmt.Errorf("machine %s could not be banned: the enrollment %s is another one's", machine, name)
+	}
+	return c.SetBanned(ctx, p, true)
+}
+
 // serverTime returns the API server's clock: the time at which it would have created an object.
 func (c *Client) serverTime(ctx context.Context) (time.Time, error) {
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "muster-clock-"}}
