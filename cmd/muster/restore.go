@@ -72,7 +72,7 @@ func (a *app) restore(ctx context.Context, cfg owner.RestoreConfig) (err error) 
 		return err
 	}
 	_ = a.remember(ctx, cfg.Dir) // a failure is printed
-	return a.result(cfg.Dir.Cluster().FirstMachine.NodeName, "the cluster is restored. Let new control planes join, and forget the lost ones: muster status shows them.")
+	return a.result(cfg.Dir.Cluster().FirstMachine.NodeName, "the cluster is restored. Let new control planes join, and repeat what is undone (docs/backup.md#restore).")
 }
 
 // askRestore asks at the terminal; nil: there is none.

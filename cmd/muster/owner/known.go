@@ -24,7 +24,12 @@ var ErrBehind = errors.New("the cluster is older than what it said before")
 // Remember records the cluster's current state in the owner's folder, as the reference for a recovery. It does so
 // only if the owner signed the cluster's policy. If the state is older than the folder's, or than the epoch that
 // control planes' machines know, it writes nothing, and the error wraps [ErrBehind].
+//
+// While a restore is not at its end it does nothing: what is known of the lost cluster is still needed.
 func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) error {
+	if d.Cluster().Restore != nil {
+		return nil
+	}
 	key, err := d.OwnerKey()
 	if err != nil {
 		return err

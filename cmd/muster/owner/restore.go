@@ -223,7 +223,7 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 		}
 		taken := slices.ContainsFunc(m.Nodes, func(n backup.Node) bool { return n.Name == name })
 		if _, there := known.Nodes[name]; taken || there || slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.Name == name }) {
-			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the cluster has, or had, a node %s", name), "Give the machine another name in its metadata. muster forget removes the lost control planes after the restore.")
+			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the cluster has, or had, a node %s", name), "Give the machine another name in its metadata.")
 		}
 		id := peer.Machine().String()
 		if bannedMachine(id, m, known) {
@@ -263,8 +263,8 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 		}},
 		{"ban what was banned or forgotten", func() (string, error) { return i.banAgain(ctx, kube, m, known) }},
 		{"erase what was erased", func() (string, error) { return i.eraseAgain(ctx, kube, known) }},
-		{"forget the lost control planes", func() (string, error) { return i.forgetLost(ctx, kube, m) }},
-		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube, m) }},
+		{"forget the lost control planes", func() (string, error) { return i.forgetLost(ctx, kube, m, known) }},
+		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube) }},
 		{"enroll the machine", func() (string, error) { return c.FirstMachine.NodeName, i.enroll(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
@@ -308,6 +308,13 @@ func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *
 			return "", err
 		}
 	}
+	live, err := kube.Enrollments(ctx)
+	if err != nil {
+		return "", err
+	}
+	foreign = slices.DeleteFunc(foreign, func(name string) bool { // joined after an earlier run: those certificates are of now
+		return name == i.dir().FirstMachine.NodeName || slices.ContainsFunc(live, func(n v1alpha1.AttestedNode) bool { return n.Name == name })
+	})
 	return fmt.Sprintf("%d nodes, %d that joined later", len(names), len(later)), kube.RevokeNames(ctx, foreign)
 }
 
@@ -366,7 +373,7 @@ func (i *initializer) eraseAgain(ctx context.Context, kube *clusterapi.Client, k
 			if err != nil {
 				return "", err
 			}
-			i.Report.Update(fmt.Sprintf("%s has disk %s in the backup, which was erased: it is banned. muster replace %s --disk UUID gives it its present disk", holder, disk, holder))
+			i.Report.Update(fmt.Sprintf("%s has disk %s in the backup, which was erased: it is banned. once the AttestedDisk of its present disk is there again (docs/leaving.md#erase), muster replace %s --disk UUID gives it that", holder, disk, holder))
 		}
 		if err := kube.EraseDisk(ctx, disk); err != nil {
 			return "", err
@@ -394,7 +401,8 @@ func bannedMachine(id string, m *backup.Manifest, known *ownerdir.Known) bool {
 
 // forgetLost removes the enrollments of the lost control planes: if one comes back with its disk, it gets no key for that, and so no second cluster of the
 // same authorities begins beside this one. It also removes what the machine was in the lost cluster: a machine has one enrollment.
-func (i *initializer) forgetLost(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest) (string, error) {
+// A banned one stays banned: by its name, as a worker.
+func (i *initializer) forgetLost(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
 	first := i.dir().FirstMachine
 	var names []string
 	for _, n := range m.Nodes {
@@ -405,21 +413,29 @@ func (i *initializer) forgetLost(ctx context.Context, kube *clusterapi.Client, m
 		if err != nil {
 			return "", err
 		}
-		if p.Enrollment == nil || p.Enrollment.Spec.MachineID != n.MachineID { // removed by an earlier run
-			continue
+		if p.Enrollment != nil && string(p.Enrollment.UID) == n.UID { // else an earlier run has removed it
+			if _, err := kube.Forget(ctx, p, time.Now(), i.Report.Update); err != nil {
+				return "", err
+			}
+			names = append(names, n.Name)
+			p.Enrollment = nil
 		}
-		if _, err := kube.Forget(ctx, p, time.Now(), i.Report.Update); err != nil {
-			return "", err
+		if p.Enrollment == nil && n.MachineID != first.ID.String() && machineBanned(n, known) {
+			if err := kube.Shut(ctx, n.Name, n.MachineID); err != nil {
+				return "", err
+			}
 		}
-		names = append(names, n.Name)
 	}
 	return strings.Join(names, ", "), nil
 }
 
 // noteRestored replaces known.json, which describes the history that was lost: it would say of each change from now on that it is older.
 func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
-	seen, err := see(ctx, kube)
-	if err != nil {
+	var seen *ownerdir.Known
+	if err := i.retry(ctx, func() (err error) { // bans restart the API server
+		seen, err = see(ctx, kube)
+		return err
+	}); err != nil {
 		return "", err
 	}
 	if wrong := i.notShut(seen, m, known); len(wrong) > 0 { // what was written went to another API server than what is read
@@ -443,7 +459,7 @@ func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client,
 // notShut returns the nodes of the restored cluster that this restore has banned or removed, and that are neither.
 func (i *initializer) notShut(seen *ownerdir.Known, m *backup.Manifest, known *ownerdir.Known) (names []string) {
 	first := i.dir().FirstMachine
-	if _, there := seen.Nodes[first.NodeName]; !there {
+	if seen.Nodes[first.NodeName].MachineID != first.ID.String() {
 		return []string{first.NodeName}
 	}
 	uids := map[string]string{}
@@ -459,12 +475,35 @@ func (i *initializer) notShut(seen *ownerdir.Known, m *backup.Manifest, known *o
 		}
 	}
 	banned, _ := joinedLater(m, known)
-	for name, id := range banned {
-		if s, there := seen.Nodes[name]; !there || s.MachineID == id && !s.Banned {
+	for _, n := range m.Nodes {
+		if n.Role == string(v1alpha1.RoleControlPlane) && n.Name != first.NodeName && n.MachineID != first.ID.String() && machineBanned(n, known) {
+			banned[n.Name] = n.MachineID
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(banned)) {
+		if s := seen.Nodes[name]; s.MachineID != banned[name] || !s.Banned {
+			names = append(names, name)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(seen.Nodes)) {
+		if d := seen.Nodes[name].Disk; d.Salt != "" && slices.Contains(known.Erased, d.ID) && !slices.Contains(names, name) {
 			names = append(names, name)
 		}
 	}
 	return names
+}
+
+// machineBanned reports whether the machine of a node in a backup is banned, there or as far as the folder knows, under any name.
+func machineBanned(n backup.Node, known *ownerdir.Known) bool {
+	if n.Banned {
+		return true
+	}
+	for _, k := range known.Nodes {
+		if k.Banned && k.MachineID == n.MachineID {
+			return true
+		}
+	}
+	return false
 }
 
 // revoked returns the names of the backup's enrollments that are not banned in it, and that as far as the folder knows are banned, are forgotten, or have
@@ -478,27 +517,18 @@ func revoked(m *backup.Manifest, known *ownerdir.Known) []string {
 		if k, there := known.Nodes[n.Name]; there && k.UID == n.UID && (k.Banned || k.MachineID != n.MachineID) {
 			out[n.Name] = true
 		}
-		if slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.UID == n.UID }) {
+		if machineBanned(n, known) || slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.UID == n.UID }) {
 			out[n.Name] = true
 		}
 	}
 	return slices.Sorted(maps.Keys(out))
 }
 
-// lostControlPlanes returns the machines of a backup's control planes but that one.
-func lostControlPlanes(m *backup.Manifest, but attest.MachineID) (ids []attest.MachineID) {
-	for _, n := range m.Nodes {
-		if id, err := attest.ParseMachineID(n.MachineID); err == nil && id != but && n.Role == string(v1alpha1.RoleControlPlane) {
-			ids = append(ids, id)
-		}
-	}
-	return ids
-}
-
-// listRestored puts the folder's policy in force, with the machine as its only control plane of the backup (A7). Its serial is above those of the backup and of known.json, to
+// listRestored puts the folder's policy in force, with the machine as its only control plane (A7): of the others, one may still run. Its serial is above those of the backup and of known.json, to
 // which [current] has compared it: machines that were not lost accept no older policy than their last.
-func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client, of *backup.Manifest) (string, error) {
-	m := i.dir().FirstMachine
+func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	c := i.dir()
+	m := c.FirstMachine
 	text, p, json, err := folderPolicy(i.Dir)
 	if err != nil {
 		return "", err
@@ -507,8 +537,8 @@ func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client,
 	if err != nil {
 		return "", err
 	}
-	lost := lostControlPlanes(of, m.ID)
-	if p.MayServe(m.ID) != nil || slices.ContainsFunc(lost, func(id attest.MachineID) bool { return p.MayServe(id) == nil }) {
+	lost := slices.DeleteFunc(p.ControlPlanes(), func(id attest.MachineID) bool { return id == m.ID })
+	if p.MayServe(m.ID) != nil || !c.Restore.Listed && len(lost) > 0 { // once: control planes that join after that are listed too
 		signed, err := signedSerial(i.Dir, have)
 		if err != nil {
 			return "", err
@@ -518,6 +548,10 @@ func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client,
 			return "", err
 		}
 		if err := i.Dir.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
+			return "", err
+		}
+		c.Restore.Listed = true
+		if err := i.Dir.Save(c); err != nil {
 			return "", err
 		}
 		if err := i.load(); err != nil {

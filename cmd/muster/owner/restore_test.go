@@ -41,7 +41,8 @@ func TestWhatABackupBringsBackIsShutOutAgain(t *testing.T) {
 	known := &ownerdir.Known{
 		Version: ownerdir.KnownVersion,
 		Nodes: map[string]ownerdir.KnownNode{
-			"stolen": node("stolen", true), "fine": node("fine", false),
+			"stolen": node("stolen", true), "fine": node("fine", false), "lost2": node("lost2", true),
+			"restored":     {UID: "l0", MachineID: attest.MachineID{0xf1}.String()}, // noted by an earlier run
 			"later-banned": {UID: "l1", MachineID: id("a1"), Banned: true}, "later": {UID: "l2", MachineID: id("a2")},
 			"other-disk": {UID: "l3", MachineID: id("a3"), Banned: true}, // the name went to another machine, which was banned
 		},
@@ -59,7 +60,7 @@ func TestWhatABackupBringsBackIsShutOutAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		for _, name := range []string{"later-banned", "banned-" + id("a3")[:16], "restored"} {
+		for _, name := range []string{"later-banned", "banned-" + id("a3")[:16], "restored", "lost2"} {
 			unenroll(context.WithoutCancel(t.Context()), name)
 		}
 	})
@@ -67,7 +68,7 @@ func TestWhatABackupBringsBackIsShutOutAgain(t *testing.T) {
 		for _, do := range []func() (string, error){
 			func() (string, error) { return i.banAgain(ctx, kube, m, known) },
 			func() (string, error) { return i.eraseAgain(ctx, kube, known) },
-			func() (string, error) { return i.forgetLost(ctx, kube, m) },
+			func() (string, error) { return i.forgetLost(ctx, kube, m, known) },
 		} {
 			if _, err := do(); err != nil {
 				t.Fatal(err)
@@ -94,10 +95,12 @@ func TestWhatABackupBringsBackIsShutOutAgain(t *testing.T) {
 	if d, err = kube.Disk(ctx, of("fine").DiskID); err != nil || d.Spec.Salt == "" {
 		t.Errorf("%+v, %v", d, err)
 	}
-	for _, name := range []string{"lost1", "lost2"} {
-		if p, err := kube.Presence(ctx, name); err != nil || p.Enrollment != nil || p.Node != nil {
-			t.Errorf("%s is there: %+v, %v", name, p, err)
-		}
+	if p, err := kube.Presence(ctx, "lost1"); err != nil || p.Enrollment != nil || p.Node != nil {
+		t.Errorf("lost1 is there: %+v, %v", p, err)
+	}
+	// The ban of a machine does not go with its enrollment.
+	if e := enrollmentOf(t, "lost2"); !e.Spec.Banned || string(e.UID) == of("lost2").UID || e.Spec.MachineID != of("lost2").MachineID || e.Spec.Role != v1alpha1.RoleWorker {
+		t.Errorf("lost2: %+v", e.Spec)
 	}
 	l.isShut(ctx, t, i, kube, m, known)
 }
@@ -121,6 +124,10 @@ func (l *lifecycle) isShut(ctx context.Context, t *testing.T, i *initializer, ku
 		t.Fatal(err)
 	}
 	want()
+	// A later run leaves alone what has joined since.
+	if _, err := i.banAgain(ctx, kube, m, known); err != nil || listed(t).Entry("restored").Revoked != nil {
+		t.Errorf("%+v, %v", listed(t).Entry("restored"), err)
+	}
 	e := &v1alpha1.AttestedNode{}
 	if err := shared.Client.Get(ctx, types.NamespacedName{Name: "stolen"}, e); err != nil {
 		t.Fatal(err)

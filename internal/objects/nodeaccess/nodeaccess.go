@@ -126,6 +126,8 @@ type List struct {
 	entries map[string]Entry
 	// MembersOnly is whether only members may write; see [KeyMembers].
 	MembersOnly bool
+	// controlPlanes is whether control planes have been listed: without the key, admission does not ask which nodes are.
+	controlPlanes bool
 }
 
 // New returns the list of a new cluster. foreign is whether its certificate authority issued certificates of nodes before
@@ -149,13 +151,14 @@ func (l *List) Nodes() []string { return slices.Sorted(maps.Keys(l.entries)) }
 
 // Clone returns an independent copy.
 func (l *List) Clone() *List {
-	return &List{entries: maps.Clone(l.entries), MembersOnly: l.MembersOnly} // entries and revocations are replaced, never changed
+	return &List{maps.Clone(l.entries), l.MembersOnly, l.controlPlanes} // entries and revocations are replaced, never changed
 }
 
 // Parse reads the data of the ConfigMap. An error names the key and the line.
 func Parse(data map[string]string) (*List, error) {
 	_, members := data[KeyMembers]
 	l := New(members)
+	_, l.controlPlanes = data[KeyControlPlanes]
 	for _, kind := range flags {
 		for i, line := range lines(data[kind.key]) {
 			if strings.Contains(line, " ") {
@@ -206,7 +209,7 @@ var ErrFull = errors.New("ConfigMap " + ConfigMap)
 func (l *List) Data() (map[string]string, error) {
 	data, all, suspended := map[string]string{}, 0, 0
 	put := func(key string, text []string) {
-		if len(text) == 0 && (key != KeyMembers || !l.MembersOnly) {
+		if len(text) == 0 && (key != KeyMembers || !l.MembersOnly) && (key != KeyControlPlanes || !l.controlPlanes) {
 			return
 		}
 		value := "\n" + strings.Join(append(text, ""), "\n")

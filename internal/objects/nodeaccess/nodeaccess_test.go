@@ -56,6 +56,30 @@ func TestAnEmptyListHasNoKeys(t *testing.T) {
 	}
 }
 
+// Without the key, admission lets any node run the key service: it stays when the last control plane is removed from a list that has had one.
+func TestAListOfControlPlanesStaysOneWhenItIsEmpty(t *testing.T) {
+	for _, clone := range []bool{false, true} {
+		l, err := Parse(map[string]string{KeyControlPlanes: "\ncp1\n"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if clone {
+			l = l.Clone()
+		}
+		l.Set("cp1", Entry{})
+		if data, err := l.Data(); err != nil || data[KeyControlPlanes] != "\n" {
+			t.Errorf("%q, %v", data, err)
+		}
+	}
+	l, err := Parse(map[string]string{KeyControlPlanes: "\n"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if data, err := l.Data(); err != nil || len(data) != 1 {
+		t.Errorf("%q, %v", data, err)
+	}
+}
+
 func TestALineThatIsNoneIsAnError(t *testing.T) {
 	for name, data := range map[string]map[string]string{
 		"a name with a space": {KeySuspended: "\nw1 w2\n"},

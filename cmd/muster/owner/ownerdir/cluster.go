@@ -75,6 +75,8 @@ type Restore struct {
 	Epoch uint64 `json:"epoch"`
 	// Former is the first machine of before: its disk may turn up.
 	Former *Machine `json:"former,omitempty"`
+	// Listed is whether the folder's policy lists the restored machine as its only control plane.
+	Listed bool `json:"listed,omitempty"`
 }
 
 // Machine is the first machine with its owner's verdict.
