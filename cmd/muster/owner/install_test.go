@@ -7,7 +7,6 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"crypto/x509/pkix"
-	"encoding/hex"
 	"encoding/pem"
 	"errors"
 	"fmt"
@@ -440,65 +439,6 @@ func TestAnAddressOutsideThePolicyStopsTheInstall(t *testing.T) {
 	err := Init(ctx, o.config())
 	if p := Explain(err); p.Reason != "ADDRESS_REFUSED" || !strings.Contains(p.Remedy, "nodeCidrs") {
 		t.Errorf("%+v", p)
-	}
-}
-
-func TestVerifyShowsWhatDiffers(t *testing.T) {
-	ca := attesttest.NewCA(t)
-	good := attesttest.NewMachine(t, ca, attesttest.Options{})
-	bad := attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"})
-	policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{good})
-	for _, m := range []*attesttest.Machine{good, bad} {
-		f := serveFirst(t, m)
-		cfg := VerifyConfig{ClusterID: &[32]byte{5}}
-		cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = f.addr, attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
-		s, err := Verify(t.Context(), cfg)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if s.Accepted != (m == good) || s.Machine != m.ID().String() || s.Lock != "unlocked" || len(s.PCRs) != 16 || len(s.Events) == 0 || s.SecureBoot != "off" {
-			t.Errorf("%+v", s)
-		}
-		if match := s.PCRs[4].Match; match == nil || *match != (m == good) || s.PCRs[4].Expected != hex.EncodeToString(good.PCRs()[4]) {
-			t.Errorf("PCR 4: %+v", s.PCRs[4])
-		}
-		if (s.Err == nil) != (m == good) || m == bad && s.Problem.Reason != "POLICY_REFUSED" {
-			t.Errorf("%v", s.Err)
-		}
-	}
-	// Firmware and drivers in words: what was loaded from outside the firmware, and Secure Boot's keys.
-	driven := attesttest.NewMachine(t, ca, attesttest.Options{Drivers: []string{"evil.efi"}, SecureBoot: true})
-	f := serveFirst(t, driven)
-	cfg := VerifyConfig{}
-	cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = f.addr, attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
-	if s, err := Verify(t.Context(), cfg); err != nil || s.Accepted || s.SecureBoot != "on" || !slices.ContainsFunc(s.Firmware, func(l string) bool {
-		return strings.HasPrefix(l, "PCR 2  EV_EFI_BOOT_SERVICES_DRIVER") && strings.Contains(l, "evil.efi")
-	}) || !slices.ContainsFunc(s.Firmware, func(l string) bool { return strings.HasPrefix(l, "PCR 7  PK, digest ") }) {
-		t.Errorf("a machine with a driver: %q, Secure Boot %s, %v", s.Firmware, s.SecureBoot, err)
-	}
-	f = serveFirst(t, good)
-	cfg.Addr = f.addr
-	if s, err := Verify(t.Context(), cfg); err != nil || !slices.Contains(s.Firmware, "PCR 2  no drivers from outside the firmware") {
-		t.Errorf("a machine without drivers: %q, %v", s.Firmware, err)
-	}
-	for want, lock := range map[string][32]byte{"locked to this cluster": {5}, "locked to another cluster": {6}} {
-		m := attesttest.NewMachine(t, ca, attesttest.Options{})
-		m.LockTo(lock)
-		f := serveFirst(t, m)
-		cfg := VerifyConfig{ClusterID: &[32]byte{5}}
-		cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = f.addr, attest.PurposeMachine, policy, []attest.Lock{attest.LockedTo([32]byte{5})}
-		if s, err := Verify(t.Context(), cfg); err != nil || s.Lock != want || s.Accepted != (lock[0] == 5) {
-			t.Errorf("%s: %+v, %v", want, s, err)
-		}
-	}
-	// Evidence for a service is not valid for a machine (A5), and then nothing of it is shown.
-	l := listen(t)
-	serve(t, l, good.Attester(attest.PurposeKMS), rpc.Serve(joinv1connect.JoinServiceName,
-		joinv1connect.JoinServiceHandler(joinv1connect.UnimplementedJoinServiceHandler{}), joinv1connect.NewJoinServiceHandler))
-	cfg = VerifyConfig{}
-	cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = l.Addr().String(), attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
-	if s, err := Verify(t.Context(), cfg); err != nil || s.Accepted || s.Machine != "" || s.Problem.Reason != "BINDING_MISMATCH" {
-		t.Errorf("%+v, %v", s, err)
 	}
 }
 
