@@ -102,7 +102,7 @@ func (i *initializer) eraseAgain(ctx context.Context, kube *clusterapi.Client, k
 			if err != nil {
 				return "", err
 			}
-			i.Report.Update(fmt.Sprintf("%s has disk %s in the backup, which was erased: it is banned. once the AttestedDisk of its present disk is there again (docs/leaving.md#erase), muster replace %s --disk UUID gives it that", holder, disk, holder))
+			i.Report.Update(fmt.Sprintf("%s has disk %s in the backup, which was erased: it is banned. Once the AttestedDisk of its present disk is there again (docs/leaving.md#erase), muster replace %s --disk UUID gives it that", holder, disk, holder))
 		}
 		if err := kube.EraseDisk(ctx, disk); err != nil {
 			return "", err
@@ -208,15 +208,15 @@ func machineBanned(n backup.Node, known *ownerdir.Known) bool {
 	return false
 }
 
-// revoked returns the names of the backup's enrollments that are not banned in it, and that as far as the folder knows are banned, are forgotten, or have
-// another machine: the one of the backup may have been stolen.
+// revoked returns the names of the backup's enrollments that are not banned in it, and that as far as the folder knows are forgotten, have a machine that
+// is banned under any name, or have another machine: the one of the backup may have been stolen.
 func revoked(m *backup.Manifest, known *ownerdir.Known) []string {
 	out := map[string]bool{}
 	for _, n := range m.Nodes {
 		if n.Banned {
 			continue
 		}
-		if k, there := known.Nodes[n.Name]; there && k.UID == n.UID && (k.Banned || k.MachineID != n.MachineID) {
+		if k, there := known.Nodes[n.Name]; there && k.UID == n.UID && k.MachineID != n.MachineID {
 			out[n.Name] = true
 		}
 		if machineBanned(n, known) || slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.UID == n.UID }) {
