@@ -28,8 +28,8 @@ import (
 	"github.com/muster-k8s/muster/deploy/charts"
 )
 
-// chartTimeout limits an install; [Client.ServicesReady] waits for readiness.
-const chartTimeout = 5 * time.Minute
+// hookTimeout limits the chart's hooks, if it gets any; [Client.ServicesReady] waits for readiness.
+const hookTimeout = 5 * time.Minute
 
 // maxHistory is the number of revisions that helm keeps.
 const maxHistory = 10
@@ -86,10 +86,8 @@ func (v Values) tree() map[string]any {
 
 // InstallChart installs the chart as release "muster", or upgrades an existing release to it. It resumes an install
 // that was killed. It tries again while the API server is briefly unavailable, as on a small machine whose cluster
-// was just initialized.
+// was just initialized, until ctx ends.
 func (c *Client) InstallChart(ctx context.Context, v Values, log *slog.Logger) (r *releasev1.Release, err error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, chartTimeout, fmt.Errorf("the chart was not applied within %s: %w", chartTimeout, context.DeadlineExceeded))
-	defer cancel()
 	err = once(ctx, func(ctx context.Context) (err error) { r, err = c.installChart(ctx, v, log); return err })
 	return r, err
 }
@@ -112,7 +110,7 @@ func (c *Client) installChart(ctx context.Context, v Values, log *slog.Logger) (
 		install := action.NewInstall(cfg)
 		install.ReleaseName, install.Namespace = release, Namespace
 		install.ServerSideApply, install.ForceConflicts = true, true
-		install.WaitStrategy, install.Timeout = kube.HookOnlyStrategy, chartTimeout
+		install.WaitStrategy, install.Timeout = kube.HookOnlyStrategy, hookTimeout
 		out, err = install.RunWithContext(ctx, chart, v.tree())
 	} else {
 		if err := freeRelease(cfg, last); err != nil {
@@ -121,7 +119,7 @@ func (c *Client) installChart(ctx context.Context, v Values, log *slog.Logger) (
 		upgrade := action.NewUpgrade(cfg)
 		upgrade.Namespace = Namespace
 		upgrade.ServerSideApply, upgrade.ForceConflicts = "true", true
-		upgrade.WaitStrategy, upgrade.Timeout = kube.HookOnlyStrategy, chartTimeout
+		upgrade.WaitStrategy, upgrade.Timeout = kube.HookOnlyStrategy, hookTimeout
 		upgrade.MaxHistory = maxHistory
 		out, err = upgrade.RunWithContext(ctx, release, chart, v.tree())
 	}
