@@ -235,13 +235,14 @@ func (p *process) tail() string {
 
 // Binaries finds the folder of the Kubernetes programs, including kubectl.
 func Binaries() (string, error) {
-	const program = "kube-apiserver"
+	const program = "etcd"
 	if dir := os.Getenv("MUSTER_KUBE_BIN"); dir != "" {
 		if _, err := os.Stat(filepath.Join(dir, program)); err != nil {
 			return "", fmt.Errorf("MUSTER_KUBE_BIN: %w", err)
 		}
 		return dir, nil
 	}
+	// The cache keeps several releases, and a folder of a release that a test upgrades from has no etcd.
 	cache, err := os.UserCacheDir()
 	if err != nil {
 		return "", err
