@@ -346,3 +346,31 @@ func TestInvariantsAreExplainedAndKept(t *testing.T) {
 		}
 	}
 }
+
+// A package of e2e that no target names would never run, since `make unit` leaves e2e out.
+func TestEachEndToEndPackageHasATarget(t *testing.T) {
+	makefile, table := read(t, "Makefile"), read(t, "CONTRIBUTING.md")
+	long := regexp.MustCompile(`(?m)^E2E_LONG := (.*)$`).FindStringSubmatch(makefile)
+	if long == nil {
+		t.Fatal("the Makefile has no E2E_LONG")
+	}
+	for _, pkg := range strings.Fields(long[1]) {
+		if name := strings.TrimPrefix(pkg, "./"); !strings.Contains(table, "`"+name+"`") {
+			t.Errorf("CONTRIBUTING.md does not say why %s is not part of `make test`", name)
+		}
+	}
+	folders := map[string]bool{}
+	for _, f := range files(t, "_test.go") {
+		if parts := strings.Split(filepath.ToSlash(f), "/"); parts[0] == "e2e" {
+			folders[parts[1]] = true
+		}
+	}
+	if len(folders) == 0 {
+		t.Fatal("e2e has no tests")
+	}
+	for name := range folders {
+		if !regexp.MustCompile(`\./e2e/` + name + `(/|\s|$)`).MatchString(makefile) {
+			t.Errorf("no target of the Makefile runs e2e/%s", name)
+		}
+	}
+}
