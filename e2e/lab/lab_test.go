@@ -74,7 +74,7 @@ func newBench(t *testing.T, up driver.Up) bench {
 	if err := l.Up(t.Context(), up); err != nil {
 		t.Fatal(err)
 	}
-	kube, err := driver.KubeBinaries(t.Context(), source, false, t.Output())
+	kube, err := driver.KubeBinaries(t.Context(), source, t.Output())
 	if err != nil {
 		t.Fatal(err)
 	}
