@@ -45,6 +45,8 @@ type Desired struct {
 	Uncompared string `json:"uncompared,omitempty"`
 	// List is the required software.
 	List versions.List `json:"list"`
+	// Other is the software of the second release that nodes may run while the cluster is upgraded; nil: there is none.
+	Other *versions.List `json:"other,omitempty"`
 	// Adopted means that the cluster existed before Muster.
 	Adopted bool `json:"adopted,omitempty"`
 	// Endpoint is HOST:PORT of the API servers.
