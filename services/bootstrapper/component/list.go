@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -37,6 +38,11 @@ func (f ListFile) Load() (*versions.List, error) {
 		return nil, fmt.Errorf("%s: %w", f, err)
 	}
 	return &list, nil
+}
+
+// Same reports whether two lists name the same software.
+func Same(a, b versions.List) bool {
+	return slices.Equal(a.Components, b.Components) && slices.Equal(slices.Sorted(slices.Values(a.Images)), slices.Sorted(slices.Values(b.Images)))
 }
 
 // Desired is the software that a cluster requires on one of its nodes, and the data by which the node recognizes the cluster.

@@ -210,7 +210,7 @@ func (u *Upgrader) permits(ctx context.Context, r *release) error {
 
 // done reports whether the node is at the release.
 func (u *Upgrader) done(ctx context.Context, r *release, controlPlane bool) (bool, error) {
-	if _, err := os.Stat(u.on(previousList)); err == nil || r.was != r.version || !sameList(*r.kept, r.software.List) {
+	if _, err := os.Stat(u.on(previousList)); err == nil || r.was != r.version || !component.Same(*r.kept, r.software.List) {
 		return false, nil
 	}
 	if controlPlane && u.checkPods(r) != nil {
@@ -218,10 +218,6 @@ func (u *Upgrader) done(ctx context.Context, r *release, controlPlane bool) (boo
 	}
 	v, err := u.Version(ctx, "kubeadm")
 	return v == r.version && u.Healthy(ctx) == nil, err
-}
-
-func sameList(a, b versions.List) bool {
-	return slices.Equal(a.Components, b.Components) && slices.Equal(a.Images, b.Images)
 }
 
 func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) error {
