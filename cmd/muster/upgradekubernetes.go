@@ -4,12 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
