@@ -41,14 +41,21 @@ func (c *cluster) upgraded(t *testing.T) {
 		if out := c.Must(t, node(i), "", "kubeadm", "version", "-o", "short"); strings.TrimSpace(out) != "v"+now {
 			t.Errorf("%s has kubeadm %s", node(i), out)
 		}
-		// Its sandboxes are the listed image by the digest, of those pods at least that were started after it (B9).
-		if out := c.Must(t, node(i), "", "ctr", "-n", "k8s.io", "containers", "ls"); !strings.Contains(out, listed[versions.Pause].Digest) {
-			t.Errorf("%s runs no sandbox of %s:\n%s", node(i), listed[versions.Pause], out)
-		}
 		// What kubeadm keeps for its way back has etcd's data in it.
 		if out := c.Must(t, node(i), "", "sh", "-c", "ls -d /etc/kubernetes/tmp/kubeadm-backup-* 2>/dev/null || true"); out != "" {
 			t.Errorf("%s keeps %s", node(i), out)
 		}
+	}
+	// Sandboxes are the listed image by its digest (B9): of kube-proxy on control planes, and of the workload on the worker that came first. Those that
+	// run go on, so the last worker may have none yet.
+	for i := 1; i <= planes+1; i++ {
+		labtest.Eventually(t, func(ctx context.Context) error {
+			out, err := c.At(ctx, node(i), "", "ctr", "-n", "k8s.io", "containers", "ls")
+			if err == nil && !strings.Contains(out, listed[versions.Pause].Digest) {
+				err = fmt.Errorf("%s runs no sandbox of %s:\n%s", node(i), listed[versions.Pause], out)
+			}
+			return err
+		})
 	}
 	info, err := c.info(t.Context())
 	if err != nil || info.KubernetesVersion != now || info.Next != nil || info.Previous != nil || !slices.Equal(info.Images, c.next.Images) {
