@@ -234,7 +234,7 @@ func (k *kubeUpgrade) node(ctx context.Context, n *clusterapi.NodeRelease, part 
 		},
 	}
 	switch {
-	case u.args == nil && k.runs(n):
+	case u.args == nil && k.runs(n) && !k.failed(n):
 		u.action = ""
 	case u.args == nil:
 		u.args = k.args(part)

@@ -158,3 +158,29 @@ func TestWorkersAreUpgradedTogether(t *testing.T) {
 	}
 	u.done(t)
 }
+
+// A machine can fail when its kubelet is new already: its order is given again.
+func TestANodeThatFailedAtTheEndOfItsUpgradeIsOrderedAgain(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	u := newUpgrading(t, "c1", "w1")
+	u.acts(func(node, _ string) v1alpha1.OrderState {
+		if node == "w1" {
+			u.becomes(ctx, t, node)
+			return v1alpha1.OrderFailed
+		}
+		return v1alpha1.OrderDone
+	})
+	u.run(t)
+	if _, err := UpgradeKubernetes(ctx, u.cfg(&u.new)); err == nil || !strings.Contains(err.Error(), "w1: upgrade-kubernetes failed") {
+		t.Fatal(err)
+	}
+	u.acts(nil)
+	if _, err := UpgradeKubernetes(ctx, u.cfg(nil)); err != nil {
+		t.Fatalf("%v: %s", err, remedy(err))
+	}
+	if got, want := u.ordered(), []string{"c1 only", "w1 node", "w1 node"}; !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+	u.done(t)
+}

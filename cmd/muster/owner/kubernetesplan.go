@@ -369,7 +369,23 @@ func (k *kubeUpgrade) runs(n *clusterapi.NodeRelease) bool {
 
 // todo reports whether something is left to do on a node.
 func (k *kubeUpgrade) todo(n *clusterapi.NodeRelease) bool {
-	return n.Takes() && n.Joined && (!k.runs(n) || k.unfinished(n) != nil || n.Returns && n.Unschedulable)
+	return n.Takes() && n.Joined && (!k.runs(n) || k.unfinished(n) != nil || k.failed(n) || n.Returns && n.Unschedulable)
+}
+
+// failed reports whether a machine says that the latest order to upgrade to this release has failed: what was left to do when the kubelet was new is done then.
+func (k *kubeUpgrade) failed(n *clusterapi.NodeRelease) bool {
+	s, err := ownerorder.ParseMachineNote(n.Enrollment.Annotations[v1alpha1.OwnerOrder])
+	r := n.Enrollment.Status.Order
+	if err != nil || r == nil || r.Digest != s.Digest() || r.State != v1alpha1.OrderFailed {
+		return false
+	}
+	o, err := ownerorder.ParseMachineOrder(s.Text)
+	return err == nil && k.is(o)
+}
+
+// is reports whether an order is one to upgrade to this release.
+func (k *kubeUpgrade) is(o ownerorder.MachineOrder) bool {
+	return o.Action == ownerorder.ActionUpgradeKubernetes && maps.Equal(o.Args, k.args(o.Args[ownerorder.ArgPart]))
 }
 
 // unfinished returns the arguments of the order to upgrade to this release that a node has not yet executed; nil: there is none.
@@ -388,7 +404,7 @@ func (k *kubeUpgrade) unfinished(n *clusterapi.NodeRelease) map[string]string {
 			return nil
 		}
 	}
-	if o.Action != ownerorder.ActionUpgradeKubernetes || !maps.Equal(o.Args, k.args(o.Args[ownerorder.ArgPart])) {
+	if !k.is(o) {
 		return nil
 	}
 	return o.Args
