@@ -102,6 +102,10 @@ test-long: deps kube images lab-bin ## The other real clusters: control planes, 
 test-renewal: deps kube images lab-bin ## Nodes outlive their certificates: running, off, and cut off, in an hour (as root); not part of test
 	$(GOTEST) -count=1 -timeout 120m -tags renewal -v ./e2e/renewal/
 
+.PHONY: test-kubernetes
+test-kubernetes: deps kube kube-previous images lab-bin ## An upgrade of Kubernetes by one minor version, with power cuts, in about an hour (as root; the first time also a build of the release before); not part of test
+	$(GOTEST) -count=1 -timeout 150m -tags kubernetes -v ./e2e/kubernetes/
+
 .PHONY: test-crash
 test-crash: deps kube images lab-bin ## Every crash: 200 races of init and join, hundreds of kills, outages during joins
 	MUSTER_CRASH_LONG=1 $(GOTEST) -count=1 -timeout 90m -v ./e2e/crash
@@ -177,6 +181,10 @@ deps: ## Install the Debian packages that tests and demo use (as root)
 .PHONY: kube
 kube: deps ## Build Kubernetes, etcd, containerd and CoreDNS from their modules, once (cached by content)
 	@$(LAB) kube-binaries >/dev/null
+
+.PHONY: kube-previous
+kube-previous: kube ## Build the release of Kubernetes that tests upgrade from, once (cached by content)
+	@$(LAB) kube-binaries --previous >/dev/null
 
 $(DEV)/.dev: tools/dev/go.mod tools/dev/go.sum
 	cd tools/dev && $(TOOLGO) build -o $(DEV)/ tool

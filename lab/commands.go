@@ -159,14 +159,18 @@ func pushCommand(open opener) *cobra.Command {
 
 func kubeBinariesCommand() *cobra.Command {
 	var source string
-	var pin, pinned bool
+	var pin, pinned, previous bool
 	cmd := &cobra.Command{
 		Use: "kube-binaries", Short: "Build the Kubernetes programs, unless the cache has them, and print their folder", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if pin {
-				return driver.PinKubeBinaries(cmd.Context(), source, cmd.ErrOrStderr())
+			release := driver.CurrentRelease()
+			if previous {
+				release = driver.PreviousRelease()
 			}
-			dir, err := driver.KubeBinaries(cmd.Context(), source, pinned, os.Stderr)
+			if pin {
+				return driver.PinReleaseBinaries(cmd.Context(), release, source, cmd.ErrOrStderr())
+			}
+			dir, err := driver.ReleaseBinaries(cmd.Context(), release, source, pinned, os.Stderr)
 			if err != nil {
 				return err
 			}
@@ -175,8 +179,9 @@ func kubeBinariesCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&source, "source", "", "checkout of Muster (default: the one around the working directory)")
-	cmd.Flags().BoolVar(&pin, "pin", false, "build the programs anew and write tools/kube/sha256sums.json, after a change of versions or of the Go release")
-	cmd.Flags().BoolVar(&pinned, "pinned", false, "fail unless tools/kube/sha256sums.json names the programs")
+	cmd.Flags().BoolVar(&pin, "pin", false, "build the programs anew and write their hashes into the module's sha256sums.json, after a change of versions or of the Go release")
+	cmd.Flags().BoolVar(&pinned, "pinned", false, "fail unless the module's sha256sums.json names the programs")
+	cmd.Flags().BoolVar(&previous, "previous", false, "the release that tests upgrade from (tools/kube-previous), instead of tools/kube")
 	cmd.MarkFlagsMutuallyExclusive("pin", "pinned")
 	return cmd
 }

@@ -367,6 +367,10 @@ const AskedAt = "muster.dev/asked-at"
 // enrollment's generation, by which an older copy of the cluster is detected (B7).
 const OwnerOrder = "muster.dev/order"
 
+// Returns is an annotation of a Node that a command of the owner's has drained and will let take pods again at its end, also if it is interrupted and
+// repeated.
+const Returns = "muster.dev/returns"
+
 // PolicyCandidate is an annotation of the AttestationPolicy: a policy that its owner may put in force later, as
 // the signature in base64, a space, and the text. Each machine that attests is also appraised by it, which
 // changes nothing but [AttestedNodeStatus.Candidate].

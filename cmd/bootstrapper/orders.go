@@ -84,6 +84,7 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 				}
 				return m.Make(ctx)
 			}),
+			ownerorder.ActionUpgradeKubernetes: orders.UpgradeKubernetes("/", func(ctx context.Context) error { return machine.Oneshot(ctx, machine.UnitUpgrade) }),
 			ownerorder.ActionRemoveEtcdMember: orders.RemoveEtcdMember(func() (string, error) {
 				rec, err := journal.Open(record).Load()
 				return rec.NodeName, err

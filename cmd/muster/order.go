@@ -39,6 +39,7 @@ before, and the node takes pods again afterwards.`,
 					return err
 				}
 			}
+			pods.options.Returns = true
 			cordoned, err := a.drainFirst(cmd.Context(), args[0], pods)
 			if err != nil {
 				return err

@@ -83,6 +83,9 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 	if s.Chart != nil {
 		fmt.Fprintf(a.stdout, "Chart       %s, revision %d, %s\n", s.Chart.Version, s.Chart.Revision, s.Chart.Status)
 	}
+	if u := s.Upgrade; u != nil {
+		fmt.Fprintf(a.stdout, "Kubernetes  upgrade %s -> %s, %s: %d of %d nodes have it; muster upgrade kubernetes %s continues\n", u.From, u.To, u.Stage, u.Upgraded, u.Nodes, u.To)
+	}
 	fmt.Fprintf(a.stdout, "Policy      %s\n", policyText(s.Policy))
 	if s.Policy != nil && len(s.Policy.Insecure) > 0 {
 		fmt.Fprintf(a.stdout, "INSECURE    %s\n", strings.Join(s.Policy.Insecure, ", "))

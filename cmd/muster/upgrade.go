@@ -39,6 +39,7 @@ Values that are not named stay as they are.`,
 	flags.BoolVar(&f.downgrade, "allow-downgrade", false, "go back to the older chart of this program; definitions stay")
 	flags.DurationVar(&f.patience, "wait", 5*time.Minute, "how long the services may take to get ready before the release is rolled back, and again for the way back")
 	flags.DurationVar(&f.timeout, "timeout", 15*time.Minute, "how long all of it may take; the way back is not cut short")
+	cmd.AddCommand(a.upgradeKubernetesCommand())
 	return cmd
 }
 

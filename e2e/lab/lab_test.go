@@ -74,7 +74,7 @@ func newBench(t *testing.T, up driver.Up) bench {
 	if err := l.Up(t.Context(), up); err != nil {
 		t.Fatal(err)
 	}
-	kube, err := driver.KubeBinaries(t.Context(), source, false, t.Output())
+	kube, err := driver.KubeBinaries(t.Context(), source, t.Output())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -249,7 +249,7 @@ func TestARebootedMachineMeasuresAgainAndKeepsItsDisk(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b.must(t, "node1", nil, "sh", "-c", "echo kept > /var/lib/muster/note; systemctl enable muster-attester")
+	b.must(t, "node1", nil, "sh", "-c", "echo kept > /var/lib/muster/note; systemctl enable muster-attester; cp /bin/true /usr/local/bin/component")
 	dev := tpm.Open(m.TPMSocket, tpm.WithLock(filepath.Join(t.TempDir(), "lock")))
 	if err := dev.Measure(t.Context(), 15, []byte("something")); err != nil {
 		t.Fatal(err)
@@ -272,6 +272,7 @@ func TestARebootedMachineMeasuresAgainAndKeepsItsDisk(t *testing.T) {
 	if note := b.must(t, "node1", nil, "cat", "/var/lib/muster/note"); note != "kept\n" {
 		t.Errorf("the disk holds %q", note)
 	}
+	b.must(t, "node1", nil, "/usr/local/bin/component") // as on a real machine's disk
 	if images := b.must(t, "node1", nil, "ctr", "-n", "k8s.io", "images", "ls", "-q"); !strings.Contains(images, "registry.k8s.io/kube-apiserver:") {
 		t.Errorf("images that it began with: %s", images)
 	}

@@ -210,7 +210,7 @@ func (w *fixture) buildImage(t *testing.T, more ...string) (image string, predic
 	if err := w.imageYAML(config); err != nil {
 		return "", nil, err
 	}
-	containerd, err := driver.KubeBinaries(t.Context(), w.Root, false, t.Output())
+	containerd, err := driver.KubeBinaries(t.Context(), w.Root, t.Output())
 	if err != nil {
 		return "", nil, err
 	}

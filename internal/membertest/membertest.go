@@ -128,12 +128,23 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 	}
 }
 
+// Upgrading writes the cluster's description again, in the middle of an upgrade of its nodes.
+func (c *Cluster) Upgrading(t testing.TB, change func(*clusterinfo.Info)) {
+	t.Helper()
+	if err := c.describe(t.Context(), c.Salt, change); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // describe writes the two ConfigMaps as init does, and empties the list of waiting machines.
-func (c *Cluster) describe(ctx context.Context, salt [32]byte) error {
+func (c *Cluster) describe(ctx context.Context, salt [32]byte, changes ...func(*clusterinfo.Info)) error {
 	info := &clusterinfo.Info{ClusterID: c.ID, MeasurementSalt: salt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.168.77.1:6443", APIServerSANs: []string{"api.example.com", "192.168.77.200"}}
 	info.Components = []versions.Component{{URL: "http://mirror.example/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}}
 	for i, name := range versions.ImageNames() {
 		info.Images = append(info.Images, fmt.Sprintf("registry.example/%s:v1@sha256:%064x", name, i+1))
+	}
+	for _, change := range changes {
+		change(info)
 	}
 	text, err := info.Marshal()
 	if err != nil {

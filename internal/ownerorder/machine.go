@@ -23,7 +23,7 @@ const machineDomain = "muster machine order v1\x00"
 
 const (
 	// MaxMachineOrder bounds the text of an order to a machine, in bytes.
-	MaxMachineOrder = 4 << 10
+	MaxMachineOrder = 16 << 10
 	// MaxMachineLife is the longest time between the signature and the expiry of an order to a machine. A machine
 	// whose clock is right refuses an order that was delayed for longer.
 	MaxMachineLife = 24 * time.Hour
@@ -45,10 +45,34 @@ const (
 	ActionRemoveEtcdMember Action = "remove-etcd-member"
 	// ActionBackup has a control plane make a backup of the cluster, and reports where it is. Run twice it makes two.
 	ActionBackup Action = "backup"
+	// ActionUpgradeKubernetes brings a node to another release of Kubernetes. Run twice it finds the node upgraded.
+	ActionUpgradeKubernetes Action = "upgrade-kubernetes"
 )
 
-// ArgMember is the argument of [ActionRemoveEtcdMember]: the name of a node.
-const ArgMember = "member"
+// Arguments of orders.
+const (
+	// ArgMember is the argument of [ActionRemoveEtcdMember]: the name of a node.
+	ArgMember = "member"
+	// ArgVersion is an argument of [ActionUpgradeKubernetes]: the release, full and without "v".
+	ArgVersion = "version"
+	// ArgList is an argument of [ActionUpgradeKubernetes]: the release's list of components and images, which [versions.Parse] reads, in JSON. So the
+	// machine has it from its owner, and not from the API.
+	ArgList = "list"
+	// ArgPart is an argument of [ActionUpgradeKubernetes]: one of the values below.
+	ArgPart = "part"
+)
+
+// Values of [ArgPart]: what the node does for the whole cluster.
+const (
+	// PartFirst is of the first control plane, which upgrades the cluster's own objects (`kubeadm upgrade apply`).
+	PartFirst = "first"
+	// PartLast is of the last control plane, which sets the images of kube-proxy and CoreDNS.
+	PartLast = "last"
+	// PartOnly is of the only control plane: both.
+	PartOnly = "only"
+	// PartNode is of the others: control planes between, and workers (`kubeadm upgrade node`).
+	PartNode = "node"
+)
 
 // MachineOrder is an order to one machine. The machine's name, ID and disk are in it: the owner knows the name, and the API,
 // which tells the owner's program the rest, cannot have it signed for a machine of another name. A machine that was erased

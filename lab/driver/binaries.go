@@ -13,20 +13,34 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/kube"
 )
 
-// KubeBinaries builds the Kubernetes programs of the checkout source (empty: the one that
-// the working directory is in) unless the cache has them, and returns their folder. With
-// pinned it returns an error unless they are those that tools/kube/sha256sums.json names.
-func KubeBinaries(ctx context.Context, source string, pinned bool, log io.Writer) (string, error) {
-	b, _, err := kubeBinaries(ctx, source, log, kube.Binaries)
+// KubeRelease is a release of Kubernetes that the lab builds.
+type KubeRelease = kube.Release
+
+// CurrentRelease is the release of the lab's clusters.
+func CurrentRelease() KubeRelease { return kube.Current }
+
+// PreviousRelease is the release that clusters are upgraded from, in a lab that was brought up with [Up.Previous].
+func PreviousRelease() KubeRelease { return kube.Previous }
+
+// KubeBinaries builds the current Kubernetes programs of the checkout source (empty: the one that the working directory
+// is in) unless the cache has them, and returns their folder.
+func KubeBinaries(ctx context.Context, source string, log io.Writer) (string, error) {
+	return ReleaseBinaries(ctx, kube.Current, source, false, log)
+}
+
+// ReleaseBinaries is [KubeBinaries] for a release. With pinned it returns an error unless the programs are those that
+// the sha256sums.json of the release names.
+func ReleaseBinaries(ctx context.Context, r KubeRelease, source string, pinned bool, log io.Writer) (string, error) {
+	b, _, err := kubeBinaries(ctx, source, log, r.Binaries)
 	if err == nil && pinned && !b.Pinned() {
-		return "", fmt.Errorf("tools/kube/sha256sums.json names no programs of %s: write it with `go run ./lab kube-binaries --pin`", runtime.Version())
+		return "", fmt.Errorf("tools/%s/sha256sums.json names no programs of %s: write it with `go run ./lab kube-binaries --pin`", r.Module, runtime.Version())
 	}
 	return b.Dir, err
 }
 
-// PinKubeBinaries builds the Kubernetes programs of the checkout source anew, and writes what they are into its tools/kube/sha256sums.json.
-func PinKubeBinaries(ctx context.Context, source string, log io.Writer) error {
-	b, source, err := kubeBinaries(ctx, source, log, kube.Rebuild)
+// PinReleaseBinaries builds the programs of a release anew from the checkout source, and writes their hashes into its sha256sums.json there.
+func PinReleaseBinaries(ctx context.Context, r KubeRelease, source string, log io.Writer) error {
+	b, source, err := kubeBinaries(ctx, source, log, r.Rebuild)
 	if err != nil {
 		return err
 	}
@@ -34,7 +48,7 @@ func PinKubeBinaries(ctx context.Context, source string, log io.Writer) error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(filepath.Join(source, "tools", "kube", "sha256sums.json"), append(j, '\n'), 0o644)
+	return os.WriteFile(filepath.Join(source, "tools", r.Module, "sha256sums.json"), append(j, '\n'), 0o644)
 }
 
 func kubeBinaries(ctx context.Context, source string, log io.Writer, get func(ctx context.Context, source, cache string, log io.Writer) (kube.Build, error)) (kube.Build, string, error) {

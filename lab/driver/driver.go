@@ -48,6 +48,12 @@ const Owner = "owner"
 // OwnerKeyFile is the owner's key in the owner's folder, of a lab that was brought up with Muster.
 const OwnerKeyFile = "owner.key"
 
+// Component lists in the owner's folder.
+const (
+	Components     = "components.yaml"      // of the release that clusters begin with
+	NextComponents = "components-next.yaml" // of the current release, in a lab that was brought up with [Up.Previous]
+)
+
 // AuditLog is where a control plane's API server writes its audit log (audit.k8s.io/v1, a JSON
 // line for each request, level Metadata) if the lab was brought up with Audit.
 const AuditLog = image.AuditLog

@@ -38,6 +38,7 @@ type Up struct {
 	Muster       string   // the program muster, instead of OwnerKey: it makes the key owner.key in the owner's folder, whose public one the image gets
 	Images       []string // for the registry, besides the lab's own images: see [Lab.Push]
 	NoPreload    bool     // don't prepare a store of container images: machines pull
+	Previous     bool     // clusters begin with [PreviousRelease]; the owner gets a list of the current one too, [NextComponents]
 	Validity     string   // how long kubeadm's certificates live, as "8m"; empty: a year
 	Audit        bool     // API servers log every request: see [AuditLog]
 }
@@ -90,9 +91,18 @@ func (l *Lab) prepare(ctx context.Context, u Up) (daemon.Config, error) {
 		return cfg, err
 	}
 	done := l.step("Kubernetes binaries")
-	build, err := kube.Binaries(ctx, u.Source, cache, l.Log)
+	build, err := kube.Current.Binaries(ctx, u.Source, cache, l.Log)
 	if err != nil {
 		return cfg, err
+	}
+	first := build // the programs of the clusters
+	if u.Previous {
+		if len(u.Preinstalled) > 0 {
+			return cfg, errors.New("clusters begin with the previous release, and the image would have the current one's programs, which firmware measures: preinstall none")
+		}
+		if first, err = kube.Previous.Binaries(ctx, u.Source, cache, l.Log); err != nil {
+			return cfg, err
+		}
 	}
 	done()
 	cfg.KubeDir, cfg.Sums = build.Dir, build.Sums
@@ -109,16 +119,19 @@ func (l *Lab) prepare(ctx context.Context, u Up) (daemon.Config, error) {
 	if err := kube.Tools(ctx, u.Source, tools, "./lab/pause", "./lab/echo", "./lab/podnet"); err != nil {
 		return cfg, err
 	}
-	images, err := oci.Images(build, tools)
+	layout, id, err := releaseLayout(ctx, first, build, tools, cache)
 	if err != nil {
 		return cfg, err
 	}
-	layout, id, err := oci.Layout(ctx, images, cache)
-	if err != nil {
-		return cfg, err
+	cfg.Layouts = []string{layout} // machines begin with the images of this one
+	if u.Previous {
+		next, _, err := releaseLayout(ctx, build, build, tools, cache)
+		if err != nil {
+			return cfg, err
+		}
+		cfg.Layouts = append(cfg.Layouts, next)
 	}
 	done()
-	cfg.Layouts = []string{layout}
 	for _, i := range u.Images {
 		more, err := l.layouts(i)
 		if err != nil {
@@ -135,11 +148,20 @@ func (l *Lab) prepare(ctx context.Context, u Up) (daemon.Config, error) {
 		}
 	}
 	done = l.step("machine image")
-	if err := l.buildImage(u, build); err != nil {
+	if err := l.buildImage(u, build, first.Release); err != nil {
 		return cfg, err
 	}
 	done()
-	return cfg, errors.Join(l.ownerFiles(build, layout), l.writeConfig(cfg))
+	return cfg, errors.Join(l.ownerFiles(u, first, build, cfg.Layouts), l.writeConfig(cfg))
+}
+
+// releaseLayout returns the layout of the images of a release, and its name.
+func releaseLayout(ctx context.Context, release, current kube.Build, tools, cache string) (dir, id string, err error) {
+	images, err := oci.Images(release, current, tools)
+	if err != nil {
+		return "", "", err
+	}
+	return oci.Layout(ctx, images, cache)
 }
 
 // newOwnerKey makes the owner's key, which is older than the machines' image.
@@ -171,7 +193,7 @@ func (l *Lab) writeConfig(cfg daemon.Config) error {
 }
 
 // buildImage makes both CAs and the image, and writes the predicted measurements.
-func (l *Lab) buildImage(u Up, build kube.Build) error {
+func (l *Lab) buildImage(u Up, build kube.Build, release kube.Release) error {
 	ca, err := vtpm.NewCA(filepath.Join(l.Dir, "ca"), "Muster lab EK CA")
 	if err != nil {
 		return err
@@ -189,7 +211,7 @@ func (l *Lab) buildImage(u Up, build kube.Build) error {
 		}
 	}
 	if _, err := image.Build(filepath.Join(l.Dir, "image"), image.Spec{
-		Lab: u.Lab, Bootstrapper: u.Bootstrapper, Kube: build, Preinstalled: u.Preinstalled,
+		Lab: u.Lab, Bootstrapper: u.Bootstrapper, Kube: build, Release: release, Preinstalled: u.Preinstalled,
 		EKRoots: roots, OwnerKey: u.OwnerKey, Mirror: lan.Registry, Validity: u.Validity, Audit: u.Audit,
 	}); err != nil {
 		return err
@@ -214,11 +236,33 @@ func writeJSON(path string, v any) error {
 }
 
 // ownerFiles writes the files that an owner of this lab's machines needs into the owner's folder.
-func (l *Lab) ownerFiles(build kube.Build, layout string) error {
-	files := lan.Files{}
+func (l *Lab) ownerFiles(u Up, first, current kube.Build, layouts []string) error {
+	ca, err := os.ReadFile(filepath.Join(l.Dir, "ca", "ca.pem"))
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(l.OwnerDir(), "ek-roots.pem"), ca, 0o644); err != nil {
+		return err
+	}
+	served := func(program string) (string, error) { return lan.Files{}.URL(program), nil }
+	published := func(program string) (string, error) { return l.Publish(first.Path(program)) }
+	if u.Previous {
+		err = errors.Join(l.componentList(Components, first, layouts[0], published), l.componentList(NextComponents, current, layouts[1], served))
+	} else {
+		err = l.componentList(Components, current, layouts[0], served)
+	}
+	return errors.Join(err, os.CopyFS(l.OwnerDir(), manifests))
+}
+
+// componentList writes a release's list into a file of the owner's folder.
+func (l *Lab) componentList(file string, b kube.Build, layout string, url func(program string) (string, error)) error {
 	var list []versions.Component
 	for _, c := range components {
-		list = append(list, versions.Component{URL: files.URL(c), SHA256: build.Sums[c], Path: "/usr/local/bin/" + c, Mode: 0o755})
+		at, err := url(c)
+		if err != nil {
+			return err
+		}
+		list = append(list, versions.Component{URL: at, SHA256: b.Sums[c], Path: "/usr/local/bin/" + c, Mode: 0o755})
 	}
 	all := versions.NewList(list...)
 	var err error
@@ -229,16 +273,7 @@ func (l *Lab) ownerFiles(build kube.Build, layout string) error {
 	if err != nil {
 		return err
 	}
-	ca, err := os.ReadFile(filepath.Join(l.Dir, "ca", "ca.pem"))
-	if err != nil {
-		return err
-	}
-	for name, content := range map[string][]byte{"components.yaml": append(j, '\n'), "ek-roots.pem": ca} {
-		if err := os.WriteFile(filepath.Join(l.OwnerDir(), name), content, 0o644); err != nil {
-			return err
-		}
-	}
-	return os.CopyFS(l.OwnerDir(), manifests)
+	return os.WriteFile(filepath.Join(l.OwnerDir(), file), append(j, '\n'), 0o644)
 }
 
 // startDaemon starts the daemon from the image's own copy of this program, in a network

@@ -58,13 +58,22 @@ func UpEmpty(t *testing.T, prefix string) *Cluster {
 	return newCluster(t, prefix, driver.Up{NoPreload: true})
 }
 
+// UpPrevious is [Up] with clusters of the previous release: [driver.Components] lists it, and [driver.NextComponents] the current one.
+// No program of Kubernetes is in the machines' image, where an upgrade would change what firmware measures.
+func UpPrevious(t *testing.T, prefix string) *Cluster {
+	t.Helper()
+	return newCluster(t, prefix, driver.Up{Previous: true})
+}
+
 func newCluster(t *testing.T, prefix string, u driver.Up) *Cluster {
 	t.Helper()
 	lab, root := New(t, prefix)
 	c := &Cluster{Lab: lab, Root: root}
 	images := filepath.Join(root, "dist", "images")
 	u.Lab, u.Bootstrapper, u.Muster = filepath.Join(root, "bin", "lab"), filepath.Join(root, "bin", "bootstrapper"), filepath.Join(root, "bin", "muster")
-	u.Preinstalled = append([]string{"kubelet"}, u.Preinstalled...)
+	if !u.Previous {
+		u.Preinstalled = append([]string{"kubelet"}, u.Preinstalled...)
+	}
 	u.Images = []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")}
 	if err := lab.Up(t.Context(), u); err != nil {
 		t.Fatal(err)

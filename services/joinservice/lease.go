@@ -3,6 +3,7 @@ package joinservice
 import (
 	"context"
 	"encoding/hex"
+	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -14,10 +15,21 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// joinLease returns the join Lease for a control plane, if it is free; nil for a worker.
+// retryUpgrade is the pause that is sent to a control plane while the others are upgraded, each of which takes minutes.
+const retryUpgrade = 15 * time.Second
+
+// joinLease returns the join Lease for a control plane, if it is free; nil for a worker. It refuses with CONTROL_PLANE_BUSY while control planes are
+// upgraded to another release than that with which machines join.
 func (s *Service) joinLease(ctx context.Context, a *attempt, c enroll.Claim) (*joinlease.Acquisition, error) {
 	if c.Role != v1alpha1.RoleControlPlane {
 		return nil, nil //nolint:nilnil // workers may join at any time
+	}
+	info, err := s.cfg.Cluster()
+	if err != nil {
+		return nil, err
+	}
+	if info.Next != nil {
+		return nil, attest.RefuseFor(retryUpgrade, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "the control planes are being upgraded to Kubernetes %s: a new one joins after them", info.Next.KubernetesVersion)
 	}
 	return s.cfg.JoinLease.Check(ctx, c.Machine, c.Node, a.id)
 }

@@ -40,9 +40,13 @@ type rejoinTicket struct {
 
 func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
 	id, _ := hex.DecodeString(t.id) // generated here, so valid hex
+	var other *joinv1.Release
+	if o := t.info.Other(); o != nil {
+		other = &joinv1.Release{Components: versions.NewList(o.Components...).Wire(), Images: o.Images}
+	}
 	return &joinv1.IssueRejoinTicketResponse{
 		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
-		Components: versions.NewList(t.info.Components...).Wire(), Images: t.info.Images, Adopted: t.info.Adopted, // B8
+		Components: versions.NewList(t.info.Components...).Wire(), Images: t.info.Images, Other: other, Adopted: t.info.Adopted, // B8
 		ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, Authorities: t.authorities,
 	}
 }

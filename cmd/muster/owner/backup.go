@@ -300,6 +300,9 @@ func differences(c ownerdir.Cluster, in *clusterinfo.Info) []string {
 		}
 	}
 	differ("Kubernetes", c.KubernetesVersion, in.KubernetesVersion)
+	if o := in.Other(); o != nil {
+		out = append(out, fmt.Sprintf("The cluster was being upgraded: nodes ran Kubernetes %s and %s. muster upgrade kubernetes goes on after a restore.", printable(in.KubernetesVersion), printable(o.KubernetesVersion)))
+	}
 	differ("Control-plane endpoint", c.ControlPlaneEndpoint, in.ControlPlaneEndpoint)
 	var had, has []string
 	for _, p := range c.Components {

@@ -188,6 +188,10 @@ func TestABackupIsComparedWithTheFoldersValues(t *testing.T) {
 	if got := differences(c, in); len(got) != 0 {
 		t.Errorf("got %q", got)
 	}
+	in.Previous = &clusterinfo.Release{KubernetesVersion: "1.35.4"}
+	if got := differences(c, in); len(got) != 1 || !strings.Contains(got[0], "nodes ran Kubernetes 1.36.1 and 1.35.4") {
+		t.Errorf("got %q", got)
+	}
 	in = &clusterinfo.Info{KubernetesVersion: "1.35.0", ControlPlaneEndpoint: "b:6443", Components: list("b", "c"), Images: []string{"y@2"}}
 	want := []string{
 		"Kubernetes: 1.36.1 in the folder, 1.35.0 in the backup, which a restore takes.", "Control-plane endpoint: a:6443 in the folder, b:6443 in the backup, which a restore takes.",

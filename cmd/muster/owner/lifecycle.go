@@ -203,24 +203,14 @@ func (r *Reset) RemoveMember(ctx context.Context, report func(string)) error {
 	return r.Departure.RemoveMember(ctx, report)
 }
 
-// resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted. A machine goes on with an order for a
-// day after its expiry.
+// resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted.
 func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
 	key, err := d.OwnerKey()
 	if err != nil {
 		return false
 	}
-	on, err := addressee(d, n)
-	if err != nil {
-		return false
-	}
-	s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
-	if err != nil {
-		return false
-	}
-	o, err := s.Genuine(publicOf(key), on)
-	r := n.Status.Order
-	return err == nil && o.Action == ownerorder.ActionReset && now.Sub(o.NotAfter) < ownerorder.MaxMachineLife && r != nil && r.Digest == s.Digest() && r.State == v1alpha1.OrderRunning
+	_, o := executing(d, key, n, now)
+	return o.Action == ownerorder.ActionReset
 }
 
 // Order gives the machine the order, and returns when the machine says that it has begun.

@@ -56,6 +56,10 @@ func follow(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder
 		case err != nil:
 			return "", err
 		case before == nil:
+			if s, o := executing(d, key, n, time.Now()); s != nil && o.Action == action && maps.Equal(o.Args, args) {
+				signed = *s // it has expired, and the machine has begun in time
+				return s.Note(), nil
+			}
 			if signed, err = newOrder(d, n, action, args, time.Now(), key); err != nil {
 				return "", err
 			}
@@ -140,6 +144,25 @@ func pending(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, 
 	return &s, nil
 }
 
+// executing returns the node's order if it is ours, and the machine says that it executes it: a machine goes on with an order for a day after its expiry.
+// Otherwise it returns nil.
+func executing(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
+	var none ownerorder.MachineOrder
+	on, err := addressee(d, n)
+	if err != nil {
+		return nil, none
+	}
+	s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
+	if err != nil {
+		return nil, none
+	}
+	o, err := s.Genuine(publicOf(key), on)
+	if r := n.Status.Order; err != nil || now.Sub(o.NotAfter) >= ownerorder.MaxMachineLife || r == nil || r.Digest != s.Digest() || r.State != v1alpha1.OrderRunning {
+		return nil, none
+	}
+	return &s, o
+}
+
 func publicOf(key ed25519.PrivateKey) ed25519.PublicKey {
 	return ed25519.PublicKey(key[ed25519.PrivateKeySize-ed25519.PublicKeySize:])
 }
@@ -165,9 +188,13 @@ func newOrder(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Actio
 		return ownerorder.SignedMachineOrder{}, err
 	}
 	now = now.UTC()
-	return ownerorder.MachineOrder{
+	s, err := ownerorder.MachineOrder{
 		Cluster: on.Cluster.String(), Node: on.Node, Machine: on.Machine, Disk: on.Disk, Action: action, Args: args, SignedAt: now, NotAfter: now.Add(OrderLife).Truncate(time.Second),
 	}.Sign(key)
+	if err == nil && len(s.Text) > ownerorder.MaxMachineOrder {
+		err = fmt.Errorf("the order %q to %s has %d bytes, and a machine reads at most %d", action, n.Name, len(s.Text), ownerorder.MaxMachineOrder)
+	}
+	return s, err
 }
 
 func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) error {

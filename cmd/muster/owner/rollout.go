@@ -132,33 +132,64 @@ func MayRestart(ctx context.Context, d *ownerdir.Dir, name string) error {
 }
 
 func rebootOne(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, o clusterapi.DrainOptions, drainFor time.Duration, report func(string)) error {
-	drain, cancel := context.WithTimeout(ctx, drainFor)
-	defer cancel()
-	cordoned, err := Drain(drain, d, name, o, report)
-	if err != nil {
-		return err
-	}
 	boot, err := kube.BootID(ctx, name)
 	if err != nil {
 		return err
 	}
-	ordered, cancel := context.WithTimeout(ctx, OrderTimeout)
-	defer cancel()
-	if _, err := Order(ordered, d, name, ownerorder.ActionReboot, nil, report); err != nil {
-		return err
+	return outage{
+		drain: o, drainFor: drainFor, wait: OrderTimeout, action: ownerorder.ActionReboot, done: "restarted",
+		ready: func(ctx context.Context) error { return kube.AwaitReady(ctx, name, boot) },
+	}.of(ctx, d, kube, name, report)
+}
+
+// outage is an order for which a node is drained, and after which it must be Ready before it takes pods again.
+type outage struct {
+	drain    clusterapi.DrainOptions
+	drainFor time.Duration
+	// undrained leaves the pods on the node; returns says that it is unschedulable by an earlier outage that was interrupted.
+	undrained, returns bool
+
+	action ownerorder.Action // empty: it has been executed already
+	args   map[string]string
+	// wait is how long the machine has for the order, and again until ready returns nil.
+	wait  time.Duration
+	ready func(context.Context) error
+	// done is what the order has done to the node, as in "restarted".
+	done string
+}
+
+// of executes an outage of a node.
+func (u outage) of(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, report func(string)) error {
+	cordoned := u.returns
+	if !u.undrained {
+		u.drain.Returns = true
+		drain, cancel := context.WithTimeout(ctx, u.drainFor)
+		defer cancel()
+		var err error
+		if cordoned, err = Drain(drain, d, name, u.drain, report); err != nil {
+			return err
+		}
 	}
-	report("restarted")
-	waiting, cancel := context.WithTimeout(ctx, OrderTimeout)
+	if u.action != "" {
+		ordered, cancel := context.WithTimeout(ctx, u.wait)
+		defer cancel()
+		r, err := Order(ordered, d, name, u.action, u.args, report)
+		if err != nil {
+			return err
+		}
+		report(strings.TrimSpace(u.done + " " + r.Output))
+	}
+	waiting, cancel := context.WithTimeout(ctx, u.wait)
 	defer cancel()
-	if err := kube.AwaitReady(waiting, name, boot); err != nil {
-		return withRemedy(fmt.Errorf("it has restarted and is not Ready: %w", err), "muster doctor --node "+name+" shows what is wrong. It takes no pods until kubectl uncordon "+name+".")
+	if err := u.ready(waiting); err != nil {
+		return withRemedy(fmt.Errorf("it has %s and is not Ready: %w", u.done, err), "muster doctor --node "+name+" shows what is wrong. It takes no pods until kubectl uncordon "+name+".")
 	}
 	if err := kube.ServicesReady(waiting, func(string) {}); err != nil {
 		return err
 	}
 	if cordoned {
 		if err := kube.Uncordon(ctx, name); err != nil {
-			return withRemedy(err, "It has restarted, and takes no pods until kubectl uncordon "+name+".")
+			return withRemedy(err, "It has "+u.done+", and takes no pods until kubectl uncordon "+name+".")
 		}
 	}
 	report("Ready")

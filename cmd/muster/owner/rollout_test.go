@@ -84,6 +84,49 @@ func TestNodesRestartOneAfterAnother(t *testing.T) {
 	}
 }
 
+// A node that an interrupted command has drained takes pods again when it is repeated; one that somebody else had made unschedulable does not.
+func TestARepeatedRolloutLetsTheNodeTakePodsAgain(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	l := newLifecycle(t)
+	l.services(t)
+	on := l.node(t, "r4", 54, v1alpha1.RoleWorker)
+	reboot := func(states ...v1alpha1.OrderState) error {
+		done, now := make(chan struct{}), time.Now()
+		go func() {
+			defer close(done)
+			obey(ctx, t, "r4", on, l.public, now, states)
+			boots(ctx, t, "r4")
+		}()
+		defer func() { <-done }()
+		return RebootInTurn(ctx, l.Dir, []string{"r4"}, clusterapi.DrainOptions{}, patience, false, func(string, string) {})
+	}
+	boot := func(id string) {
+		n := &corev1.Node{}
+		if err := shared.Client.Get(ctx, types.NamespacedName{Name: "r4"}, n); err != nil {
+			t.Fatal(err)
+		}
+		n.Status.NodeInfo.BootID = id
+		if err := shared.Client.Status().Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := reboot(v1alpha1.OrderFailed); err == nil || !unschedulable(t, "r4") {
+		t.Fatal(err)
+	}
+	boot("first")
+	if err := reboot(v1alpha1.OrderDone); err != nil || unschedulable(t, "r4") {
+		t.Fatalf("%v: it takes no pods", err)
+	}
+	if _, err := Drain(ctx, l.Dir, "r4", clusterapi.DrainOptions{}, func(string) {}); err != nil { // muster drain
+		t.Fatal(err)
+	}
+	boot("second")
+	if err := reboot(v1alpha1.OrderDone); err != nil || !unschedulable(t, "r4") {
+		t.Fatalf("%v: it takes pods, and was drained by its owner", err)
+	}
+}
+
 // services makes Muster's DaemonSets look ready, as their controller reports them.
 func (l *lifecycle) services(t *testing.T) {
 	t.Helper()

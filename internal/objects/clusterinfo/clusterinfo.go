@@ -66,6 +66,47 @@ type Info struct {
 	Images []string
 	// Adopted is true if the cluster is older than Muster.
 	Adopted bool
+	// Next is the release that the cluster is being upgraded to, until all control planes run it: the other fields are those of the
+	// release before, with which machines join. Previous is the release before, from then on until all nodes are upgraded. At most
+	// one of them is set.
+	Next, Previous *Release
+}
+
+// Release is the software of the cluster's nodes at one version of Kubernetes.
+type Release struct {
+	// KubernetesVersion is full and without "v".
+	KubernetesVersion string `json:"kubernetesVersion"`
+	// Components and Images are as in [Info].
+	Components []versions.Component `json:"components"`
+	Images     []string             `json:"images"`
+}
+
+// Current returns the release with which machines join.
+func (i *Info) Current() Release {
+	return Release{KubernetesVersion: i.KubernetesVersion, Components: i.Components, Images: i.Images}
+}
+
+// Other returns the second release that nodes may run while the cluster is upgraded; nil: there is none.
+func (i *Info) Other() *Release {
+	if i.Next != nil {
+		return i.Next
+	}
+	return i.Previous
+}
+
+// check returns an error if the list is not complete.
+func (r *Release) check() error {
+	if r == nil {
+		return nil
+	}
+	if v, err := versions.Resolve(r.KubernetesVersion); err != nil || v != r.KubernetesVersion {
+		return fmt.Errorf("kubernetesVersion %q: want a supported version with three numbers", r.KubernetesVersion)
+	}
+	if len(r.Components) == 0 {
+		return errors.New("components: there is none")
+	}
+	_, err := versions.ParseImages(r.Images)
+	return err
 }
 
 type document struct {
@@ -77,6 +118,8 @@ type document struct {
 	Components           []versions.Component `json:"components"`
 	Images               []string             `json:"images,omitempty"`
 	Adopted              bool                 `json:"adopted,omitempty"`
+	Next                 *Release             `json:"next,omitempty"`
+	Previous             *Release             `json:"previous,omitempty"`
 }
 
 // Parse reads the value of [Key]. Unknown fields are errors, and so are missing ones except apiServerSANs, components and
@@ -111,9 +154,19 @@ func Parse(data []byte) (*Info, error) {
 			return nil, fmt.Errorf("%s: %w", Key, err)
 		}
 	}
+	if d.Next != nil && d.Previous != nil {
+		return nil, fmt.Errorf("%s: next and previous: at most one of them", Key)
+	}
+	if err := d.Next.check(); err != nil {
+		return nil, fmt.Errorf("%s: next: %w", Key, err)
+	}
+	if err := d.Previous.check(); err != nil {
+		return nil, fmt.Errorf("%s: previous: %w", Key, err)
+	}
 	return &Info{
 		ClusterID: id, MeasurementSalt: salt, KubernetesVersion: d.KubernetesVersion,
 		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components, Images: d.Images, Adopted: d.Adopted,
+		Next: d.Next, Previous: d.Previous,
 	}, nil
 }
 
@@ -122,6 +175,7 @@ func (i *Info) Marshal() ([]byte, error) {
 	return json.Marshal(document{
 		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,
 		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components, Images: i.Images, Adopted: i.Adopted,
+		Next: i.Next, Previous: i.Previous,
 	})
 }
 

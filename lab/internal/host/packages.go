@@ -21,7 +21,8 @@ import (
 // put into machines and images.
 var Packages = []string{
 	"runc", "containernetworking-plugins", "nftables", "iproute2", "iptables", "util-linux",
-	"conntrack", "ethtool", "socat", "swtpm", "swtpm-tools",
+	"conntrack", "ethtool", "socat", "netbase", // /etc/protocols, for kube-proxy's image
+	"swtpm", "swtpm-tools",
 	"curl", "openssl", // an intruder's tools, and the manual's
 	"gcc", "libc6-dev", "libssl-dev", // tests: the TPM simulator and the race detector are C
 	"mmdebstrap", "squashfs-tools", "kmod", "sbsigntool", // disk images

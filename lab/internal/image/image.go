@@ -46,15 +46,16 @@ const Name = "muster-lab"
 
 // A Spec describes an image.
 type Spec struct {
-	Lab          string     // this program's executable
-	Bootstrapper string     // executable; empty for an image without Muster
-	Kube         kube.Build // containerd and the Kubernetes programs
-	Preinstalled []string   // of [kube.Programs]: those in the image's /usr/local/bin besides containerd
-	EKRoots      []byte     // PEM: the CAs of TPMs, for image.yaml
-	OwnerKey     string     // base64 Ed25519 public key for image.yaml; may be empty
-	Mirror       string     // host:port of the registry mirror
-	Validity     string     // certificateValidityPeriod of kubeadm's certificates, as "8m"; empty: a year
-	Audit        bool       // API servers log every request, at [AuditLog]
+	Lab          string       // this program's executable
+	Bootstrapper string       // executable; empty for an image without Muster
+	Kube         kube.Build   // containerd and the Kubernetes programs
+	Release      kube.Release // of the clusters: its tags are in the configuration
+	Preinstalled []string     // of Kube: those in the image's /usr/local/bin besides containerd
+	EKRoots      []byte       // PEM: the CAs of TPMs, for image.yaml
+	OwnerKey     string       // base64 Ed25519 public key for image.yaml; may be empty
+	Mirror       string       // host:port of the registry mirror
+	Validity     string       // certificateValidityPeriod of kubeadm's certificates, as "8m"; empty: a year
+	Audit        bool         // API servers log every request, at [AuditLog]
 }
 
 // A Manifest lists an image's measured files.
@@ -134,7 +135,7 @@ func (b *builder) all(s Spec) {
 	for _, p := range []string{"bridge", "host-local", "loopback", "portmap", "ptp"} {
 		b.copy("base", "/usr/lib/cni/"+p, "/opt/cni/bin/"+p, firmware.PCRLoaded)
 	}
-	vars := strings.NewReplacer("@PAUSE@", kube.PauseTag, "@ETCD@", kube.EtcdTag, "@COREDNS@", kube.CoreDNSTag, "@MIRROR@", s.Mirror)
+	vars := strings.NewReplacer("@PAUSE@", s.Release.PauseTag, "@ETCD@", s.Release.EtcdTag, "@COREDNS@", s.Release.CoreDNSTag, "@MIRROR@", s.Mirror)
 	b.write("files/containerd.toml", "/etc/containerd/config.toml", vars)
 	b.write("files/hosts.toml", "/etc/containerd/certs.d/_default/hosts.toml", vars)
 	units, err := files.ReadDir("files/units")

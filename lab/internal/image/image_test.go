@@ -24,8 +24,8 @@ var roots = pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("ro
 // spec is an image of small files; /bin/true stands where programs are wanted that run.
 func spec(t *testing.T) Spec {
 	t.Helper()
-	b := kube.Build{Dir: t.TempDir(), Sums: map[string]string{}}
-	for _, p := range kube.Programs {
+	b := kube.Build{Release: kube.Current, Dir: t.TempDir(), Sums: map[string]string{}}
+	for _, p := range kube.Current.Programs {
 		if err := os.WriteFile(b.Path(p), []byte(p), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -35,7 +35,7 @@ func spec(t *testing.T) Spec {
 		}
 		b.Sums[p] = sum
 	}
-	return Spec{Lab: "/bin/true", Bootstrapper: "/bin/true", Kube: b, Preinstalled: []string{"kubelet"}, EKRoots: roots, Mirror: "192.168.77.1:5000"}
+	return Spec{Lab: "/bin/true", Bootstrapper: "/bin/true", Kube: b, Release: kube.Current, Preinstalled: []string{"kubelet"}, EKRoots: roots, Mirror: "192.168.77.1:5000"}
 }
 
 func build(t *testing.T, s Spec) (Image, Manifest) {

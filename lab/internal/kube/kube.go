@@ -1,9 +1,9 @@
-// Package kube builds the Kubernetes programs that the lab runs, from the Go modules that tools/kube pins, once for
-// each content of that pin.
+// Package kube builds the Kubernetes programs that the lab runs, from the Go modules that tools/kube (and, of the
+// release that a test upgrades from, tools/kube-previous) pins, once for each content of that pin.
 //
 // A build is named by its inputs (go.mod, go.sum, the Go version, the linker flags), so a call with a warm cache only
 // hashes 700 MB, in two seconds, and two checkouts share a cache without ever sharing a wrong binary. The cache is
-// not trusted: tools/kube/sha256sums.json has the hash of each program, which is checked at each call.
+// not trusted: the module's sha256sums.json has the hash of each program, which is checked at each call.
 package kube
 
 import (
@@ -20,6 +20,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -34,11 +35,32 @@ const (
 	PauseTag          = "3.10.2"
 )
 
-// Programs are the names of the files in a build.
-var Programs = []string{
-	"containerd", "containerd-shim-runc-v2", "coredns", "ctr", "etcd", "kube-apiserver",
-	"kube-controller-manager", "kube-proxy", "kube-scheduler", "kubeadm", "kubectl", "kubelet",
+// A Release is a release of Kubernetes that the lab builds.
+type Release struct {
+	Module   string   // the folder below tools that pins it
+	Version  string   // of Kubernetes, as v1.36.1
+	Programs []string // the names of the files in a build
+	// Tags of images in the lab's registry.
+	EtcdTag, CoreDNSTag, PauseTag string
 }
+
+// Current is the release of the lab's clusters, with everything else that machines run.
+var Current = Release{
+	Module: "kube", Version: Version, EtcdTag: EtcdTag, CoreDNSTag: CoreDNSTag, PauseTag: PauseTag,
+	Programs: []string{
+		"containerd", "containerd-shim-runc-v2", "coredns", "ctr", "etcd", "kube-apiserver",
+		"kube-controller-manager", "kube-proxy", "kube-scheduler", "kubeadm", "kubectl", "kubelet",
+	},
+}
+
+// Previous is a release that clusters are upgraded from. Its pin has only Kubernetes' programs: its etcd and CoreDNS
+// are those of [Current], in images of their own with older tags, so that an upgrade exchanges them too.
+var Previous = Release{
+	Module: "kube-previous", Version: "v1.35.4", EtcdTag: "3.6.15-0", CoreDNSTag: "v1.14.6", PauseTag: "3.10.1",
+	Programs: []string{"kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubeadm", "kubectl", "kubelet"},
+}
+
+func (r Release) module(source string) string { return filepath.Join(source, "tools", r.Module) }
 
 const sumsFile = "sha256sums.json"
 
@@ -52,9 +74,10 @@ type Pin struct {
 
 // A Build is a directory of programs.
 type Build struct {
-	Dir  string            // holds a file for each of [Programs]
-	ID   string            // 32 hex digits over all inputs
-	Sums map[string]string // program → SHA-256, lower-case hex
+	Release Release
+	Dir     string            // holds a file for each of the release's programs
+	ID      string            // 32 hex digits over all inputs
+	Sums    map[string]string // program → SHA-256, lower-case hex
 
 	pinned bool // Sums are those of the pin
 }
@@ -71,12 +94,13 @@ func CacheDir() (string, error) {
 	return filepath.Join(d, "muster"), nil
 }
 
-func ldflags() string {
+func (r Release) ldflags() string {
+	minor := strings.Split(r.Version, ".")[1]
 	const v, c = "k8s.io/component-base/version", "github.com/containerd/containerd/v2/version"
 	return strings.Join([]string{
 		"-s", "-w",
-		"-X " + v + ".gitVersion=" + Version,
-		"-X " + v + ".gitMajor=1", "-X " + v + ".gitMinor=36", "-X " + v + ".gitTreeState=archive",
+		"-X " + v + ".gitVersion=" + r.Version,
+		"-X " + v + ".gitMajor=1", "-X " + v + ".gitMinor=" + minor, "-X " + v + ".gitTreeState=archive",
 		"-X " + v + ".gitCommit=0000000000000000000000000000000000000000",
 		"-X " + v + ".buildDate=1970-01-01T00:00:00Z", // two builds of one pin are the same bytes
 		"-X " + c + ".Version=" + ContainerdVersion,
@@ -84,14 +108,13 @@ func ldflags() string {
 	}, " ")
 }
 
-// Binaries returns the build of the module in source/tools/kube, making it first if the
+// Binaries returns the build of the release by the checkout source, making it first if the
 // cache has none (13 minutes cold on two cores, seconds with a warm Go build cache).
 // Progress goes to log.
-func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
-	module := filepath.Join(source, "tools", "kube")
-	b, err := expected(module, cache)
+func (r Release) Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
+	b, err := r.expected(source, cache)
 	if err != nil {
-		return Build{}, fmt.Errorf("tools/kube: %w; run from a checkout or name it with --source", err)
+		return Build{}, fmt.Errorf("tools/%s: %w; run from a checkout or name it with --source", r.Module, err)
 	}
 	if b.load() == nil {
 		return b, Used(b.Dir)
@@ -110,7 +133,7 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 			return Build{}, err
 		}
 	}
-	if _, err := b.make(ctx, module, compile, log); err != nil {
+	if _, err := b.make(ctx, r.module(source), r.compile, log); err != nil {
 		return Build{}, err
 	}
 	return b, errors.Join(b.load(), Prune(filepath.Dir(b.Dir)))
@@ -119,13 +142,12 @@ func Binaries(ctx context.Context, source, cache string, log io.Writer) (Build, 
 // Rebuild returns a build that was made now, whatever the cache has or another process puts there meanwhile: programs
 // to be pinned come from the module's sources, which Go compares with go.sum (S1). Its Sums are those of the
 // compiler's output, and not of the files in Dir.
-func Rebuild(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
-	return rebuild(ctx, source, cache, compile, log)
+func (r Release) Rebuild(ctx context.Context, source, cache string, log io.Writer) (Build, error) {
+	return r.rebuild(ctx, source, cache, r.compile, log)
 }
 
-func rebuild(ctx context.Context, source, cache string, with compiler, log io.Writer) (Build, error) {
-	module := filepath.Join(source, "tools", "kube")
-	b, err := expected(module, cache)
+func (r Release) rebuild(ctx context.Context, source, cache string, with compiler, log io.Writer) (Build, error) {
+	b, err := r.expected(source, cache)
 	if err != nil {
 		return Build{}, err
 	}
@@ -134,7 +156,7 @@ func rebuild(ctx context.Context, source, cache string, with compiler, log io.Wr
 		return Build{}, err
 	}
 	defer unlock()
-	sums, err := b.make(ctx, module, with, log)
+	sums, err := b.make(ctx, r.module(source), with, log)
 	if err != nil {
 		return Build{}, err
 	}
@@ -146,14 +168,15 @@ func rebuild(ctx context.Context, source, cache string, with compiler, log io.Wr
 // Pinned reports whether the programs are those that sha256sums.json names.
 func (b Build) Pinned() bool { return b.pinned }
 
-// expected returns the build of a module, with the sums that the pin has for it. Another compiler results in other
+// expected returns the build of the release, with the sums that the pin has for it. Another compiler results in other
 // programs: then they are only compared with the list in the cache, which detects damage, but no attack.
-func expected(module, cache string) (Build, error) {
-	id, err := identify(module, runtime.Version())
+func (r Release) expected(source, cache string) (Build, error) {
+	module := r.module(source)
+	id, err := r.identify(module, runtime.Version())
 	if err != nil {
 		return Build{}, err
 	}
-	b := Build{Dir: filepath.Join(cache, "kube", id), ID: id}
+	b := Build{Release: r, Dir: filepath.Join(cache, "kube", id), ID: id}
 	p, err := readPin(module)
 	if p.ID == id {
 		b.Sums, b.pinned = p.Sums, true
@@ -172,7 +195,7 @@ func readPin(module string) (p Pin, err error) {
 	return p, nil
 }
 
-func identify(module, goVersion string) (string, error) {
+func (r Release) identify(module, goVersion string) (string, error) {
 	h := sha256.New()
 	for _, f := range []string{"go.mod", "go.sum"} {
 		b, err := os.ReadFile(filepath.Join(module, f))
@@ -181,7 +204,7 @@ func identify(module, goVersion string) (string, error) {
 		}
 		fmt.Fprintf(h, "%d\n%s", len(b), b)
 	}
-	fmt.Fprintf(h, "%s %s/%s\n%s\n", goVersion, runtime.GOOS, runtime.GOARCH, ldflags())
+	fmt.Fprintf(h, "%s %s/%s\n%s\n", goVersion, runtime.GOOS, runtime.GOARCH, r.ldflags())
 	return hex.EncodeToString(h.Sum(nil)[:16]), nil
 }
 
@@ -194,12 +217,12 @@ func (b Build) make(ctx context.Context, module string, with compiler, log io.Wr
 		return nil, err
 	}
 	defer os.RemoveAll(private)
-	fmt.Fprintf(log, "building Kubernetes %s (up to a quarter of an hour the first time)\n", Version)
+	fmt.Fprintf(log, "building Kubernetes %s (up to a quarter of an hour the first time)\n", b.Release.Version)
 	if err := with(ctx, module, private); err != nil {
 		return nil, err
 	}
 	sums := map[string]string{}
-	for _, p := range Programs {
+	for _, p := range b.Release.Programs {
 		if sums[p], err = Sum(filepath.Join(private, p)); err != nil { // S1
 			return nil, err
 		}
@@ -219,7 +242,7 @@ func (b Build) fill(from string, sums map[string]string) error {
 		return err
 	}
 	defer os.RemoveAll(fresh) // finds nothing after the rename
-	for _, p := range Programs {
+	for _, p := range b.Release.Programs {
 		if err := copyProgram(filepath.Join(from, p), filepath.Join(fresh, p)); err != nil {
 			return err
 		}
@@ -251,15 +274,18 @@ func copyProgram(from, to string) error {
 	return errors.Join(err, out.Close())
 }
 
-// compiler builds the [Programs] of a module into a folder.
+// compiler builds the programs of a module into a folder.
 type compiler func(ctx context.Context, module, into string) error
 
-func compile(ctx context.Context, module, into string) error {
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags(), "-o", into+"/", "tool")
+func (r Release) compile(ctx context.Context, module, into string) error {
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", r.ldflags(), "-o", into+"/", "tool")
 	cmd.Dir = module
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=-mod=readonly", "GOAMD64=v1", "GOEXPERIMENT=", "GOFIPS140=off")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("build Kubernetes in %s: %w\n%s", module, err, out)
+	}
+	if !slices.Contains(r.Programs, "etcd") {
+		return nil
 	}
 	// etcd's main package is named after its folder, "server".
 	return os.Rename(filepath.Join(into, "server"), filepath.Join(into, "etcd"))
@@ -277,7 +303,7 @@ func (b *Build) load() error {
 			return err
 		}
 	}
-	for _, p := range Programs {
+	for _, p := range b.Release.Programs {
 		got, err := Sum(b.Path(p))
 		if err != nil {
 			return fmt.Errorf("incomplete: %w", err)
@@ -289,7 +315,7 @@ func (b *Build) load() error {
 	return nil
 }
 
-// Path returns the path of one of [Programs].
+// Path returns the path of one of the release's programs.
 func (b Build) Path(program string) string { return filepath.Join(b.Dir, program) }
 
 // Sum returns the SHA-256 of a file as lower-case hex.

@@ -19,6 +19,27 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+func TestThePreviousReleaseIsTheOneThatToolsKubePreviousPins(t *testing.T) {
+	b, err := os.ReadFile(filepath.Join("..", "..", "..", "tools", Previous.Module, "go.mod"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	staged := strings.Replace(Previous.Version, "v1.", "v0.", 1)
+	for _, want := range []string{"k8s.io/kubernetes " + Previous.Version, "k8s.io/api => k8s.io/api " + staged, "k8s.io/kubelet => k8s.io/kubelet " + staged} {
+		if !strings.Contains(string(b), want) {
+			t.Errorf("tools/%s/go.mod doesn't have %s", Previous.Module, want)
+		}
+	}
+	// An upgrade that leaves something as it was would not be seen.
+	if Previous.EtcdTag >= Current.EtcdTag || Previous.CoreDNSTag == Current.CoreDNSTag || Previous.PauseTag == Current.PauseTag {
+		t.Errorf("%+v and %+v have tags in common, or the older etcd is not older", Previous, Current)
+	}
+	// kubeadm upgrades by one minor version.
+	if old, now := strings.Split(Previous.Version, "."), strings.Split(Current.Version, "."); old[0] != now[0] || len(old[1]) != len(now[1]) || old[1] >= now[1] {
+		t.Errorf("%s is not before %s", Previous.Version, Current.Version)
+	}
+}
+
 func TestTheVersionsAreThoseThatToolsKubePins(t *testing.T) {
 	b, err := os.ReadFile(filepath.Join("..", "..", "..", "tools", "kube", "go.mod"))
 	if err != nil {
@@ -50,7 +71,7 @@ func TestABuildIsNamedByWhatGoesIntoIt(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		id, err := identify(dir, "go1.0")
+		id, err := Current.identify(dir, "go1.0")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -71,7 +92,7 @@ func TestABuildIsNamedByWhatGoesIntoIt(t *testing.T) {
 func fill(t *testing.T, b *Build) {
 	t.Helper()
 	b.Sums = map[string]string{}
-	for _, p := range Programs {
+	for _, p := range Current.Programs {
 		if err := os.WriteFile(b.Path(p), []byte(p), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -92,7 +113,7 @@ func writeList(t *testing.T, dir string, list any) {
 }
 
 func TestAnIncompleteBuildIsNotUsed(t *testing.T) {
-	b := Build{Dir: t.TempDir()}
+	b := Build{Release: Current, Dir: t.TempDir()}
 	if b.load() == nil {
 		t.Error("an empty folder passes for a build")
 	}
@@ -109,7 +130,7 @@ func TestAnIncompleteBuildIsNotUsed(t *testing.T) {
 }
 
 func TestAChangedProgramOfTheCacheIsNotUsed(t *testing.T) {
-	b := Build{Dir: t.TempDir(), pinned: true}
+	b := Build{Release: Current, Dir: t.TempDir(), pinned: true}
 	fill(t, &b)
 	if err := b.load(); err != nil {
 		t.Fatal(err)
@@ -124,7 +145,7 @@ func TestAChangedProgramOfTheCacheIsNotUsed(t *testing.T) {
 	if err := b.load(); err == nil || !strings.Contains(err.Error(), "kubelet") {
 		t.Errorf("a changed kubelet is used: %v", err)
 	}
-	other := Build{Dir: b.Dir} // no pin: of another Go release
+	other := Build{Release: Current, Dir: b.Dir} // no pin: of another Go release
 	if err := other.load(); err != nil {
 		t.Errorf("what the cache's own list says: %v", err)
 	}
@@ -134,24 +155,26 @@ func TestAChangedProgramOfTheCacheIsNotUsed(t *testing.T) {
 	}
 }
 
-func TestThePinIsThatOfToolsKube(t *testing.T) {
-	module := filepath.Join("..", "..", "..", "tools", "kube")
-	p, err := readPin(module)
-	if err != nil {
-		t.Fatal(err)
-	}
-	id, err := identify(module, p.Go)
-	if err != nil || id != p.ID {
-		t.Errorf("tools/kube/%s is of another go.mod, go.sum or flags (%v): write it with `go run ./lab kube-binaries --pin`", sumsFile, err)
-	}
-	for _, name := range Programs {
-		if len(p.Sums[name]) != 64 {
-			t.Errorf("%s: %q is no SHA-256", name, p.Sums[name])
+func TestEachPinIsThatOfItsModule(t *testing.T) {
+	source := filepath.Join("..", "..", "..")
+	for _, r := range []Release{Current, Previous} {
+		p, err := readPin(r.module(source))
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	b, err := expected(module, t.TempDir())
-	if err != nil || b.pinned != (p.Go == runtime.Version()) {
-		t.Errorf("the pin of %s is not used by %s: %v", p.Go, runtime.Version(), err)
+		id, err := r.identify(r.module(source), p.Go)
+		if err != nil || id != p.ID {
+			t.Errorf("tools/%s/%s is of another go.mod, go.sum or flags (%v): write it with `go run ./lab kube-binaries --pin`, with --previous for the previous release", r.Module, sumsFile, err)
+		}
+		for _, name := range r.Programs {
+			if len(p.Sums[name]) != 64 {
+				t.Errorf("%s %s: %q is no SHA-256", r.Version, name, p.Sums[name])
+			}
+		}
+		b, err := r.expected(source, t.TempDir())
+		if err != nil || b.pinned != (p.Go == runtime.Version()) {
+			t.Errorf("the pin of %s is not used by %s: %v", p.Go, runtime.Version(), err)
+		}
 	}
 }
 
@@ -172,8 +195,8 @@ func unbuildable(t *testing.T) (source, cache, module string) {
 
 // S1: the pin does not come from a cache.
 func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
-	source, cache, module := unbuildable(t)
-	b, err := expected(module, cache)
+	source, cache, _ := unbuildable(t)
+	b, err := Current.expected(source, cache)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -181,7 +204,7 @@ func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
 	if err := os.MkdirAll(b.Dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range Programs {
+	for _, name := range Current.Programs {
 		if err := os.WriteFile(b.Path(name), []byte("evil"), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -190,10 +213,10 @@ func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
 		}
 	}
 	writeList(t, b.Dir, b.Sums)
-	if got, err := Binaries(t.Context(), source, cache, io.Discard); err != nil || got.Pinned() {
+	if got, err := Current.Binaries(t.Context(), source, cache, io.Discard); err != nil || got.Pinned() {
 		t.Fatalf("%v, pinned %t: want what the cache has", err, got.Pinned())
 	}
-	if got, err := Rebuild(t.Context(), source, cache, io.Discard); err == nil {
+	if got, err := Current.Rebuild(t.Context(), source, cache, io.Discard); err == nil {
 		t.Errorf("the cache's programs would be pinned: %v", got.Sums)
 	}
 }
@@ -202,7 +225,7 @@ func TestWhatIsPinnedIsBuiltAnew(t *testing.T) {
 // programs pinned.
 func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 	source, cache, module := unbuildable(t)
-	b, err := expected(module, cache)
+	b, err := Current.expected(source, cache)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -214,11 +237,11 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, dir := range append(there, b.Dir) {
-			e := Build{Dir: dir, Sums: map[string]string{}}
+			e := Build{Release: Current, Dir: dir, Sums: map[string]string{}}
 			if err := os.MkdirAll(dir, 0o755); err != nil {
 				t.Fatal(err)
 			}
-			for _, name := range Programs {
+			for _, name := range Current.Programs {
 				if err := os.WriteFile(e.Path(name), []byte("evil"), 0o600); err != nil {
 					t.Fatal(err)
 				}
@@ -237,7 +260,7 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 		if from != module || info.Mode().Perm() != 0o700 || strings.HasPrefix(into, cache) {
 			t.Errorf("%s is built in %s (%s): want a private folder outside of the cache", from, into, info.Mode())
 		}
-		for _, name := range Programs {
+		for _, name := range Current.Programs {
 			if err := os.WriteFile(filepath.Join(into, name), []byte(name), 0o755); err != nil {
 				return err
 			}
@@ -251,11 +274,11 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 			evil()
 		}
 	})
-	got, err := rebuild(t.Context(), source, cache, with, log)
+	got, err := Current.rebuild(t.Context(), source, cache, with, log)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range Programs {
+	for _, name := range Current.Programs {
 		if want := fmt.Sprintf("%x", sha256.Sum256([]byte(name))); got.Sums[name] != want || got.Pin().Sums[name] != want {
 			t.Errorf("%s would be pinned with %s, and the compiler wrote %s", name, got.Sums[name], want)
 		}
@@ -267,7 +290,7 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 		t.Errorf("left in the cache: %q, %v", left, err)
 	}
 	// The copy is good if it is not replaced later, and compared when it is used.
-	if again, err := rebuild(t.Context(), source, cache, with, io.Discard); err != nil || !maps.Equal(again.Sums, got.Sums) {
+	if again, err := Current.rebuild(t.Context(), source, cache, with, io.Discard); err != nil || !maps.Equal(again.Sums, got.Sums) {
 		t.Fatalf("%+v, %v", again, err)
 	}
 	j, err := json.Marshal(got.Pin())
@@ -277,18 +300,18 @@ func TestWhatIsPutIntoTheCacheDuringABuildIsNotPinned(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(module, sumsFile), j, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if used, err := Binaries(t.Context(), source, cache, io.Discard); err != nil || !used.Pinned() || used.Dir != got.Dir {
+	if used, err := Current.Binaries(t.Context(), source, cache, io.Discard); err != nil || !used.Pinned() || used.Dir != got.Dir {
 		t.Errorf("%+v, %v", used, err)
 	}
 	evil()
-	if used, err := Binaries(t.Context(), source, cache, io.Discard); err == nil {
+	if used, err := Current.Binaries(t.Context(), source, cache, io.Discard); err == nil {
 		t.Errorf("%+v is used", used)
 	}
 	// A pin with another entry for the same build is not trusted, either.
 	if err := os.WriteFile(filepath.Join(module, sumsFile), fmt.Appendf(nil, `{"id": %q, "sums": {"kubelet": "ee"}}`, b.ID), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if again, err := rebuild(t.Context(), source, cache, with, io.Discard); err != nil || again.Pinned() || !maps.Equal(again.Sums, got.Sums) {
+	if again, err := Current.rebuild(t.Context(), source, cache, with, io.Discard); err != nil || again.Pinned() || !maps.Equal(again.Sums, got.Sums) {
 		t.Errorf("%+v, %v", again, err)
 	}
 }

@@ -153,6 +153,42 @@ func TestANotifyingServiceIsActiveWhenItSaysSo(t *testing.T) {
 	}
 }
 
+func TestAStartOfAOneshotServiceWaitsForItsEndAndSaysHowItEnded(t *testing.T) {
+	dir := t.TempDir()
+	s := supervised(t, map[string]string{
+		"good": "[Service]\nType=oneshot\nExecStart=/bin/mkdir " + dir + "/made\n",
+		"bad":  "[Service]\nType=oneshot\nExecStart=/bin/false\n",
+		"long": "[Service]\nType=oneshot\nExecStart=/bin/sleep 1000\n",
+	})
+	if a := s.ask(t, "start", "good"); a.Code != 0 {
+		t.Fatalf("start: %+v", a)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "made")); err != nil {
+		t.Errorf("start came back before the end: %v", err)
+	}
+	if a := s.ask(t, "start", "good"); a.Code != codeFailed || !strings.Contains(a.Err, "exit code 1") { // the folder is there: it runs again
+		t.Errorf("start again: %+v", a)
+	}
+	if a := s.ask(t, "start", "bad"); a.Code != codeFailed || !strings.Contains(a.Err, "exit code 1") {
+		t.Errorf("start of one that fails: %+v", a)
+	}
+	if a := s.ask(t, "is-failed", "bad"); a.Code != 0 {
+		t.Errorf("is-failed: %+v", a)
+	}
+	started := make(chan answer, 1)
+	go func() { started <- s.systemctl(t.Context(), []string{"start", "long"}) }()
+	becomes(t, s, "long", "activating", func(svc *service) bool { return svc.pid != 0 })
+	if a := s.ask(t, "is-active", "long"); a.Out != "activating\n" || a.Code != codeNotActive {
+		t.Errorf("is-active: %+v", a)
+	}
+	if a := s.ask(t, "stop", "long"); a.Code != 0 {
+		t.Errorf("stop: %+v", a)
+	}
+	if a := <-started; a.Code != codeFailed || !strings.Contains(a.Err, "signal terminated") {
+		t.Errorf("start of one that is stopped: %+v", a)
+	}
+}
+
 func TestAUnitWhoseConditionFailsIsNotStartedAndNoError(t *testing.T) {
 	s := supervised(t, map[string]string{"needs": "[Unit]\nConditionPathExists=/nonexistent\n[Service]\nExecStart=/bin/sleep 1000\n"})
 	if a := s.ask(t, "start", "needs"); a.Code != 0 {
@@ -183,6 +219,7 @@ func TestASettingThatTheLabDoesNotKnowIsAnError(t *testing.T) {
 		"[Service]\nExecStart=/bin/true\nProtectSystem=strict\n",
 		"[Service]\nExecStart=/bin/true\nType=forking\n",
 		"[Service]\nExecStart=/bin/true\nRestart=sometimes\n",
+		"[Service]\nExecStart=/bin/true\nType=oneshot\nRestart=on-failure\n",
 		"[Service]\nExecStart=/bin/true\nRestartSec=soon\n",
 		"[Service]\nExecStart=/bin/true\nnonsense\n",
 		"[Service]\nRestart=no\n",

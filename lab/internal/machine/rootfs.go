@@ -19,6 +19,9 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/lan"
 )
 
+// programs is where components are installed. On a real machine it lies on a disk and outlives a reboot.
+const programs = "usr/local/bin"
+
 // disks are the folders of a machine that lie on the host's disk. containerd's snapshots
 // can't lie on an overlay, and the others must survive a reboot.
 var disks = map[string]string{ // name below disk/ → path in the machine
@@ -112,6 +115,7 @@ func makeRoot(s Spec) error {
 	r.usrMerge()
 	r.overlay("usr", s.Layers, true)
 	r.overlay("opt", s.Layers, false)
+	r.keepPrograms(s)
 	r.etc(s)
 	for name, at := range disks {
 		from := filepath.Join(s.Dir, "disk", name)
@@ -175,6 +179,27 @@ func (r *rootfs) overlay(name string, layers []string, overHost bool) {
 	r.mkdir(up, work)
 	r.mount("overlay", name, "overlay", 0,
 		"lowerdir="+strings.Join(lower, ":")+",upperdir="+r.path(up)+",workdir="+r.path(work))
+}
+
+// keepPrograms mounts the folder of [programs] again, with a writable layer on the machine's disk. Its lower layers are those
+// of /usr, since the overlay there can't be the layer of another one on each kernel.
+func (r *rootfs) keepPrograms(s Spec) {
+	var lower []string
+	for _, l := range append(slices.Clone(s.Layers), "/") {
+		if d := filepath.Join(l, programs); isDir(d) {
+			lower = append(lower, d)
+		}
+	}
+	if len(lower) == 0 {
+		return
+	}
+	r.mkdir(programs)
+	disk := filepath.Join(s.Dir, "disk", "programs")
+	up, work := filepath.Join(disk, "up"), filepath.Join(disk, "work")
+	for _, d := range []string{up, work} {
+		r.do("make disk", func() error { return os.MkdirAll(d, 0o755) })
+	}
+	r.mount("overlay", programs, "overlay", 0, "lowerdir="+strings.Join(lower, ":")+",upperdir="+up+",workdir="+work)
 }
 
 func isDir(p string) bool {

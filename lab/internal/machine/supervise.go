@@ -43,6 +43,7 @@ type service struct {
 	pid    int    // 0: no process
 	wanted bool   // by start; a service that ends by itself is restarted only while wanted
 	result string // how the last process ended
+	good   bool   // it ended with exit code 0
 	notify *net.UnixConn
 }
 
@@ -145,6 +146,17 @@ func (s *supervisor) start(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
+	if u.OneShot { // as of systemd, its start takes as long as its process
+		if err := s.wait(ctx, func() bool { return svc.pid == 0 }); err != nil {
+			return fmt.Errorf("%s.service has not ended: %w", name, err)
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if !svc.good {
+			return fmt.Errorf("%s.service failed: %s", name, svc.result)
+		}
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
 	if err := s.wait(ctx, func() bool { return svc.state != "activating" }); err != nil {
@@ -202,7 +214,7 @@ func (s *supervisor) spawn(name string) error {
 	svc.pid = pid
 	s.pids[pid] = name
 	s.log.Info("started", "unit", name, "pid", pid)
-	if u.Notify {
+	if u.Notify || u.OneShot {
 		s.set(svc, "activating")
 	} else {
 		s.set(svc, "active")
@@ -333,6 +345,7 @@ func (s *supervisor) ended(name string, status syscall.WaitStatus, used *syscall
 	cpu := time.Duration(used.Utime.Nano() + used.Stime.Nano())
 	s.log.Info("ended", "unit", name, "result", svc.result, "cpu_seconds", cpu.Seconds(), "max_rss_kib", used.Maxrss) // with its children's
 	good := status.Exited() && status.ExitStatus() == 0
+	svc.good = good
 	if svc.wanted && (u.Restart == "always" || u.Restart == "on-failure" && !good) {
 		s.set(svc, "activating")
 		time.AfterFunc(u.RestartWait, func() {

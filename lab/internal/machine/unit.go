@@ -26,6 +26,7 @@ type Unit struct {
 	EnvFiles    []string // a leading - means: may be missing
 	Conditions  []string // paths that must exist
 	Notify      bool     // Type=notify
+	OneShot     bool     // Type=oneshot: a start waits for its end, without a limit
 	Restart     string   // no, always or on-failure
 	RestartWait time.Duration
 	WantedBy    []string
@@ -54,6 +55,9 @@ func parseUnit(name, text string) (Unit, error) {
 	if len(u.Exec) == 0 {
 		return u, fmt.Errorf("%s.service has no ExecStart", name)
 	}
+	if u.OneShot && u.Restart != "no" {
+		return u, fmt.Errorf("%s.service: the lab does not start a unit with Type=oneshot again by itself", name)
+	}
 	return u, nil
 }
 
@@ -68,10 +72,10 @@ func (u *Unit) set(section, key, value string) error {
 	case "[Unit]ConditionPathExists":
 		u.Conditions = append(u.Conditions, value)
 	case "[Service]Type":
-		if value != "simple" && value != "notify" {
-			return errors.New("want Type simple or notify")
+		if !slices.Contains([]string{"simple", "notify", "oneshot"}, value) {
+			return errors.New("want Type simple, notify or oneshot")
 		}
-		u.Notify = value == "notify"
+		u.Notify, u.OneShot = value == "notify", value == "oneshot"
 	case "[Service]ExecStart":
 		u.Exec = strings.Fields(value)
 	case "[Service]Environment":

@@ -50,25 +50,29 @@ type Image struct {
 	Ref        string
 	Entrypoint []string
 	Files      map[string]string
+	Version    string            // the label org.opencontainers.image.version: without it, two releases that share a program would share the image
 	Sums       map[string]string // SHA-256 (hex) of files whose hash is known already, by path here
 }
 
-// Images lists what a cluster of the lab pulls.
-func Images(b kube.Build, tools string) ([]Image, error) {
+// Images lists what a cluster of a release pulls. Etcd and CoreDNS are programs of the current release.
+func Images(b, current kube.Build, tools string) ([]Image, error) {
 	const r = "registry.k8s.io/"
+	tags := b.Release
 	images := []Image{
-		{Ref: r + "pause:" + kube.PauseTag, Entrypoint: []string{"/pause"}, Files: map[string]string{"/pause": filepath.Join(tools, "pause")}},
-		{Ref: r + "etcd:" + kube.EtcdTag, Files: map[string]string{"/usr/local/bin/etcd": b.Path("etcd"), "/usr/local/bin/etcdctl": filepath.Join(tools, "etcdctl")}},
-		{Ref: r + "coredns/coredns:" + kube.CoreDNSTag, Entrypoint: []string{"/coredns"}, Files: map[string]string{"/coredns": b.Path("coredns")}},
+		{Ref: r + "pause:" + tags.PauseTag, Version: tags.PauseTag, Entrypoint: []string{"/pause"}, Files: map[string]string{"/pause": filepath.Join(tools, "pause")}},
+		{Ref: r + "etcd:" + tags.EtcdTag, Version: tags.EtcdTag, Files: map[string]string{"/usr/local/bin/etcd": current.Path("etcd"), "/usr/local/bin/etcdctl": filepath.Join(tools, "etcdctl")}},
+		{Ref: r + "coredns/coredns:" + tags.CoreDNSTag, Version: tags.CoreDNSTag, Entrypoint: []string{"/coredns"}, Files: map[string]string{"/coredns": current.Path("coredns")}},
 		{Ref: PodnetRef, Entrypoint: []string{"/podnet"}, Files: map[string]string{"/podnet": filepath.Join(tools, "podnet")}},
 		{Ref: EchoRef, Entrypoint: []string{"/echo"}, Files: map[string]string{"/echo": filepath.Join(tools, "echo")}},
 	}
 	for _, p := range []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy"} {
-		images = append(images, Image{Ref: r + p + ":" + kube.Version, Files: map[string]string{"/usr/local/bin/" + p: b.Path(p)}})
+		images = append(images, Image{Ref: r + p + ":" + tags.Version, Version: tags.Version, Files: map[string]string{"/usr/local/bin/" + p: b.Path(p)}})
 	}
 	known := map[string]string{} // 700 MB need not be hashed again for the cache's key
-	for p, sum := range b.Sums {
-		known[b.Path(p)] = sum
+	for _, build := range []kube.Build{b, current} {
+		for p, sum := range build.Sums {
+			known[build.Path(p)] = sum
+		}
 	}
 	for i := range images {
 		images[i].Sums = known
@@ -80,7 +84,9 @@ func Images(b kube.Build, tools string) ([]Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, f := range append(libs, nft) {
+	// nft lists the protocols of rules by the names in /etc/protocols. By number, a kube-proxy that has started again would
+	// remove its own rules as foreign ones.
+	for _, f := range append(libs, nft, "/etc/protocols") {
 		proxy[f] = f
 	}
 	return images, nil
@@ -150,7 +156,7 @@ func identify(images []Image) (string, error) {
 	h := sha256.New()
 	fmt.Fprintf(h, "names in %s\n", RefAnnotation) // a layout that is written in another way has another name
 	for _, im := range images {
-		fmt.Fprintf(h, "image %q %q\n", im.Ref, im.Entrypoint)
+		fmt.Fprintf(h, "image %q %q %q\n", im.Ref, im.Version, im.Entrypoint)
 		for _, dst := range sorted(im.Files) {
 			sum := im.Sums[im.Files[dst]]
 			if sum == "" {
@@ -182,6 +188,9 @@ func (im Image) build() (v1.Image, error) {
 	cf = cf.DeepCopy()
 	cf.OS, cf.Architecture = "linux", "amd64"
 	cf.Config.Entrypoint = im.Entrypoint
+	if im.Version != "" {
+		cf.Config.Labels = map[string]string{"org.opencontainers.image.version": im.Version}
+	}
 	cf.Config.Env = []string{"PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/"}
 	return mutate.ConfigFile(img, cf)
 }

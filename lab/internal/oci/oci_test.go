@@ -51,6 +51,11 @@ func TestALayoutOfTheSameFilesIsTheSame(t *testing.T) {
 	if digest(cache, images) == a {
 		t.Error("another program gave the cached image")
 	}
+	images[0].Files = map[string]string{"/pause": program(t, "one")}
+	images[0].Version = "3.10.1"
+	if digest(cache, images) == a {
+		t.Error("another release of the same program gave the same image")
+	}
 }
 
 func TestPushedImagesAreFoundByPathAndTagWhateverRegistryTheyName(t *testing.T) {

@@ -56,6 +56,7 @@ type Installer struct {
 	client *http.Client
 	limits Limits
 	log    *slog.Logger
+	staged string // the folder of [Installer.Stage]; empty: there is none
 
 	leastTime time.Duration // the constant, or less in tests
 }
@@ -186,6 +187,9 @@ func (in *Installer) fetch(ctx context.Context, root *os.Root, c Component) (str
 
 // try makes one attempt. An [attest.Refusal] is final; other errors may be temporary.
 func (in *Installer) try(ctx context.Context, root *os.Root, c Component) (name string, err error) {
+	if name, err := in.fromStage(root, c); err == nil {
+		return name, nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, in.limits.Try)
 	defer cancel()
 	ctx, giveUp := context.WithCancelCause(ctx)

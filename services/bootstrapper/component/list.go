@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"slices"
 
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -39,12 +40,19 @@ func (f ListFile) Load() (*versions.List, error) {
 	return &list, nil
 }
 
+// Same reports whether two lists name the same software.
+func Same(a, b versions.List) bool {
+	return slices.Equal(a.Components, b.Components) && slices.Equal(slices.Sorted(slices.Values(a.Images)), slices.Sorted(slices.Values(b.Images)))
+}
+
 // Desired is the software that a cluster requires on one of its nodes, and the data by which the node recognizes the cluster.
 type Desired struct {
 	// Uncompared is why there is nothing to compare the disk with; empty: the other fields are set.
 	Uncompared string `json:"uncompared,omitempty"`
 	// List is the required software.
 	List versions.List `json:"list"`
+	// Other is the software of the second release that nodes may run while the cluster is upgraded; nil: there is none.
+	Other *versions.List `json:"other,omitempty"`
 	// Adopted means that the cluster existed before Muster.
 	Adopted bool `json:"adopted,omitempty"`
 	// Endpoint is HOST:PORT of the API servers.

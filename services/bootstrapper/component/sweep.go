@@ -14,19 +14,9 @@ import (
 // Sweep removes from [Folders] all files that are neither a component of the list nor from an archive of it, and returns their names (B8). The list must
 // be installed.
 func (in *Installer) Sweep(list []Component) (removed []string, err error) {
-	listed := map[string]bool{}
-	for _, c := range list {
-		if !c.extract {
-			listed[c.Name()] = true
-			continue
-		}
-		names, err := in.unpackedNames(c)
-		if err != nil {
-			return nil, err
-		}
-		for _, n := range names {
-			listed[path.Join(c.Name(), n)] = true
-		}
+	listed, err := in.Files(list)
+	if err != nil {
+		return nil, err
 	}
 	root, err := os.OpenRoot(in.root)
 	if err != nil {

@@ -146,6 +146,9 @@ func (i *Image) CheckKubelet(config []byte) (right []byte, changed []string, err
 	if err := yaml.UnmarshalStrict(config, &have); err != nil {
 		return nil, nil, fmt.Errorf("the kubelet's configuration: %w", err)
 	}
+	if have == nil { // a power cut can leave an empty file
+		return nil, nil, errors.New("the kubelet's configuration is empty")
+	}
 	text, err := yaml.Marshal(kubeletConfiguration(i))
 	if err != nil {
 		return nil, nil, err
@@ -194,7 +197,7 @@ func orNil(s string) any {
 func force(in map[string]any, at []string, want, zero any) bool {
 	for _, name := range at[:len(at)-1] {
 		next, ok := in[name].(map[string]any)
-		if !ok {
+		if !ok || next == nil {
 			next = map[string]any{}
 			in[name] = next
 		}

@@ -40,11 +40,15 @@ const (
 	UnitRenewal      = "muster-renewal.service"
 	UnitOrders       = "muster-orders.service"
 	UnitReset        = "muster-reset.service"
+	UnitUpgrade      = "muster-upgrade.service"
 	UnitContainerd   = "containerd.service"
 )
 
-// unitTimeout bounds one run of systemctl.
-const unitTimeout = 2 * time.Minute
+// unitTimeout bounds one run of systemctl, versionTimeout one of a program that only prints its version.
+const (
+	unitTimeout    = 2 * time.Minute
+	versionTimeout = time.Minute
+)
 
 // environment is the environment of every child: nothing of this process's is inherited. Programs of the root file system come before those on the state
 // disk (B8).
@@ -65,6 +69,31 @@ func (Real) Unit(ctx context.Context, verb, unit string) error {
 		return fmt.Errorf("systemctl %s %s: %w: %s", verb, unit, err, strings.Join(out[max(0, len(out)-5):], "; "))
 	}
 	return nil
+}
+
+// Oneshot runs a unit of Type=oneshot to its end; if it runs already, it waits for that end. The unit has a time limit of its own: if ctx ends, it goes on.
+func Oneshot(ctx context.Context, unit string) error {
+	var out []string
+	if err := run(ctx, func(l string) { out = append(out, l) }, "systemctl", "start", unit); err != nil {
+		return fmt.Errorf("systemctl start %s: %w: %s", unit, err, strings.Join(out[max(0, len(out)-5):], "; "))
+	}
+	return nil
+}
+
+// Version returns the version of the kubeadm or kubelet that the bootstrapper's children would run, without "v".
+func Version(ctx context.Context, program string) (string, error) {
+	args := map[string][]string{"kubeadm": {"version", "--output", "short"}, "kubelet": {"--version"}}[program]
+	ctx, cancel := context.WithTimeout(ctx, versionTimeout)
+	defer cancel()
+	var out string
+	if err := run(ctx, func(l string) { out = l }, program, args...); err != nil {
+		return "", fmt.Errorf("%s %s: %w: %s", program, strings.Join(args, " "), err, out)
+	}
+	_, version, found := strings.Cut(out, "v") // v1.36.1, Kubernetes v1.36.1
+	if !found {
+		return "", fmt.Errorf("%s %s: %q has no version", program, strings.Join(args, " "), out)
+	}
+	return version, nil
 }
 
 // Reboot tells systemd to restart the machine, without logind, which Muster's image does not have. It returns before the machine

@@ -167,7 +167,8 @@ func TestAnActionsProgramRunsOnlyByOrder(t *testing.T) {
 	n := newNode(t)
 	begun := func(action ownerorder.Action) error {
 		e := n.process()
-		return Begun(n.root, e.cfg.Image, e.cfg.Journal, action)
+		_, err := Begun(n.root, e.cfg.Image, e.cfg.Journal, action)
+		return err
 	}
 	if err := begun(ownerorder.ActionReset); err == nil {
 		t.Error("without a journal")

@@ -48,8 +48,8 @@ const (
 )
 
 const (
-	// maxFile bounds both files, in bytes: two orders of 4 KiB in JSON, with a report that has an output of 4 KiB.
-	maxFile = 128 << 10
+	// maxFile bounds the files, in bytes: two orders of [ownerorder.MaxMachineOrder] with messages and outputs, each byte of which may need six in JSON.
+	maxFile = 512 << 10
 	// maxMessage and maxOutput bound a report's texts, in bytes. A joinservice takes requests of 16 KiB: of a longer one the attestation would be
 	// refused, too.
 	maxMessage = 1 << 10
@@ -58,7 +58,7 @@ const (
 	maxTries = 3
 	// Poll is how often the inbox is read.
 	Poll = 2 * time.Second
-	// ActionTime is how long an action may take.
+	// ActionTime is how long an action may take that has no time of its own.
 	ActionTime = 15 * time.Minute
 )
 
@@ -194,6 +194,8 @@ type Args = map[string]string
 type Action struct {
 	// Args are the names of its arguments: an order has all of them and no other.
 	Args []string
+	// Time is how long it may take; 0: [Config.ActionTime].
+	Time time.Duration
 	// Run executes it, and returns the output that the owner wants.
 	Run func(ctx context.Context, args Args) (output string, err error)
 	// Resume goes on after this process has ended in the middle; rebooted reports whether the machine has.
@@ -376,25 +378,25 @@ func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
 
-// Begun returns nil if this machine has begun an order with this action, which is not over. Programs that run with the rights that
+// Begun returns the order that this machine has begun and not ended; an error if there is none with this action. Programs that run with the rights that
 // an action needs check it: whoever can start their unit can't give orders (B11).
-func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action) error {
+func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action) (ownerorder.MachineOrder, error) {
 	var rec record
 	if err := read(filepath.Join(root, Journal), &rec); err != nil {
-		return err
+		return ownerorder.MachineOrder{}, err
 	}
 	if rec.Last.State != Running {
-		return errors.New("no order runs on this machine")
+		return ownerorder.MachineOrder{}, errors.New("no order runs on this machine")
 	}
 	owner, on, err := addressee(image, load)
 	if err != nil {
-		return err
+		return ownerorder.MachineOrder{}, err
 	}
 	o, err := rec.Last.Order.signed().Genuine(owner, on)
 	if err == nil && o.Action != action {
 		err = fmt.Errorf("the order that runs on this machine is %q, not %q", o.Action, action)
 	}
-	return err
+	return o, err
 }
 
 // resume goes on with an order that was begun, within a day of its expiry. Whoever can write the journal of a plain disk can't
@@ -441,7 +443,11 @@ func (e *Executor) execute(ctx context.Context, rec record, run func(context.Con
 	if err := e.save(rec); err != nil { // B11: before it begins
 		return err
 	}
-	limited, cancel := context.WithTimeout(ctx, e.cfg.ActionTime)
+	limit := e.cfg.ActionTime
+	if own := e.cfg.Actions[rec.Last.Action].Time; own > 0 {
+		limit = own
+	}
+	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	type result struct {
 		output string
@@ -457,13 +463,13 @@ func (e *Executor) execute(ctx context.Context, rec record, run func(context.Con
 		return e.end(ctx, rec, r.output, r.err)
 	case <-limited.Done():
 	}
-	grace := time.NewTimer(e.cfg.ActionTime / 15)
+	grace := time.NewTimer(limit / 15)
 	defer grace.Stop()
 	select {
 	case r := <-got:
 		return e.end(ctx, rec, r.output, r.err)
 	case <-grace.C: // it ignores its context: only the end of this process ends it
-		err := fmt.Errorf("it has not ended after %s", e.cfg.ActionTime)
+		err := fmt.Errorf("it has not ended after %s", limit)
 		return errors.Join(err, e.end(ctx, rec, "", err))
 	}
 }

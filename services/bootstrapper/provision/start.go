@@ -3,6 +3,7 @@ package provision
 import (
 	"context"
 	"fmt"
+	"os"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -84,4 +85,10 @@ func (n *Node) ServeAgain(ctx context.Context) error {
 // LetKubeletStart allows the kubelet's unit to start from now on, in this boot.
 func (n *Node) LetKubeletStart() error {
 	return machine.WriteFile(n.On(mayStartFile), nil, 0o600, 0o755)
+}
+
+// KubeletMayStart reports whether the kubelet was allowed to start in this boot.
+func (n *Node) KubeletMayStart() bool {
+	_, err := os.Stat(n.On(mayStartFile))
+	return err == nil
 }

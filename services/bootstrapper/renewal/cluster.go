@@ -69,10 +69,12 @@ const (
 
 type cluster struct {
 	kubernetes.Interface
-	node  string
-	owner ed25519.PublicKey
-	log   *slog.Logger
-	close func()
+	node string
+	// holder is who holds the lease.
+	holder string
+	owner  ed25519.PublicKey
+	log    *slog.Logger
+	close  func()
 }
 
 // Connect returns the cluster with the rights of this control plane's admin.conf. It uses the machine's own API server, which a network attacker can't
@@ -102,7 +104,7 @@ func connect(root, node string, owner ed25519.PublicKey, log *slog.Logger) (*clu
 	if err != nil {
 		return nil, err
 	}
-	return &cluster{Interface: k, node: node, owner: owner, log: log, close: client.CloseIdleConnections}, nil
+	return &cluster{Interface: k, node: node, holder: "renewal/" + node, owner: owner, log: log, close: client.CloseIdleConnections}, nil
 }
 
 func kubeconfig(root, name string) (*rest.Config, error) {
@@ -145,7 +147,7 @@ func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) erro
 		Lock: &resourcelock.LeaseLock{
 			LeaseMeta:  metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: clusterinfo.ControlPlaneLease},
 			Client:     c.CoordinationV1(),
-			LockConfig: resourcelock.ResourceLockConfig{Identity: "renewal/" + c.node},
+			LockConfig: resourcelock.ResourceLockConfig{Identity: c.holder},
 		},
 		LeaseDuration: leaseLife, RenewDeadline: leaseDeadline, RetryPeriod: leaseRetry, ReleaseOnCancel: true, Name: clusterinfo.ControlPlaneLease,
 		Callbacks: leaderelection.LeaderCallbacks{

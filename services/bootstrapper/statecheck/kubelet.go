@@ -15,6 +15,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 )
 
 // checkVolumes removes everything but folders from the places of pods' folders and volumes: the kubelet, the container runtime and a volume's driver
@@ -67,8 +68,11 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 	}
 	if err == nil {
 		right, changed, err := ck.Kubeadm.CheckKubelet(text)
-		if err != nil {
-			return err
+		if err != nil { // without it the kubelet does not start, but the machine takes its owner's orders
+			if err := os.RemoveAll(config); err != nil {
+				return err
+			}
+			ck.found(ctx, machine.KubeletFolder+"/config.yaml", "removed: "+err.Error())
 		}
 		if len(changed) > 0 {
 			if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {
@@ -76,6 +80,16 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 			}
 			ck.found(ctx, machine.KubeletFolder+"/config.yaml", "put right: "+strings.Join(changed, ", "))
 		}
+	}
+	text, err = os.ReadFile(ck.On(upgrade.InstanceConfig))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err == nil && !ck.Kubeadm.CheckInstanceConfig(text) { // kubeadm merges it into the configuration
+		if err := machine.WriteFile(ck.On(upgrade.InstanceConfig), ck.Kubeadm.InstanceConfig(), 0o644, 0o755); err != nil {
+			return err
+		}
+		ck.found(ctx, upgrade.InstanceConfig, "written anew")
 	}
 	text, err = os.ReadFile(flags)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -23,6 +23,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -47,12 +48,12 @@ func Run(ctx context.Context, n *provision.Node) error {
 	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // a program that follows the disk's paths can have removed it
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
 	case d == nil:
-		return ck.recallSandbox(ctx)
+		return ck.uncompared(ctx)
 	case d.Uncompared != "":
 		ck.Log.InfoContext(ctx, "the state disk is not compared with what the cluster lists", "why", d.Uncompared)
-		return ck.recallSandbox(ctx)
+		return ck.uncompared(ctx)
 	}
-	s, err := component.ParseSoftware(d.List.Wire(), d.List.Images)
+	s, other, err := ck.software(d)
 	if err != nil {
 		return err
 	}
@@ -69,7 +70,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err != nil {
 		return err
 	}
-	if err := ck.checkPrograms(ctx, s); err != nil {
+	if err := ck.checkPrograms(ctx, s, other); err != nil {
 		return err
 	}
 	if err := ck.checkVolumes(ctx); err != nil { // first: the other steps rely on these being folders
@@ -81,10 +82,17 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.finishRenewal(ctx); err != nil {
 		return err
 	}
+	lists := []versions.Images{s.Images}
+	if other != nil {
+		lists = append(lists, other.Images)
+	}
 	if !d.Adopted {
-		if err := ck.checkManifests(ctx, s.Images, meta.Role == metadata.RoleControlPlane); err != nil {
+		if err := ck.checkManifests(ctx, meta.Role == metadata.RoleControlPlane, lists); err != nil {
 			return err
 		}
+	}
+	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBack(ck.Root, ck.Kubeadm, lists...) }); err != nil {
+		return err
 	}
 	if err := ck.checkAuthorities(ctx, d.Authorities); err != nil {
 		return err
@@ -123,15 +131,60 @@ func (ck *check) found(ctx context.Context, what, done string) {
 	}
 }
 
-// checkPrograms reinstalls changed programs, and removes unlisted ones.
-func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error {
+// software returns the list that the disk is compared with, and the other one that the cluster lists during an upgrade; nil: there is none. The disk's own
+// list only selects one of the two.
+func (ck *check) software(d *component.Desired) (s, other *component.Software, err error) {
+	if s, err = component.ParseSoftware(d.List.Wire(), d.List.Images); err != nil || d.Other == nil {
+		return s, nil, err
+	}
+	if other, err = component.ParseSoftware(d.Other.Wire(), d.Other.Images); err != nil {
+		return nil, nil, err
+	}
+	if kept, err := component.ListFile(ck.On(component.KeptList)).Load(); err == nil && kept != nil && component.Same(*kept, other.List) {
+		s, other = other, s
+	}
+	return s, other, nil
+}
+
+// uncompared is the boot of a machine whose disk is not compared.
+func (ck *check) uncompared(ctx context.Context) error {
+	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBackUnlisted(ck.Root, ck.Kubeadm) }); err != nil {
+		return err
+	}
+	return ck.recallSandbox(ctx)
+}
+
+// putBack puts back what an upgrade had moved away when the machine went down. An upgrade that runs in this boot is left alone.
+func (ck *check) putBack(ctx context.Context, put func() ([]string, error)) error {
+	if ck.KubeletMayStart() {
+		return nil
+	}
+	files, err := put()
+	if len(files) > 0 {
+		ck.Log.WarnContext(ctx, "files that an interrupted upgrade of Kubernetes had moved away are back", "files", strings.Join(files, ", "))
+	}
+	return err
+}
+
+// checkPrograms reinstalls changed programs, and removes unlisted ones. Those of the other list, which an interrupted upgrade has left, are replaced as
+// well, but nothing is wrong about them. A kubeadm of that list stays: an upgrade installs it before the others.
+func (ck *check) checkPrograms(ctx context.Context, s, other *component.Software) error {
 	in := component.New(ck.Root, ck.Components, ck.Log)
 	defer in.Close()
+	left := map[string]bool{}
+	if other != nil {
+		for _, c := range other.Components {
+			left[c.Name()] = in.Installed(c)
+		}
+	}
 	for {
 		for i, c := range s.Components {
+			if left[c.Name()] && path.Base(c.Name()) == "kubeadm" {
+				continue
+			}
 			fetched := false
 			err := in.Install(ctx, s.Components[i:i+1], func(text string) {
-				if strings.HasPrefix(text, "fetching ") { // it is found before the mirror is asked, which may not answer
+				if strings.HasPrefix(text, "fetching ") && !left[c.Name()] { // it is found before the mirror is asked, which may not answer
 					fetched = true
 					ck.found(ctx, c.Name(), "it is to be installed anew")
 				}
@@ -146,7 +199,9 @@ func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error
 		}
 		removed, err := in.Sweep(s.Components)
 		for _, what := range removed {
-			ck.found(ctx, what, "removed")
+			if !left[what] {
+				ck.found(ctx, what, "removed")
+			}
 		}
 		if err != nil || len(removed) == 0 {
 			return err
@@ -155,8 +210,8 @@ func (ck *check) checkPrograms(ctx context.Context, s *component.Software) error
 	}
 }
 
-// checkManifests removes static pods that kubeadm would not have made.
-func (ck *check) checkManifests(ctx context.Context, images versions.Images, controlPlane bool) error {
+// checkManifests removes static pods that kubeadm would not have made with the images of one of the lists.
+func (ck *check) checkManifests(ctx context.Context, controlPlane bool, lists []versions.Images) error {
 	dir := ck.On(kubeadm.Manifests)
 	if err := ck.wantFolder(ctx, kubeadm.Manifests); err != nil {
 		return err
@@ -173,7 +228,10 @@ func (ck *check) checkManifests(ctx context.Context, images versions.Images, con
 			if err != nil {
 				return err
 			}
-			problem = ck.Kubeadm.CheckStaticPod(ck.Root, name, text, images)
+			if len(text) == 0 { // a power cut during an upgrade can leave it; the kubelet ignores it, and kubeadm's copy is put back
+				continue
+			}
+			problem = ck.Kubeadm.ListedPod(ck.Root, name, text, lists...)
 		}
 		if problem != nil {
 			if err := os.RemoveAll(filepath.Join(dir, f.Name())); err != nil {

@@ -22,6 +22,7 @@ func TestTheListComesWithTheKey(t *testing.T) {
 		resp, err := gives(right)(req)
 		resp.Components = []*initv1.Component{{Url: "http://mirror/kubelet", Sha256: make([]byte, 32), Path: "/usr/local/bin/kubelet", Mode: 0o755}}
 		resp.Adopted = true
+		resp.Other = &joinv1.Release{Components: []*initv1.Component{{Url: "http://mirror/kubelet2", Sha256: make([]byte, 32), Path: "/usr/local/bin/kubelet", Mode: 0o755}}, Images: resp.GetImages()}
 		return resp, err
 	})
 	if err := w.boot().end(t); err != nil {
@@ -30,6 +31,9 @@ func TestTheListComesWithTheKey(t *testing.T) {
 	d, err := w.desired.Load()
 	if err != nil || d == nil || len(d.List.Components) != 1 || d.List.Components[0].Path != "/usr/local/bin/kubelet" || !d.Adopted || d.Endpoint != "192.168.77.1:6443" || string(d.Authorities[component.CA]) != authority {
 		t.Errorf("%+v, %v", d, err)
+	}
+	if d.Other == nil || len(d.Other.Components) != 1 || d.Other.Components[0].URL != "http://mirror/kubelet2" || len(d.Other.Images) != len(d.List.Images) {
+		t.Errorf("the other release: %+v", d.Other)
 	}
 }
 
@@ -48,8 +52,15 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 		"a large authority": func(r *joinv1.IssueRejoinTicketResponse) {
 			r.Authorities[0].Content = append(r.GetAuthorities()[0].GetContent(), make([]byte, 64<<10)...)
 		},
-		"a file of a control plane": func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities[0].Path = "sa.pub" },
-		"a file elsewhere":          func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities[0].Path = "../x" },
+		"a file of a control plane":      func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities[0].Path = "sa.pub" },
+		"a file elsewhere":               func(r *joinv1.IssueRejoinTicketResponse) { r.Authorities[0].Path = "../x" },
+		"another release without images": func(r *joinv1.IssueRejoinTicketResponse) { r.Other = &joinv1.Release{} },
+		"another release with an image less": func(r *joinv1.IssueRejoinTicketResponse) {
+			r.Other = &joinv1.Release{Images: r.GetImages()[1:]}
+		},
+		"another release with a component elsewhere": func(r *joinv1.IssueRejoinTicketResponse) {
+			r.Other = &joinv1.Release{Images: r.GetImages(), Components: []*initv1.Component{{Url: "http://m/x", Sha256: make([]byte, 32), Path: "/etc/x", Mode: 0o755}}}
+		},
 		"a component elsewhere": func(r *joinv1.IssueRejoinTicketResponse) {
 			r.Components = []*initv1.Component{{Url: "http://m/x", Sha256: make([]byte, 32), Path: "/etc/x", Mode: 0o755}}
 		},

@@ -180,6 +180,14 @@ func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk
 	if _, err := versions.ParseImages(resp.GetImages()); err != nil { // B9
 		return refuse("the cluster's list: %w", err)
 	}
+	var other *versions.List
+	if o := resp.GetOther(); o != nil {
+		second, err := component.ParseSoftware(o.GetComponents(), o.GetImages()) // B8, B9
+		if err != nil {
+			return refuse("other: %w", err)
+		}
+		other = &second.List
+	}
 	if err := metadata.CheckHostPort(resp.GetControlPlaneEndpoint()); err != nil {
 		return refuse("control_plane_endpoint: %w", err)
 	}
@@ -188,7 +196,7 @@ func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk
 		return refuse("authorities: %w", err)
 	}
 	return key, keys.ClusterID(resp.GetClusterId()), component.Desired{
-		List: versions.FromWire(resp.GetComponents(), resp.GetImages()), Adopted: resp.GetAdopted(), Endpoint: resp.GetControlPlaneEndpoint(), Authorities: authorities,
+		List: versions.FromWire(resp.GetComponents(), resp.GetImages()), Other: other, Adopted: resp.GetAdopted(), Endpoint: resp.GetControlPlaneEndpoint(), Authorities: authorities,
 	}, nil
 }
 

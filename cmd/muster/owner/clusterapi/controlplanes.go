@@ -3,7 +3,6 @@ package clusterapi
 import (
 	"context"
 	"errors"
-	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -45,7 +44,7 @@ func (c *Client) OtherControlPlanes(ctx context.Context, than string) (n int, pr
 		switch {
 		case !isReady(node):
 			problems = append(problems, e.Name+" is not Ready")
-		case !slices.ContainsFunc(pod.Status.Conditions, func(p corev1.PodCondition) bool { return p.Type == corev1.PodReady && p.Status == corev1.ConditionTrue }):
+		case !podReady(pod):
 			problems = append(problems, "the API server of "+e.Name+" is not Ready")
 		}
 	}

@@ -9,9 +9,12 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/kubectl/pkg/drain"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -25,11 +28,14 @@ type DrainOptions struct {
 	EmptyDir bool
 	// Force allows pods that no controller makes again.
 	Force bool
+	// Returns says that the caller will make the node schedulable again. The Node notes that ([v1alpha1.Returns]), so that an interrupted caller that drains
+	// again learns of it.
+	Returns bool
 }
 
 // Drain makes a node unschedulable and evicts its pods, as kubectl drain does: within their PodDisruptionBudgets, with their own
 // grace periods, and without those of DaemonSets. It waits until they are gone, or ctx ends. cordoned reports that the node was
-// schedulable before. Pods that the options do not allow are an error that names them, before any is evicted.
+// schedulable before it was drained by a caller that returns it. Pods that the options do not allow are an error that names them, before any is evicted.
 func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report func(string)) (cordoned bool, err error) {
 	h, node, err := c.drainer(ctx, name)
 	if err != nil {
@@ -37,11 +43,15 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 	}
 	out := &lines{report: report}
 	h.Force, h.DeleteEmptyDirData, h.ErrOut = o.Force, o.EmptyDir, out
-	cordoned = !node.Spec.Unschedulable
+	schedulable := !node.Spec.Unschedulable
+	cordoned = schedulable || o.Returns && node.Annotations[v1alpha1.Returns] != ""
+	if err := c.returns(ctx, node, cordoned && o.Returns); err != nil {
+		return false, fmt.Errorf("cordon %s: %w", name, err)
+	}
 	if err := drain.RunCordonOrUncordon(h, node, true); err != nil {
 		return false, fmt.Errorf("cordon %s: %w", name, err)
 	}
-	if cordoned {
+	if schedulable {
 		report("unschedulable: no new pods")
 	}
 	list, errs := h.GetPodsForDeletion(name)
@@ -63,8 +73,35 @@ func (c *Client) Uncordon(ctx context.Context, name string) error {
 		if err != nil {
 			return err
 		}
-		return drain.RunCordonOrUncordon(h, node, false)
+		if err := drain.RunCordonOrUncordon(h, node, false); err != nil {
+			return err
+		}
+		return c.returns(ctx, node, false)
 	})
+}
+
+// Undrainable returns an error that names the pods that a drain with these options would not evict.
+func (c *Client) Undrainable(ctx context.Context, name string, o DrainOptions) error {
+	h, _, err := c.drainer(ctx, name)
+	if err != nil {
+		return err
+	}
+	h.Force, h.DeleteEmptyDirData = o.Force, o.EmptyDir
+	_, errs := h.GetPodsForDeletion(name)
+	return errors.Join(errs...)
+}
+
+// returns sets or removes the note that a node will take pods again.
+func (c *Client) returns(ctx context.Context, node *corev1.Node, set bool) error {
+	value := "null"
+	if set {
+		value = `"true"`
+	}
+	if (node.Annotations[v1alpha1.Returns] != "") == set {
+		return nil
+	}
+	patch := fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, v1alpha1.Returns, value)
+	return c.client.Patch(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node.Name}}, client.RawPatch(types.MergePatchType, []byte(patch)))
 }
 
 // drainer returns kubectl's drain, and the node.

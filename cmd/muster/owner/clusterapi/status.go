@@ -33,6 +33,8 @@ type Status struct {
 	History clusterinfo.History `json:"-"`
 	// Services by name: empty if ready, else what they wait for.
 	Services map[string]string `json:"services"`
+	// Upgrade is the upgrade of Kubernetes that is in progress; nil: none is.
+	Upgrade *KubernetesUpgrade `json:"kubernetesUpgrade,omitempty"`
 	// Chart is the installed release; nil if there is none.
 	Chart *ChartStatus `json:"chart,omitempty"`
 	// Pods are those of Services, one of each on each control plane.
@@ -45,6 +47,17 @@ type Status struct {
 	Certificates []Certificate `json:"certificates"`
 	// Attention lists the problems that an administrator should look at, worst first; see [Status.attention].
 	Attention []Attention `json:"attention"`
+}
+
+// KubernetesUpgrade is an upgrade of Kubernetes that is in progress.
+type KubernetesUpgrade struct {
+	// From and To are versions, full and without "v".
+	From string `json:"from"`
+	To   string `json:"to"`
+	// Stage is "control planes" or "workers"; Upgraded is how many of the Nodes have the new kubelet.
+	Stage    string `json:"stage"`
+	Upgraded int    `json:"upgraded"`
+	Nodes    int    `json:"nodes"`
 }
 
 // PodStatus is one pod of Muster's.
@@ -169,7 +182,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
 	}
 	now := time.Now()
-	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.waiting, c.requests, c.certificates, c.epoch} {
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.waiting, c.requests, c.certificates, c.epoch, c.upgrading} {
 		if err := part(ctx, s, now); err != nil {
 			return nil, err
 		}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -60,6 +61,8 @@ type Cluster struct {
 	ClusterID string `json:"clusterID,omitempty"`
 	// Restore is the backup from which the cluster is being restored; nil: it is not. Stage and FirstMachine are those of the restore then.
 	Restore *Restore `json:"restore,omitempty"`
+	// Upgrade is the release to which Kubernetes is being upgraded; nil: it is not.
+	Upgrade *clusterinfo.Release `json:"upgrade,omitempty"`
 	// FirstMachine is the machine that was appraised and initialized.
 	FirstMachine *Machine `json:"firstMachine,omitempty"`
 	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached; nil until

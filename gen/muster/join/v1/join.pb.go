@@ -1043,7 +1043,10 @@ type IssueRejoinTicketResponse struct {
 	// The public files of /etc/kubernetes/pki that identify the cluster to the node: ca.crt,
 	// and on a control plane also etcd/ca.crt, front-proxy-ca.crt and sa.pub. No other. The
 	// machine replaces its own files with them (B8).
-	Authorities   []*ControlPlaneFile `protobuf:"bytes,12,rep,name=authorities,proto3" json:"authorities,omitempty"`
+	Authorities []*ControlPlaneFile `protobuf:"bytes,12,rep,name=authorities,proto3" json:"authorities,omitempty"`
+	// The second release that nodes may run while the owner upgrades the cluster; not set
+	// otherwise. A machine whose disk says that it is at this release is compared with it (B8).
+	Other         *Release `protobuf:"bytes,13,opt,name=other,proto3" json:"other,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1134,6 +1137,68 @@ func (x *IssueRejoinTicketResponse) GetAuthorities() []*ControlPlaneFile {
 	return nil
 }
 
+func (x *IssueRejoinTicketResponse) GetOther() *Release {
+	if x != nil {
+		return x.Other
+	}
+	return nil
+}
+
+// Release is the software of a node at one version of Kubernetes.
+type Release struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in a join ticket.
+	Components []*v1.Component `protobuf:"bytes,1,rep,name=components,proto3" json:"components,omitempty"`
+	// Kubernetes' own images by digest, as in a join ticket.
+	Images        []string `protobuf:"bytes,2,rep,name=images,proto3" json:"images,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Release) Reset() {
+	*x = Release{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Release) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Release) ProtoMessage() {}
+
+func (x *Release) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Release.ProtoReflect.Descriptor instead.
+func (*Release) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *Release) GetComponents() []*v1.Component {
+	if x != nil {
+		return x.Components
+	}
+	return nil
+}
+
+func (x *Release) GetImages() []string {
+	if x != nil {
+		return x.Images
+	}
+	return nil
+}
+
 // RenewNodeCertificatesRequest is set by the machine's bootstrapper. Nothing in it
 // identifies the caller: the caller is the attested peer. The name in both requests is
 // refused with NOT_ENROLLED if neither machine nor name is enrolled, and with NAME_TAKEN or
@@ -1156,7 +1221,7 @@ type RenewNodeCertificatesRequest struct {
 
 func (x *RenewNodeCertificatesRequest) Reset() {
 	*x = RenewNodeCertificatesRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1168,7 +1233,7 @@ func (x *RenewNodeCertificatesRequest) String() string {
 func (*RenewNodeCertificatesRequest) ProtoMessage() {}
 
 func (x *RenewNodeCertificatesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1181,7 +1246,7 @@ func (x *RenewNodeCertificatesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewNodeCertificatesRequest.ProtoReflect.Descriptor instead.
 func (*RenewNodeCertificatesRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{11}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *RenewNodeCertificatesRequest) GetKubeletClientCsr() []byte {
@@ -1221,7 +1286,7 @@ type RenewNodeCertificatesResponse struct {
 
 func (x *RenewNodeCertificatesResponse) Reset() {
 	*x = RenewNodeCertificatesResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[12]
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1233,7 +1298,7 @@ func (x *RenewNodeCertificatesResponse) String() string {
 func (*RenewNodeCertificatesResponse) ProtoMessage() {}
 
 func (x *RenewNodeCertificatesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[12]
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1246,7 +1311,7 @@ func (x *RenewNodeCertificatesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewNodeCertificatesResponse.ProtoReflect.Descriptor instead.
 func (*RenewNodeCertificatesResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{12}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *RenewNodeCertificatesResponse) GetRenewalId() []byte {
@@ -1285,7 +1350,7 @@ type RenewJoinLeaseRequest struct {
 
 func (x *RenewJoinLeaseRequest) Reset() {
 	*x = RenewJoinLeaseRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1297,7 +1362,7 @@ func (x *RenewJoinLeaseRequest) String() string {
 func (*RenewJoinLeaseRequest) ProtoMessage() {}
 
 func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1310,7 +1375,7 @@ func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseRequest.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{13}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RenewJoinLeaseRequest) GetTicketId() []byte {
@@ -1339,7 +1404,7 @@ type RenewJoinLeaseResponse struct {
 
 func (x *RenewJoinLeaseResponse) Reset() {
 	*x = RenewJoinLeaseResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1351,7 +1416,7 @@ func (x *RenewJoinLeaseResponse) String() string {
 func (*RenewJoinLeaseResponse) ProtoMessage() {}
 
 func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1364,7 +1429,7 @@ func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseResponse.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
@@ -1399,7 +1464,7 @@ type AdministratorOrder struct {
 
 func (x *AdministratorOrder) Reset() {
 	*x = AdministratorOrder{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1411,7 +1476,7 @@ func (x *AdministratorOrder) String() string {
 func (*AdministratorOrder) ProtoMessage() {}
 
 func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1424,7 +1489,7 @@ func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdministratorOrder.ProtoReflect.Descriptor instead.
 func (*AdministratorOrder) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *AdministratorOrder) GetClusterId() []byte {
@@ -1466,7 +1531,7 @@ type RenewAdministratorRequest struct {
 
 func (x *RenewAdministratorRequest) Reset() {
 	*x = RenewAdministratorRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[16]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1478,7 +1543,7 @@ func (x *RenewAdministratorRequest) String() string {
 func (*RenewAdministratorRequest) ProtoMessage() {}
 
 func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[16]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1491,7 +1556,7 @@ func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorRequest.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{16}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RenewAdministratorRequest) GetOrder() *AdministratorOrder {
@@ -1515,7 +1580,7 @@ type RenewAdministratorResponse struct {
 
 func (x *RenewAdministratorResponse) Reset() {
 	*x = RenewAdministratorResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[17]
+	mi := &file_muster_join_v1_join_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1527,7 +1592,7 @@ func (x *RenewAdministratorResponse) String() string {
 func (*RenewAdministratorResponse) ProtoMessage() {}
 
 func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[17]
+	mi := &file_muster_join_v1_join_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1540,7 +1605,7 @@ func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorResponse.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{17}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RenewAdministratorResponse) GetCertificate() []byte {
@@ -1625,7 +1690,7 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
 	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x12$\n" +
 	"\vboot_secret\x18\x04 \x01(\fB\x03\x80\x01\x01R\n" +
-	"bootSecret\"\xde\x02\n" +
+	"bootSecret\"\x8d\x03\n" +
 	"\x19IssueRejoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
 	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
@@ -1638,7 +1703,13 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\aadopted\x18\n" +
 	" \x01(\bR\aadopted\x124\n" +
 	"\x16control_plane_endpoint\x18\v \x01(\tR\x14controlPlaneEndpoint\x12B\n" +
-	"\vauthorities\x18\f \x03(\v2 .muster.join.v1.ControlPlaneFileR\vauthorities\"\xa2\x01\n" +
+	"\vauthorities\x18\f \x03(\v2 .muster.join.v1.ControlPlaneFileR\vauthorities\x12-\n" +
+	"\x05other\x18\r \x01(\v2\x17.muster.join.v1.ReleaseR\x05other\"\\\n" +
+	"\aRelease\x129\n" +
+	"\n" +
+	"components\x18\x01 \x03(\v2\x19.muster.init.v1.ComponentR\n" +
+	"components\x12\x16\n" +
+	"\x06images\x18\x02 \x03(\tR\x06images\"\xa2\x01\n" +
 	"\x1cRenewNodeCertificatesRequest\x12,\n" +
 	"\x12kubelet_client_csr\x18\x01 \x01(\fR\x10kubeletClientCsr\x12.\n" +
 	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\x12$\n" +
@@ -1704,7 +1775,7 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
 var file_muster_join_v1_join_proto_goTypes = []any{
 	(Role)(0),                             // 0: muster.join.v1.Role
 	(DiskMode)(0),                         // 1: muster.join.v1.DiskMode
@@ -1720,58 +1791,61 @@ var file_muster_join_v1_join_proto_goTypes = []any{
 	(*ReattestResponse)(nil),              // 11: muster.join.v1.ReattestResponse
 	(*IssueRejoinTicketRequest)(nil),      // 12: muster.join.v1.IssueRejoinTicketRequest
 	(*IssueRejoinTicketResponse)(nil),     // 13: muster.join.v1.IssueRejoinTicketResponse
-	(*RenewNodeCertificatesRequest)(nil),  // 14: muster.join.v1.RenewNodeCertificatesRequest
-	(*RenewNodeCertificatesResponse)(nil), // 15: muster.join.v1.RenewNodeCertificatesResponse
-	(*RenewJoinLeaseRequest)(nil),         // 16: muster.join.v1.RenewJoinLeaseRequest
-	(*RenewJoinLeaseResponse)(nil),        // 17: muster.join.v1.RenewJoinLeaseResponse
-	(*AdministratorOrder)(nil),            // 18: muster.join.v1.AdministratorOrder
-	(*RenewAdministratorRequest)(nil),     // 19: muster.join.v1.RenewAdministratorRequest
-	(*RenewAdministratorResponse)(nil),    // 20: muster.join.v1.RenewAdministratorResponse
-	(*v1.Component)(nil),                  // 21: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),         // 22: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 23: google.protobuf.Duration
+	(*Release)(nil),                       // 14: muster.join.v1.Release
+	(*RenewNodeCertificatesRequest)(nil),  // 15: muster.join.v1.RenewNodeCertificatesRequest
+	(*RenewNodeCertificatesResponse)(nil), // 16: muster.join.v1.RenewNodeCertificatesResponse
+	(*RenewJoinLeaseRequest)(nil),         // 17: muster.join.v1.RenewJoinLeaseRequest
+	(*RenewJoinLeaseResponse)(nil),        // 18: muster.join.v1.RenewJoinLeaseResponse
+	(*AdministratorOrder)(nil),            // 19: muster.join.v1.AdministratorOrder
+	(*RenewAdministratorRequest)(nil),     // 20: muster.join.v1.RenewAdministratorRequest
+	(*RenewAdministratorResponse)(nil),    // 21: muster.join.v1.RenewAdministratorResponse
+	(*v1.Component)(nil),                  // 22: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),         // 23: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 24: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	21, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	22, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
 	5,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	22, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	23, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
-	22, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
-	22, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
+	23, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	24, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	23, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
+	23, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
 	9,  // 8: muster.join.v1.ReattestRequest.order:type_name -> muster.join.v1.OrderReport
 	2,  // 9: muster.join.v1.OrderReport.state:type_name -> muster.join.v1.OrderState
-	22, // 10: muster.join.v1.OrderReport.began_at:type_name -> google.protobuf.Timestamp
-	22, // 11: muster.join.v1.OrderReport.ended_at:type_name -> google.protobuf.Timestamp
-	23, // 12: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	23, // 10: muster.join.v1.OrderReport.began_at:type_name -> google.protobuf.Timestamp
+	23, // 11: muster.join.v1.OrderReport.ended_at:type_name -> google.protobuf.Timestamp
+	24, // 12: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
 	10, // 13: muster.join.v1.ReattestResponse.order:type_name -> muster.join.v1.OwnerOrder
 	0,  // 14: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	21, // 15: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
+	22, // 15: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
 	5,  // 16: muster.join.v1.IssueRejoinTicketResponse.authorities:type_name -> muster.join.v1.ControlPlaneFile
-	23, // 17: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	22, // 18: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
-	18, // 19: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
-	23, // 20: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
-	3,  // 21: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	6,  // 22: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	8,  // 23: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	12, // 24: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	14, // 25: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	16, // 26: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	19, // 27: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
-	4,  // 28: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	7,  // 29: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	11, // 30: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	13, // 31: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	15, // 32: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	17, // 33: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	20, // 34: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
-	28, // [28:35] is the sub-list for method output_type
-	21, // [21:28] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	14, // 17: muster.join.v1.IssueRejoinTicketResponse.other:type_name -> muster.join.v1.Release
+	22, // 18: muster.join.v1.Release.components:type_name -> muster.init.v1.Component
+	24, // 19: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	23, // 20: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	19, // 21: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	24, // 22: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	3,  // 23: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	6,  // 24: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	8,  // 25: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	12, // 26: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	15, // 27: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	17, // 28: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	20, // 29: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	4,  // 30: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	7,  // 31: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	11, // 32: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	13, // 33: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	16, // 34: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	18, // 35: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	21, // 36: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	30, // [30:37] is the sub-list for method output_type
+	23, // [23:30] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -1785,7 +1859,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   18,
+			NumMessages:   19,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

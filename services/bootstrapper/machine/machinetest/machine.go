@@ -178,6 +178,8 @@ const mayStart = "/run/muster/kubelet-may-start"
 func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string) error {
 	if len(args) > 1 && args[1] == "phase" {
 		m.note("kubeadm " + strings.Join(args[:4], " "))
+	} else if args[0] == "upgrade" {
+		m.note("kubeadm " + strings.Join(args[:2], " "))
 	} else {
 		m.note("kubeadm " + args[0])
 	}
@@ -187,6 +189,8 @@ func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string
 	switch args[0] {
 	case "reset":
 		return m.reset(ctx)
+	case "upgrade":
+		return m.upgrade(ctx, line, args)
 	case "init", "join":
 		if args[1] == "phase" && args[2] == "addon" {
 			if !slices.Equal(args, kubeadm.ProxyManifest(args[len(args)-1])) {
