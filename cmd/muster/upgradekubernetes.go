@@ -70,11 +70,12 @@ func (a *app) upgradeKubernetes(cmd *cobra.Command, cfg owner.KubernetesConfig, 
 	if err != nil {
 		return err
 	}
-	if dryRun && a.output == outputJSON {
+	switch {
+	case dryRun && a.output == outputJSON:
 		err = a.json(plan)
-	} else if dryRun {
+	case dryRun:
 		showKubernetesPlan(a.stdout, plan)
-	} else if !yes {
+	case !yes:
 		showKubernetesPlan(a.stderr, plan)
 	}
 	if err != nil {

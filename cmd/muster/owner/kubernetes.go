@@ -32,10 +32,9 @@ func UpgradeKubernetes(ctx context.Context, cfg KubernetesConfig) (*KubernetesPl
 	}
 	for p.Stage != KubernetesDone {
 		do, next := k.begin, KubernetesControlPlanes
-		switch p.Stage {
-		case KubernetesControlPlanes:
+		if p.Stage == KubernetesControlPlanes {
 			do, next = k.controlPlanes, KubernetesWorkers
-		case KubernetesWorkers:
+		} else if p.Stage == KubernetesWorkers {
 			do, next = k.workers, KubernetesDone
 		}
 		if err := do(ctx); err != nil {

@@ -21,7 +21,7 @@ func TestTheLabStartsWhatTheShippedUnitsStart(t *testing.T) {
 		}
 		oneshot := value(string(shipped), "Type=") == "oneshot"
 		for _, key := range []string{"ExecStart=", "Restart="} {
-			if got, want := value(string(lab), key), value(string(shipped), key); got != want || got == "" && !(oneshot && key == "Restart=") {
+			if got, want := value(string(lab), key), value(string(shipped), key); got != want || got == "" && (!oneshot || key != "Restart=") {
 				t.Errorf("%s: %s%s, shipped %s%s", name, key, got, key, want)
 			}
 		}

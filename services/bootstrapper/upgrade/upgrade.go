@@ -210,7 +210,7 @@ func (u *Upgrader) permits(ctx context.Context, r *release) error {
 
 // done reports whether the node is at the release.
 func (u *Upgrader) done(ctx context.Context, r *release, controlPlane bool) (bool, error) {
-	if _, err := os.Stat(u.on(previousList)); err == nil || r.was != r.version || !component.Same(*r.kept, r.software.List) {
+	if there(u.on(previousList)) || r.was != r.version || !component.Same(*r.kept, r.software.List) {
 		return false, nil
 	}
 	if controlPlane && u.checkPods(r) != nil {

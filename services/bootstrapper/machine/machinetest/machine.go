@@ -176,13 +176,14 @@ const mayStart = "/run/muster/kubelet-may-start"
 
 // Kubeadm implements [machine.Machine].
 func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string) error {
-	if len(args) > 1 && args[1] == "phase" {
-		m.note("kubeadm " + strings.Join(args[:4], " "))
-	} else if args[0] == "upgrade" {
-		m.note("kubeadm " + strings.Join(args[:2], " "))
-	} else {
-		m.note("kubeadm " + args[0])
+	words := 1
+	switch {
+	case len(args) > 1 && args[1] == "phase":
+		words = 4
+	case args[0] == "upgrade":
+		words = 2
 	}
+	m.note("kubeadm " + strings.Join(args[:words], " "))
 	if _, err := os.Stat(m.on("/usr/local/bin/kubeadm")); err != nil {
 		return errors.New("kubeadm is not installed")
 	}
