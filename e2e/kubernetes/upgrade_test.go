@@ -190,8 +190,8 @@ func (c *cluster) dryRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	kept := c.folderRecord(t)
-	_, said, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "kubernetes", now, "--components", driver.NextComponents, "--dry-run")
-	t.Logf("%s", said)
+	said, problem, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "kubernetes", now, "--components", driver.NextComponents, "--dry-run")
+	t.Logf("%s%s", said, problem)
 	if err != nil {
 		t.Fatal(err)
 	}
