@@ -4,9 +4,11 @@ import (
 	"strings"
 	"testing"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
@@ -25,10 +27,11 @@ func TestNoControlPlaneJoinsWhileOthersAreUpgraded(t *testing.T) {
 	two := s.controlPlane(t, "cp2", disk1, "192.168.77.12")
 	s.Upgrading(t, func(i *clusterinfo.Info) { i.Next = second() })
 	s.known(t, two)
-	membertest.Eventually(t, func() error { // its own lease, of a call before joinservice had seen the upgrade, does not matter
+	membertest.Eventually(t, func() error { // joinservice has seen it; no other machine has the lease
 		_, err := two.ask(t)
-		return membertest.Want(err != nil && strings.Contains(err.Error(), "being upgraded to Kubernetes 1.36.2"), "%v", err)
+		return membertest.Want(rpc.ReasonFrom(err) == attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "%v", err)
 	})
+	s.mustWait(t, two, attestv1.Reason_REASON_CONTROL_PLANE_BUSY)
 	if resp := s.ticketFor(t, s.machine(t), worker(t, named("w4", "5f0c95b6-2a3d-4c7e-9f10-000000000004", "192.168.77.14"))); resp.GetKubernetesVersion() != "1.36.1" || resp.GetComponents()[0].GetUrl() != "http://mirror.example/kubelet" {
 		t.Errorf("a worker joins with %s, %v", resp.GetKubernetesVersion(), resp.GetComponents())
 	}

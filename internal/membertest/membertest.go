@@ -131,7 +131,7 @@ func (c *Cluster) SetMeasurementSalt(t testing.TB, salt [32]byte) {
 // Upgrading writes the cluster's description again, in the middle of an upgrade of its nodes.
 func (c *Cluster) Upgrading(t testing.TB, change func(*clusterinfo.Info)) {
 	t.Helper()
-	if err := c.describe(t.Context(), c.Salt, change); err != nil {
+	if err := c.describe(t.Context(), c.MeasurementSalt, change); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -16,7 +16,7 @@ import (
 )
 
 // retryUpgrade is the pause that is sent to a control plane while the others are upgraded, each of which takes minutes.
-const retryUpgrade = 15 * time.Second
+const retryUpgrade = 10 * time.Second
 
 // joinLease returns the join Lease for a control plane, if it is free; nil for a worker. It refuses with CONTROL_PLANE_BUSY while control planes are
 // upgraded to another release than that with which machines join.
