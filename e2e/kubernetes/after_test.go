@@ -50,8 +50,12 @@ func (c *cluster) upgraded(t *testing.T) {
 	// run go on, so the last worker may have none yet.
 	for i := 1; i <= planes+1; i++ {
 		labtest.Eventually(t, func(ctx context.Context) error {
+			names, err := c.At(ctx, node(i), "", "sh", "-c", "ctr -n k8s.io images ls | awk '$3 == \""+listed[versions.Pause].Digest+"\" { print $1 }'")
+			if err != nil {
+				return err
+			}
 			out, err := c.At(ctx, node(i), "", "ctr", "-n", "k8s.io", "containers", "ls")
-			if err == nil && !strings.Contains(out, listed[versions.Pause].Digest) {
+			if err == nil && !slices.ContainsFunc(strings.Fields(names), func(name string) bool { return slices.Contains(strings.Fields(out), name) }) {
 				err = fmt.Errorf("%s runs no sandbox of %s:\n%s", node(i), listed[versions.Pause], out)
 			}
 			return err

@@ -13,7 +13,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -141,6 +143,9 @@ func (c *cluster) cut(t *testing.T, name, when string, now func(disk string) boo
 					return fmt.Errorf("%s: the power was to be cut when %s: %w", name, when, ctx.Err())
 				}
 			}
+			if err := stopUpgrade(); err != nil {
+				return fmt.Errorf("%s: %w", name, err)
+			}
 			c.say(t, "%s loses its power: %s", name, when)
 			if _, err := c.RebootNode(ctx, name); err != nil {
 				return fmt.Errorf("%s: boot after the power cut: %w", name, err)
@@ -149,6 +154,25 @@ func (c *cluster) cut(t *testing.T, name, when string, now func(disk string) boo
 		}()
 	}()
 	return done
+}
+
+// stopUpgrade stops the process that upgrades a node, of which there is one at a time: on a busy machine, it could end before the power is cut.
+func stopUpgrade() error {
+	found, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		return err
+	}
+	for _, f := range found {
+		if b, err := os.ReadFile(f); err != nil || string(b) != "/usr/bin/bootstrapper\x00upgrade\x00" {
+			continue
+		}
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(f)))
+		if err != nil {
+			return err
+		}
+		return syscall.Kill(pid, syscall.SIGSTOP)
+	}
+	return errors.New("no process upgrades a node any more")
 }
 
 // replaced is the condition that the manifest of a static pod is away or has the new image.

@@ -79,15 +79,15 @@ func Write(ctx context.Context, kubeconfig []byte, s State) error {
 		{"secret " + RootSecret, func(ctx context.Context) error { return w.rootSecret(ctx, s) }},
 		{"config map " + clusterinfo.ConfigMap, func(ctx context.Context) error { return w.clusterConfig(ctx, s.Info) }},
 	} {
-		if err := persist(ctx, step.do); err != nil {
+		if err := Persist(ctx, step.do); err != nil {
 			return fmt.Errorf("%s: %w", step.name, err)
 		}
 	}
 	return nil
 }
 
-// persist repeats a step while a retry can help.
-func persist(ctx context.Context, do func(context.Context) error) error {
+// Persist repeats a step until it succeeds, ctx ends, or the API server would answer the same again.
+func Persist(ctx context.Context, do func(context.Context) error) error {
 	pause := retry.Backoff{Min: 200 * time.Millisecond, Max: 5 * time.Second}
 	for {
 		err := do(ctx)

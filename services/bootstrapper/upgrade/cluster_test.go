@@ -1,13 +1,16 @@
 package upgrade
 
 import (
+	"io"
 	"strings"
 	"testing"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
+	k8stesting "k8s.io/client-go/testing"
 
 	"github.com/muster-k8s/muster/internal/versions"
 )
@@ -21,6 +24,13 @@ func TestTheAddonsGetTheirImages(t *testing.T) {
 		&appsv1.DaemonSet{ObjectMeta: meta("kube-proxy"), Spec: appsv1.DaemonSetSpec{Template: pod("kube-proxy")}},
 		&appsv1.Deployment{ObjectMeta: meta("coredns"), Spec: appsv1.DeploymentSpec{Template: pod("coredns")}},
 	)
+	broken := 0
+	api.PrependReactor("patch", "daemonsets", func(k8stesting.Action) (bool, runtime.Object, error) {
+		if broken++; broken == 1 { // the API server was restarted
+			return true, nil, io.ErrUnexpectedEOF
+		}
+		return false, nil, nil
+	})
 	c := cluster{api: api}
 	for range 2 {
 		if err := c.SetAddons(t.Context(), images(newVersion)); err != nil {
