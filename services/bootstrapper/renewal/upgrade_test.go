@@ -76,3 +76,27 @@ func TestANoteIsReadFromAManifest(t *testing.T) {
 		}
 	}
 }
+
+// J8: the renewal of the machine that is upgraded must not take the upgrade's lease for its own.
+func TestAnUpgradeHoldsTheLeaseUnderItsOwnName(t *testing.T) {
+	root := t.TempDir()
+	const conf = "apiVersion: v1\nkind: Config\nclusters: [{name: c, cluster: {server: 'https://127.0.0.1:1'}}]\nusers: [{name: u}]\ncontexts: [{name: x, context: {cluster: c, user: u}}]\ncurrent-context: x\n"
+	for _, name := range []string{"admin.conf", "controller-manager.conf"} {
+		if err := errors.Join(os.MkdirAll(filepath.Join(root, folder), 0o700), os.WriteFile(filepath.Join(root, folder, name), []byte(conf), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	own, err := connect(root, "node1", nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer own.Close()
+	u, err := ConnectUpgrade(root, "node1", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	if own.holder != "renewal/node1" || u.c.holder != "upgrade/node1" {
+		t.Errorf("%q and %q", own.holder, u.c.holder)
+	}
+}
