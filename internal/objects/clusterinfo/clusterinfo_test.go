@@ -72,12 +72,66 @@ func TestIncompleteInformationIsRefused(t *testing.T) {
 	}
 }
 
-func FuzzParse(f *testing.F) {
-	b, err := good().Marshal()
-	if err != nil {
-		f.Fatal(err)
+func release() *clusterinfo.Release {
+	g := good()
+	return &clusterinfo.Release{KubernetesVersion: "1.36.2", Components: g.Components, Images: g.Images}
+}
+
+func TestAnUpgradeIsReadBack(t *testing.T) {
+	for name, change := range map[string]func(*clusterinfo.Info){
+		"control planes": func(i *clusterinfo.Info) { i.Next = release() },
+		"workers":        func(i *clusterinfo.Info) { i.Previous = release() },
+		"none":           func(*clusterinfo.Info) {},
+	} {
+		want := good()
+		change(want)
+		b, err := want.Marshal()
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := clusterinfo.Parse(b)
+		if err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: %+v, %v", name, got, err)
+		}
+		if (got.Other() != nil) != (name != "none") || got.Other() != nil && got.Other().KubernetesVersion != "1.36.2" || got.Current().KubernetesVersion != "1.36.1" {
+			t.Errorf("%s: other %+v", name, got.Other())
+		}
 	}
-	f.Add(b)
+}
+
+func TestAnIncompleteUpgradeIsRefused(t *testing.T) {
+	for name, change := range map[string]func(*clusterinfo.Info){
+		"both":                func(i *clusterinfo.Info) { i.Next, i.Previous = release(), release() },
+		"no version":          func(i *clusterinfo.Info) { i.Next = release(); i.Next.KubernetesVersion = "" },
+		"a minor version":     func(i *clusterinfo.Info) { i.Next = release(); i.Next.KubernetesVersion = "1.36" },
+		"an unknown version":  func(i *clusterinfo.Info) { i.Previous = release(); i.Previous.KubernetesVersion = "1.2.3" },
+		"no components":       func(i *clusterinfo.Info) { i.Next = release(); i.Next.Components = nil },
+		"no images":           func(i *clusterinfo.Info) { i.Previous = release(); i.Previous.Images = nil },
+		"an image less":       func(i *clusterinfo.Info) { i.Next = release(); i.Next.Images = i.Next.Images[1:] },
+		"an image by its tag": func(i *clusterinfo.Info) { i.Next = release(); i.Next.Images[0] = "registry.example/etcd:v1" },
+	} {
+		i := good()
+		change(i)
+		b, err := i.Marshal()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := clusterinfo.Parse(b); err == nil {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	for _, change := range []func(*clusterinfo.Info){func(*clusterinfo.Info) {}, func(i *clusterinfo.Info) { i.Next = release() }, func(i *clusterinfo.Info) { i.Previous = release() }} {
+		i := good()
+		change(i)
+		b, err := i.Marshal()
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
+	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		i, err := clusterinfo.Parse(b)
 		if err != nil {

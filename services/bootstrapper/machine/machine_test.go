@@ -140,3 +140,37 @@ func TestAChildDiesWithItsBootstrapper(t *testing.T) {
 		}
 	}
 }
+
+func TestAVersionIsReadFromTheProgramInThePath(t *testing.T) {
+	dir := t.TempDir()
+	was := environment
+	environment = []string{"PATH=" + dir + ":/usr/bin:/bin"}
+	defer func() { environment = was }()
+	for name, tt := range map[string]struct{ program, script, want string }{
+		"kubeadm":           {"kubeadm", `[ "$*" = "version --output short" ] && echo v1.36.1`, "1.36.1"},
+		"kubelet":           {"kubelet", `[ "$*" = --version ] && echo Kubernetes v1.36.1`, "1.36.1"},
+		"it fails":          {"kubelet", "echo v1.36.1; exit 1", ""},
+		"it says something": {"kubelet", "echo hello", ""},
+	} {
+		if err := os.WriteFile(filepath.Join(dir, tt.program), []byte("#!/bin/sh\n"+tt.script+"\n"), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := Version(t.Context(), tt.program); got != tt.want || (err == nil) != (tt.want != "") {
+			t.Errorf("%s: %q, %v", name, got, err)
+		}
+	}
+}
+
+// A unit that runs to its end may take longer than systemctl may for the others.
+func TestAOneshotUnitIsStarted(t *testing.T) {
+	dir := t.TempDir()
+	was := environment
+	environment = []string{"PATH=" + dir + ":/usr/bin:/bin"}
+	defer func() { environment = was }()
+	if err := os.WriteFile(filepath.Join(dir, "systemctl"), []byte("#!/bin/sh\necho \"$*\"; exit 1\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := Oneshot(t.Context(), UnitUpgrade); err == nil || !strings.Contains(err.Error(), "start muster-upgrade.service: exit status 1: start muster-upgrade.service") {
+		t.Error(err)
+	}
+}

@@ -2,6 +2,8 @@ package upgrade
 
 import (
 	"errors"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -88,5 +90,25 @@ func (n *node) boots(died string) {
 	n.put("/run/muster/kubelet-may-start", "")
 	if err := errors.Join(err, n.machine.Unit(n.t.Context(), "start", machine.UnitKubelet)); err != nil {
 		n.t.Fatal(err)
+	}
+}
+
+// The unit's time limit would kill a kubeadm that begins too late.
+func TestAnUpgradeThatWaitsTooLongDoesNotBegin(t *testing.T) {
+	n := newNode(t, true)
+	n.cluster.busy, n.begin = true, 50*time.Millisecond
+	if _, err := n.run(n.args(ownerorder.PartFirst)); err == nil || !strings.Contains(err.Error(), "could not begin within 50ms") {
+		t.Errorf("%v", err)
+	}
+	for _, controlPlane := range []bool{true, false} {
+		n = newNode(t, controlPlane)
+		n.begin = time.Nanosecond
+		if _, err := n.run(n.args(ownerorder.PartNode)); err == nil || slices.Contains(n.machine.Calls(), "kubeadm upgrade node") {
+			t.Errorf("%v, %q", err, n.machine.Calls())
+		}
+		n.begin = time.Hour
+		if _, err := n.run(n.args(ownerorder.PartNode)); err != nil {
+			t.Error(err)
+		}
 	}
 }

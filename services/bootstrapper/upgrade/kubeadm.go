@@ -23,15 +23,19 @@ import (
 // reserve is the room in bytes that an upgrade leaves on the disk of /etc/kubernetes.
 const reserve = 256 << 20
 
-// controlPlane runs kubeadm while no control plane joins or renews its certificates (J8), and this machine does not either.
-func (u *Upgrader) controlPlane(ctx context.Context, r *release, in *component.Installer) error {
-	resume, err := renewal.Pause(ctx, u.Root, u.Timing.Poll)
+// controlPlane runs kubeadm while no control plane joins or renews its certificates (J8), and this machine does not either. It waits for that until the
+// context waiting ends; begin ends the wait.
+func (u *Upgrader) controlPlane(ctx, waiting context.Context, begin func() error, r *release, in *component.Installer) error {
+	resume, err := renewal.Pause(waiting, u.Root, u.Timing.Poll)
 	if err != nil {
 		return err
 	}
 	defer resume()
 	return u.withCluster(func(c Cluster) error {
-		return c.Exclusively(ctx, func(leased context.Context) error {
+		return c.Exclusively(waiting, func(leased context.Context) error {
+			if err := begin(); err != nil {
+				return err
+			}
 			// A kubeadm that is killed leaves a control plane without a part. It is not killed because the lease is lost, as with a control plane whose API
 			// server is the only one.
 			stop := context.AfterFunc(leased, func() {

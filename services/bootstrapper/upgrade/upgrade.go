@@ -59,10 +59,12 @@ type Cluster interface {
 type Timing struct {
 	// Poll is the pause between two checks. Ready is how long the control planes, and the kubelet, may take to be well.
 	Poll, Ready time.Duration
+	// Begin is how long everything before kubeadm may take, so that kubeadm is not killed in the middle by the unit's time limit.
+	Begin time.Duration
 }
 
 // DefaultTiming are the waits of production.
-var DefaultTiming = Timing{Poll: time.Second, Ready: 8 * time.Minute}
+var DefaultTiming = Timing{Poll: time.Second, Ready: 6 * time.Minute, Begin: 10 * time.Minute}
 
 // Config lists what an Upgrader needs. All fields are required.
 type Config struct {
@@ -232,17 +234,28 @@ func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) e
 	if len(put) > 0 {
 		u.Log.WarnContext(ctx, "files that an interrupted upgrade had moved away are back", "files", strings.Join(put, ", "))
 	}
+	waiting, giveUp := context.WithCancelCause(ctx)
+	defer giveUp(nil)
+	late := fmt.Errorf("it could not begin within %s", u.Timing.Begin)
+	timer := time.AfterFunc(u.Timing.Begin, func() { giveUp(late) })
+	defer timer.Stop()
+	begin := func() error {
+		if !timer.Stop() {
+			return late
+		}
+		return nil
+	}
 	in := component.New(u.Root, u.Components, u.Log)
 	defer in.Close()
-	if err := in.Stage(ctx, u.on(stagedFolder), r.software.Components, u.progress(ctx)); err != nil {
+	if err := in.Stage(waiting, u.on(stagedFolder), r.software.Components, u.progress(ctx)); err != nil {
 		return err
 	}
-	if err := u.pull(ctx, r.software.Images, controlPlane); err != nil {
+	if err := u.pull(waiting, r.software.Images, controlPlane); err != nil {
 		return err
 	}
 	if controlPlane {
-		err = u.controlPlane(ctx, r, in)
-	} else {
+		err = u.controlPlane(ctx, waiting, begin, r, in)
+	} else if err = begin(); err == nil {
 		err = u.kubeadm(ctx, r, in)
 	}
 	if err != nil {

@@ -45,7 +45,7 @@ type node struct {
 	fetched      atomic.Int32
 	down         atomic.Bool // the mirror
 	crash        func(what string) error
-	ready        time.Duration
+	ready, begin time.Duration
 }
 
 type fakeCluster struct {
@@ -53,6 +53,7 @@ type fakeCluster struct {
 	unhealthy []string
 	leased    bool
 	loses     bool // the lease, once it is held
+	busy      bool // another machine has the lease
 	tags      versions.Images
 	addons    versions.Images
 }
@@ -60,6 +61,10 @@ type fakeCluster struct {
 func (c *fakeCluster) Exclusively(ctx context.Context, do func(context.Context) error) error {
 	if err := c.node.step("the lease is taken"); err != nil {
 		return err
+	}
+	if c.busy {
+		<-ctx.Done()
+		return context.Cause(ctx)
 	}
 	c.leased = true
 	defer func() { c.leased = false }()
@@ -100,7 +105,7 @@ func (n *node) step(what string) error {
 
 func newNode(t *testing.T, controlPlane bool) *node {
 	t.Helper()
-	n := &node{t: t, root: t.TempDir(), controlPlane: controlPlane, ready: time.Minute}
+	n := &node{t: t, root: t.TempDir(), controlPlane: controlPlane, ready: time.Minute, begin: time.Hour}
 	n.mirror = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if n.fetched.Add(1); n.down.Load() {
 			w.WriteHeader(http.StatusServiceUnavailable)
@@ -225,7 +230,7 @@ func (n *node) process() *Upgrader {
 			return nil
 		},
 		Connect: func() (Cluster, error) { return n.cluster, nil },
-		Timing:  Timing{Poll: time.Millisecond, Ready: n.ready}, Log: slog.New(slog.NewTextHandler(n.t.Output(), nil)),
+		Timing:  Timing{Poll: time.Millisecond, Ready: n.ready, Begin: n.begin}, Log: slog.New(slog.NewTextHandler(n.t.Output(), nil)),
 	})
 	if err != nil {
 		n.t.Fatal(err)
