@@ -322,7 +322,7 @@ func TestANodeIsUpgraded(t *testing.T) {
 				t.Errorf("kubeadm runs with %q", ran)
 			}
 			n.isNew()
-			if (n.cluster.tags != nil) != tt.tags || (n.cluster.addons != nil) != tt.addons || !slices.Contains(n.machine.Calls(), tt.verb) {
+			if (n.cluster.tags != nil) != tt.tags || (n.cluster.addons != nil) != tt.addons || slices.Index(n.machine.Calls(), "restart kubelet.service") < slices.Index(n.machine.Calls(), tt.verb) || !slices.Contains(n.machine.Calls(), tt.verb) {
 				t.Errorf("tags %v, add-ons %v, calls %q", n.cluster.tags, n.cluster.addons, n.machine.Calls())
 			}
 			// Run twice, it changes nothing, but sets the add-ons' images again.
@@ -466,34 +466,4 @@ func TestKubeadmRunsToItsEndWithoutTheLease(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.isNew()
-}
-
-// The note of the certificates that a static pod runs with stays: a renewal would restart it once more.
-func TestANoteOfCertificatesStays(t *testing.T) {
-	n := newNode(t, true)
-	const file = kubeadm.Manifests + "/etcd.yaml"
-	n.put(file, strings.Replace(n.get(file), "namespace: kube-system}", "namespace: kube-system, annotations: {muster.dev/certificates: abcd}}", 1))
-	if _, err := n.run(n.args(ownerorder.PartNode)); err != nil {
-		t.Fatal(err)
-	}
-	if !strings.Contains(n.get(file), "muster.dev/certificates: abcd") {
-		t.Error(n.get(file))
-	}
-}
-
-// A list with a kubeadm or kubelet of another version, or a program of the image's that comes before, ends the upgrade.
-func TestAProgramOfAnotherVersionIsNoUpgrade(t *testing.T) {
-	for name, ran := range map[string]bool{"kubeadm": false, "kubelet": true} {
-		n := newNode(t, true)
-		args := n.args(ownerorder.PartFirst, func(a map[string]string) {
-			right, wrong := fmt.Sprintf("%x", sha256.Sum256([]byte(name+" 1.36.1"))), fmt.Sprintf("%x", sha256.Sum256([]byte(name+" 1.36.0")))
-			a[ownerorder.ArgList] = strings.NewReplacer("/"+name+"/1.36.1", "/"+name+"/1.36.0", right, wrong).Replace(a[ownerorder.ArgList])
-		})
-		if _, err := n.run(args); err == nil || !strings.Contains(err.Error(), "the "+name+" in this machine's path is 1.36.0") {
-			t.Errorf("%s: %v", name, err)
-		}
-		if slices.Contains(n.machine.Calls(), "kubeadm upgrade apply") != ran {
-			t.Errorf("%s: %q", name, n.machine.Calls())
-		}
-	}
 }
