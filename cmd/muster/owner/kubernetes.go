@@ -32,9 +32,11 @@ func UpgradeKubernetes(ctx context.Context, cfg KubernetesConfig) (*KubernetesPl
 	}
 	for p.Stage != KubernetesDone {
 		do, next := k.begin, KubernetesControlPlanes
-		if p.Stage == KubernetesControlPlanes {
+		switch p.Stage {
+		case KubernetesBegins, KubernetesDone:
+		case KubernetesControlPlanes:
 			do, next = k.controlPlanes, KubernetesWorkers
-		} else if p.Stage == KubernetesWorkers {
+		case KubernetesWorkers:
 			do, next = k.workers, KubernetesDone
 		}
 		if err := do(ctx); err != nil {

@@ -215,11 +215,9 @@ func (u *Upgrader) done(ctx context.Context, r *release, controlPlane bool) (boo
 	if there(u.on(previousList)) || r.was != r.version || !component.Same(*r.kept, r.software.List) {
 		return false, nil
 	}
-	if controlPlane && u.checkPods(r) != nil {
-		return false, nil
-	}
+	pods := !controlPlane || u.checkPods(r) == nil
 	v, err := u.Version(ctx, "kubeadm")
-	return v == r.version && u.Healthy(ctx) == nil, err
+	return pods && v == r.version && u.Healthy(ctx) == nil, err
 }
 
 func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) error {
