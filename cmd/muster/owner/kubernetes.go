@@ -187,7 +187,7 @@ func (k *kubeUpgrade) inTurn(ctx context.Context, most int, of func(*clusterapi.
 			if failed != nil || len(busy) == most {
 				break
 			}
-			if busy[n.Name] || !of(n) || !k.todo(n) {
+			if busy[n.Name] || !of(n) || !k.incomplete(n) {
 				continue
 			}
 			busy[n.Name] = true

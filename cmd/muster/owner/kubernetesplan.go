@@ -311,7 +311,7 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 	} else if bad != "" {
 		p.Notes = append(p.Notes, bad+": if it is not upgraded yet, it is the first; else the upgrade stops until it is well (muster doctor --node "+n.Name+").")
 	}
-	if !k.todo(n) {
+	if !k.incomplete(n) {
 		return
 	}
 	row.Will = "upgraded"
@@ -367,8 +367,8 @@ func (k *kubeUpgrade) runs(n *clusterapi.NodeRelease) bool {
 	return n.Runs(k.release.KubernetesVersion, k.images)
 }
 
-// todo reports whether something is left to do on a node.
-func (k *kubeUpgrade) todo(n *clusterapi.NodeRelease) bool {
+// incomplete reports whether something is left to do on a node.
+func (k *kubeUpgrade) incomplete(n *clusterapi.NodeRelease) bool {
 	return n.Takes() && n.Joined && (!k.runs(n) || k.unfinished(n) != nil || k.failed(n) || n.Returns && n.Unschedulable)
 }
 
