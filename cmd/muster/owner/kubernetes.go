@@ -81,7 +81,7 @@ func (k *kubeUpgrade) save(main bool, upgrade *clusterinfo.Release) error {
 }
 
 func (k *kubeUpgrade) begin(ctx context.Context) error {
-	if err := k.save(false, &k.release); err != nil { // before the cluster has it: else nobody could continue
+	if err := k.save(false, &k.release); err != nil { // before the cluster has it: without the list, the command could not be continued
 		return err
 	}
 	return k.describe(ctx, KubernetesBegins, KubernetesControlPlanes, func(i *clusterinfo.Info) { i.Next = &k.release })

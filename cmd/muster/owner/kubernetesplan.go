@@ -42,7 +42,7 @@ type KubernetesConfig struct {
 	Wait, Stable time.Duration
 	// MaxUnavailable is how many workers are upgraded at once, at least 1.
 	MaxUnavailable int
-	// Report is told the steps, of several nodes at once.
+	// Report is called for each step, for several nodes at the same time.
 	Report func(node, step string)
 }
 
@@ -236,7 +236,7 @@ func (k *kubeUpgrade) plan(ctx context.Context) (*KubernetesPlan, error) {
 		k.planNode(ctx, p, nodes, &nodes[i], problem)
 	}
 	if !slices.ContainsFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.ControlPlane && n.Joined && n.Takes() }) {
-		problem("no control plane is enrolled and a node: nobody could begin. muster status shows the nodes.")
+		problem("no control plane of this cluster is both enrolled and a node, so the upgrade has no node to begin with. muster status shows the nodes.")
 	}
 	return p, nil
 }

@@ -207,7 +207,7 @@ func TestTwoUpgradesOfKubernetesDoNotMix(t *testing.T) {
 			t.Errorf("the cluster says %+v", next)
 		}
 	}
-	// Somebody else has changed the release that runs.
+	// Another program has changed the release that runs.
 	u.describes(t, func(i *clusterinfo.Info) { i.Next, i.KubernetesVersion = nil, "1.35.3" })
 	if err := both[0].begin(t.Context()); err == nil || !strings.Contains(err.Error(), "meanwhile") || u.info(t.Context(), t).Next != nil {
 		t.Error(err)
@@ -288,6 +288,6 @@ func TestAnExpiredOrderThatRunsIsNotSignedAgain(t *testing.T) {
 	}
 	change(t.Context(), t, true, types.NamespacedName{Name: "w1"}, n, func() { n.Status.Order = nil })
 	if ask() == s.Note() {
-		t.Error("an expired order that nobody has begun stays")
+		t.Error("an expired order that the machine has not begun stays")
 	}
 }

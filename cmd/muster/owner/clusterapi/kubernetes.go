@@ -200,7 +200,7 @@ func (c *Client) description(ctx context.Context) (*clusterinfo.Info, *corev1.Co
 }
 
 // Describe changes the cluster's description. change is called again with what is there then if another program has written meanwhile; if it returns an
-// error, or leaves a description that nobody could read, nothing is written.
+// error, or leaves a description that [clusterinfo.Parse] refuses, nothing is written.
 func (c *Client) Describe(ctx context.Context, change func(*clusterinfo.Info) error) error {
 	return once(ctx, func(ctx context.Context) error {
 		info, m, err := c.description(ctx)
