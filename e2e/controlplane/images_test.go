@@ -4,8 +4,6 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
-	"errors"
-	"fmt"
 	"io"
 	"os"
 	"path"
@@ -83,7 +81,7 @@ func TestMovedTagsAtTheMirrorRunNothing(t *testing.T) {
 	c.Init(t, "planes")
 	c.ready(t, node(1), node(2))
 	labtest.Eventually(t, c.servicesEverywhere)
-	labtest.Eventually(t, func(ctx context.Context) error { return c.runsListed(ctx, listed) })
+	labtest.Eventually(t, func(ctx context.Context) error { return c.RunsListed(ctx, listed, 1, 2) })
 	for _, n := range []string{node(1), node(2)} {
 		out := c.Must(t, n, "", "ctr", "-n", "k8s.io", "images", "ls")
 		for digest, name := range hostile {
@@ -96,30 +94,6 @@ func TestMovedTagsAtTheMirrorRunNothing(t *testing.T) {
 			t.Errorf("%s: pods' sandboxes are not the listed image:\n%s", n, pause)
 		}
 	}
-}
-
-// runsListed returns nil once each of Kubernetes' pods names the listed digest, and runs it.
-func (c *cluster) runsListed(ctx context.Context, listed versions.Images) error {
-	out, err := c.kubectl(ctx, "-n", "kube-system", "get", "pods", "-o", `jsonpath={range .items[*]}{.spec.containers[0].name}|{.spec.containers[0].image}|{.status.containerStatuses[0].imageID}|{.status.containerStatuses[0].ready}{"\n"}{end}`)
-	if err != nil {
-		return err
-	}
-	seen := map[string]int{}
-	for line := range strings.Lines(out) {
-		f := strings.Split(strings.TrimSpace(line), "|")
-		image, ours := listed[f[0]]
-		if !ours || len(f) != 4 {
-			continue
-		}
-		if !strings.HasSuffix(f[1], "@"+image.Digest) || f[3] != "true" {
-			err = errors.Join(err, fmt.Errorf("%s: %q, want %s", f[0], f, image))
-		}
-		seen[f[0]]++
-	}
-	if len(seen) != len(listed)-1 || seen[versions.Proxy] != 2 { // the pause image is no container's
-		err = errors.Join(err, fmt.Errorf("pods: %v\n%s", seen, out))
-	}
-	return err
 }
 
 // hostileImage runs a program of the attacker's at the path of the genuine one.

@@ -5,7 +5,6 @@ package kubernetes
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -27,7 +26,7 @@ func (c *cluster) upgraded(t *testing.T) {
 	for i := 1; i <= nodes; i++ {
 		labtest.Eventually(t, func(ctx context.Context) error { return c.runs(ctx, node(i), now) })
 	}
-	labtest.Eventually(t, func(ctx context.Context) error { return c.runsListed(ctx, listed, nodes) })
+	labtest.Eventually(t, func(ctx context.Context) error { return c.RunsListed(ctx, listed, planes, nodes) })
 	for i := 1; i <= planes; i++ {
 		labtest.Eventually(t, func(ctx context.Context) error {
 			out, err := c.kubectl(ctx, "--server=https://"+address(i)+":6443", "get", "--raw", "/version")
@@ -75,35 +74,6 @@ func (c *cluster) upgraded(t *testing.T) {
 	if out, err := c.kubectl(t.Context(), "-n", "kube-system", "get", "configmap", "kubeadm-config", "-o", "jsonpath={.data.ClusterConfiguration}"); err != nil || !strings.Contains(out, "kubernetesVersion: v"+now) || !strings.Contains(out, listed[versions.Etcd].Tag) {
 		t.Errorf("kubeadm's configuration of the cluster: %v\n%s", err, out)
 	}
-}
-
-// runsListed returns nil once each of Kubernetes' pods names the listed digest, and runs it.
-func (c *cluster) runsListed(ctx context.Context, listed versions.Images, count int) error {
-	out, err := c.kubectl(ctx, "-n", "kube-system", "get", "pods", "-o", `jsonpath={range .items[*]}{.spec.containers[0].name}|{.spec.containers[0].image}|{.status.containerStatuses[0].imageID}|{.status.containerStatuses[0].ready}{"\n"}{end}`)
-	if err != nil {
-		return err
-	}
-	seen := map[string]int{}
-	for line := range strings.Lines(out) {
-		f := strings.Split(strings.TrimSpace(line), "|")
-		image, ours := listed[f[0]]
-		if !ours || len(f) != 4 {
-			continue
-		}
-		if !strings.HasSuffix(f[1], "@"+image.Digest) || !strings.HasSuffix(f[2], image.Digest) || f[3] != "true" {
-			err = errors.Join(err, fmt.Errorf("%s: %q, want %s", f[0], f, image))
-		}
-		seen[f[0]]++
-	}
-	for name, want := range map[string]int{versions.Etcd: planes, versions.APIServer: planes, versions.ControllerManager: planes, versions.Scheduler: planes, versions.Proxy: count} {
-		if seen[name] != want {
-			err = errors.Join(err, fmt.Errorf("%d pods of %s, want %d", seen[name], name, want))
-		}
-	}
-	if seen[versions.CoreDNS] == 0 {
-		err = errors.Join(err, errors.New("no pod of CoreDNS"))
-	}
-	return err
 }
 
 // hardened looks for what Muster adds to kubeadm's static pods: kubeadm writes them anew (J5).
@@ -173,7 +143,7 @@ func (c *cluster) sound(t *testing.T) {
 func (c *cluster) joins(t *testing.T) {
 	c.Add(t, machine(nodes+1))
 	labtest.Eventually(t, func(ctx context.Context) error { return c.runs(ctx, node(nodes+1), now) })
-	labtest.Eventually(t, func(ctx context.Context) error { return c.runsListed(ctx, images(t, c.next), nodes+1) })
+	labtest.Eventually(t, func(ctx context.Context) error { return c.RunsListed(ctx, images(t, c.next), planes, nodes+1) })
 	c.say(t, "%s is Ready with Kubernetes %s", node(nodes+1), now)
 }
 
