@@ -118,7 +118,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 		if cfg.ClusterID == nil {
 			return cfg, usagef("--purpose %s: a service runs in a cluster: give --cluster-id or --directory", purpose)
 		}
-	case attest.PurposePublic:
+	case attest.PurposePublic, attest.PurposeOrder:
 		fallthrough
 	default:
 		return cfg, usagef("--purpose %q: want machine, joinservice or kms", purpose)
