@@ -246,6 +246,11 @@ type AttestedNodeStatus struct {
 	//
 	// +kubebuilder:validation:MaxLength=136
 	AKName string `json:"akName,omitempty"`
+	// EKPublic is the SubjectPublicKeyInfo of the endorsement key in DER (RFC 5280, section 4.1.2.7), in base64. Its
+	// SHA-256 is the machine ID. With it and AKName `muster verify NODE` can challenge the TPM.
+	//
+	// +kubebuilder:validation:MaxLength=512
+	EKPublic string `json:"ekPublic,omitempty"`
 	// ResetCount is the TPM's count of resets. It never decreases: if a machine's TPM was cleared, the owner
 	// must enroll the machine again.
 	//

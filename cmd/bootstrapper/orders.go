@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/orders"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // recordedTime is how long a reset waits until the cluster knows that it runs. The attester attests again 15 s after it got an order.
@@ -58,6 +59,14 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 	if err != nil {
 		return err
 	}
+	device, err := openTPM(img, lock)
+	if err != nil {
+		return err
+	}
+	own, err := newAttester(img, device, attest.PurposeOrder) // A5
+	if err != nil {
+		return err
+	}
 	e, err := orders.New(orders.Config{
 		Root: "/", Image: img, Journal: journal.Open(record).Load, Poll: orders.Poll, ActionTime: orders.ActionTime, Now: time.Now, Log: log,
 		Actions: map[ownerorder.Action]orders.Action{
@@ -84,6 +93,7 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 				}
 				return m.Make(ctx)
 			}),
+			ownerorder.ActionVerify:            orders.Verify("/", own),
 			ownerorder.ActionUpgradeKubernetes: orders.UpgradeKubernetes("/", func(ctx context.Context) error { return machine.Oneshot(ctx, machine.UnitUpgrade) }),
 			ownerorder.ActionRemoveEtcdMember: orders.RemoveEtcdMember(func() (string, error) {
 				rec, err := journal.Open(record).Load()

@@ -26,16 +26,34 @@ func (a *app) verifyCommand() *cobra.Command {
 		timeout                    time.Duration
 	)
 	cmd := &cobra.Command{
-		Use:   "verify ENDPOINT [--policy FILE] [--purpose machine|joinservice|kms]",
+		Use:   "verify NODE|ENDPOINT [--policy FILE] [--purpose machine|joinservice|kms]",
 		Short: "Look at a machine: what it booted, and whether the policy accepts it",
-		Long: `Runs the exchange of attested TLS with a machine, and shows what its evidence says beside what the policy
-expects: image, firmware, drivers and Secure Boot, from the replayed event log. Nothing is sent but the exchange itself.
-The exit code is 0 if the machine is accepted.
+		Long: `Shows what a machine's evidence says beside what the policy expects: image, firmware, drivers and Secure Boot,
+from the replayed event log. The exit code is 0 if the machine is accepted.
+
+With the address of a machine, it runs the exchange of attested TLS, and sends nothing else.
+
+With the name of a running node, which serves no port, it sends the machine an order that is signed with the owner's key. The machine gets it
+with its next attestation, within five minutes, and makes new evidence for it, which the cluster passes on. This program checks the evidence
+itself: the cluster can delay or refuse, but not pass off other evidence. A name that is no node of the folder's cluster is taken for an address.
 
 A machine that is in no cluster must be unlocked. With an owner's folder or --cluster-id, one that is locked to that
 cluster is accepted too, and the purposes joinservice and kms can be looked at.`,
-		Args: cobra.ExactArgs(1),
+		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if purpose == string(attest.PurposeMachine) && clusterID == "" && mayBeNode(args[0]) {
+				wait := timeout
+				if !cmd.Flags().Changed("timeout") {
+					wait = owner.OrderTimeout
+				}
+				sight, err := a.verifyNode(cmd.Context(), args[0], policy, wait)
+				if err != nil {
+					return err
+				}
+				if sight != nil {
+					return a.show(sight, events)
+				}
+			}
 			cfg, err := a.target(args[0], policy, purpose, clusterID)
 			if err != nil {
 				return err
@@ -46,10 +64,7 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 			if err != nil {
 				return err
 			}
-			if !events {
-				sight.Events = nil
-			}
-			return a.show(sight)
+			return a.show(sight, events)
 		},
 	}
 	f := cmd.Flags()
@@ -57,16 +72,30 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 	f.StringVar(&purpose, "purpose", string(attest.PurposeMachine), "what the evidence must have been made for")
 	f.StringVar(&clusterID, "cluster-id", "", "cluster that the machine may be locked to (default: that of the owner's folder)")
 	f.BoolVar(&events, "event-log", false, "show the event log")
-	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait")
+	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait (of a node: default 25m)")
 	return cmd
 }
 
 // target sets the values that flags leave out from the owner's folder.
 func (a *app) target(endpoint, policyPath, purpose, clusterID string) (owner.VerifyConfig, error) {
-	return a.targetBy(endpoint, policyPath, purpose, clusterID, func(text []byte) (*attest.Policy, error) {
-		p, _, err := policyfile.Parse(text)
-		return p, err
-	})
+	return a.targetBy(endpoint, policyPath, purpose, clusterID, parsePolicy)
+}
+
+func parsePolicy(text []byte) (*attest.Policy, error) {
+	p, _, err := policyfile.Parse(text)
+	return p, err
+}
+
+func readPolicy(path string, parse func([]byte) (*attest.Policy, error)) (*attest.Policy, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	p, err := parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return p, nil
 }
 
 // targetBy is target with a policy that parse reads.
@@ -80,7 +109,6 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 	if err != nil {
 		return cfg, usagef("endpoint: %w", err)
 	}
-	var text []byte
 	if dir, err := a.view(); err == nil {
 		defer func() { _ = dir.Close() }()
 		if clusterID == "" {
@@ -95,12 +123,9 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 	if policyPath == "" {
 		return cfg, usagef("no policy to verify with: give --policy or --directory")
 	}
-	if text, err = os.ReadFile(policyPath); err != nil {
-		return cfg, err
-	}
-	p, err := parse(text)
+	p, err := readPolicy(policyPath, parse)
 	if err != nil {
-		return cfg, fmt.Errorf("%s: %w", policyPath, err)
+		return cfg, err
 	}
 	cfg.Target = peerdial.Target{Addr: addr, Purpose: attest.Purpose(purpose), Policy: p}
 	if clusterID != "" {
@@ -118,7 +143,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 		if cfg.ClusterID == nil {
 			return cfg, usagef("--purpose %s: a service runs in a cluster: give --cluster-id or --directory", purpose)
 		}
-	case attest.PurposePublic:
+	case attest.PurposePublic, attest.PurposeOrder:
 		fallthrough
 	default:
 		return cfg, usagef("--purpose %q: want machine, joinservice or kms", purpose)
@@ -126,8 +151,11 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 	return cfg, nil
 }
 
-// show prints the evidence; a refused machine is an error.
-func (a *app) show(s *owner.Report) error {
+// show prints the evidence, with the event log if events is set; a refused machine is an error.
+func (a *app) show(s *owner.Report, events bool) error {
+	if !events {
+		s.Events = nil
+	}
 	if a.output == outputJSON {
 		return errors.Join(a.json(s), s.Err)
 	}
@@ -158,9 +186,15 @@ func (a *app) show(s *owner.Report) error {
 		}
 		fmt.Fprintln(a.stdout)
 	}
-	if s.Accepted {
+	if r := s.Record; r != nil {
+		fmt.Fprintf(a.stdout, "What the cluster says of %s. Nothing of it is proven: whoever controls the cluster can write it.\n\nMachine        %s\nVerdict        %s\n\n", s.Node, r.Machine, recorded(r))
+	}
+	switch {
+	case s.Accepted:
 		fmt.Fprintf(a.stdout, "Accepted by the policy of serial %d.\n", s.PolicySerial)
-	} else {
+	case s.Record != nil:
+		fmt.Fprintln(a.stdout, "Not verified.")
+	default:
 		fmt.Fprintln(a.stdout, "Refused.")
 	}
 	return s.Err

@@ -47,6 +47,9 @@ const (
 	ActionBackup Action = "backup"
 	// ActionUpgradeKubernetes brings a node to another release of Kubernetes. Run twice it finds the node upgraded.
 	ActionUpgradeKubernetes Action = "upgrade-kubernetes"
+	// ActionVerify has a machine make evidence that is bound to the order, and answer the challenge [ArgCredential], [ArgSecret]. The evidence is in
+	// [SignedMachineOrder.EvidenceFile]; the report has the answer in hexadecimal digits. Run twice it makes evidence for the same order.
+	ActionVerify Action = "verify"
 )
 
 // Arguments of orders.
@@ -176,8 +179,12 @@ func ParseMachineOrder(text string) (MachineOrder, error) {
 
 // Digest identifies an order: the SHA-256 of its text and signature, in hexadecimal digits.
 func (s SignedMachineOrder) Digest() string {
-	sum := sha256.Sum256(slices.Concat([]byte(s.Text), s.Signature))
+	sum := s.sum()
 	return hex.EncodeToString(sum[:])
+}
+
+func (s SignedMachineOrder) sum() [sha256.Size]byte {
+	return sha256.Sum256(slices.Concat([]byte(s.Text), s.Signature))
 }
 
 // Note returns the order in the form that an AttestedNode has it: the signature in base64, a space, and the text.

@@ -2,10 +2,13 @@ package ownerorder_test
 
 import (
 	"crypto/ed25519"
+	"crypto/sha256"
 	"reflect"
 	"strings"
 	"testing"
 	"time"
+
+	"google.golang.org/protobuf/proto"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/ownerorder"
@@ -120,6 +123,37 @@ func TestAnOrderHasNothingButItsFields(t *testing.T) {
 func framed(text string) []byte {
 	n := len(text)
 	return append([]byte{byte(n >> 24), byte(n >> 16), byte(n >> 8), byte(n)}, text...)
+}
+
+// A1: evidence for one order is for no other, however little they differ.
+func TestEvidenceIsBoundToTheWholeOrder(t *testing.T) {
+	s := ownerorder.SignedMachineOrder{Text: "text", Signature: make([]byte, ed25519.SignatureSize)}
+	text, signature := s, s
+	text.Text = "texs"
+	signature.Signature = append(make([]byte, ed25519.SignatureSize-1), 1)
+	if s.Binding() != s.Binding() || s.Binding() == text.Binding() || s.Binding() == signature.Binding() || s.Binding() == (attest.Binding{}) {
+		t.Error("two orders have one binding")
+	}
+	// The formula of docs/attested-tls.md.
+	order := sha256.Sum256(append([]byte(s.Text), s.Signature...))
+	if s.Binding() != sha256.Sum256(append([]byte("muster machine order evidence v1\x00"), order[:]...)) {
+		t.Error("the binding is another one than documented")
+	}
+}
+
+func TestAChallengeIsReadFromArguments(t *testing.T) {
+	want := &attestv1.Challenge{CredentialBlob: []byte{1, 2}, EncryptedSecret: []byte{3}}
+	got, err := ownerorder.ParseChallenge(ownerorder.ChallengeArgs(want))
+	if err != nil || !proto.Equal(got, want) {
+		t.Errorf("%v, %v", got, err)
+	}
+	for _, arg := range []string{ownerorder.ArgCredential, ownerorder.ArgSecret} {
+		args := ownerorder.ChallengeArgs(want)
+		args[arg] = "?"
+		if _, err := ownerorder.ParseChallenge(args); err == nil {
+			t.Errorf("a %s that is no base64 is read", arg)
+		}
+	}
 }
 
 // The note survives its way through the API unchanged, and what is no note is none.

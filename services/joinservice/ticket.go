@@ -3,6 +3,7 @@ package joinservice
 import (
 	"context"
 	"crypto/rand"
+	"encoding/base64"
 	"encoding/hex"
 	"fmt"
 	"strconv"
@@ -319,6 +320,7 @@ func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 		EvidenceDigest:   a.record.Evidence,
 		PCRs:             map[string]string{},
 		AKName:           hex.EncodeToString(claims.AKName()),
+		EKPublic:         base64.StdEncoding.EncodeToString(claims.EKPublic()),
 		Ticket:           &v1alpha1.Ticket{ID: a.id, IssuedAt: metav1.NewTime(a.began)},
 	}
 	for i := range attest.LockPCR + 1 {

@@ -114,6 +114,8 @@ func (p sideConfig) check() error {
 	case attest.PurposeMachine, attest.PurposeJoinservice, attest.PurposeKMS:
 	case attest.PurposePublic:
 		errs = append(errs, errors.New(`atls: evidence of the purpose "public" is available to every client, so no session accepts it`))
+	case attest.PurposeOrder:
+		errs = append(errs, errors.New(`atls: evidence of the purpose "order" passes through the cluster, so no session accepts it`))
 	default:
 		errs = append(errs, fmt.Errorf("atls: unknown purpose %q", p.purpose))
 	}

@@ -133,6 +133,10 @@ func TestRefusalsAreTypedAndNameTheirReason(t *testing.T) {
 			client: func(c *atls.ClientConfig) { c.Attester = w.client.Attester(attest.PurposePublic) },
 			want:   attestv1.Reason_REASON_BINDING_MISMATCH, remote: true,
 		},
+		"evidence for an order is refused": {
+			client: func(c *atls.ClientConfig) { c.Attester = w.client.Attester(attest.PurposeOrder) },
+			want:   attestv1.Reason_REASON_BINDING_MISMATCH, remote: true,
+		},
 		"a server without evidence": {
 			server: func(c *atls.ServerConfig) { c.Attester = atls.NoAttester },
 			want:   attestv1.Reason_REASON_PEER_WILL_NOT_ATTEST,
@@ -341,6 +345,7 @@ func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 		"no appraiser":                 func(c *atls.ServerConfig) { c.Appraiser = nil },
 		"no purpose":                   func(c *atls.ServerConfig) { c.ClientPurpose = "" },
 		"the purpose public":           func(c *atls.ServerConfig) { c.ClientPurpose = attest.PurposePublic },
+		"the purpose order":            func(c *atls.ServerConfig) { c.ClientPurpose = attest.PurposeOrder },
 		"an unknown purpose":           func(c *atls.ServerConfig) { c.ClientPurpose = "admin" },
 		"no generation":                func(c *atls.ServerConfig) { c.Generation = nil },
 		"no log":                       func(c *atls.ServerConfig) { c.Log = nil },
@@ -366,6 +371,7 @@ func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 		"NoAppraiser":        func(c *atls.ClientConfig) { c.Appraiser = atls.NoAppraiser },
 		"no purpose":         func(c *atls.ClientConfig) { c.PeerPurpose = "" },
 		"the purpose public": func(c *atls.ClientConfig) { c.PeerPurpose = attest.PurposePublic },
+		"the purpose order":  func(c *atls.ClientConfig) { c.PeerPurpose = attest.PurposeOrder },
 		"nothing":            func(c *atls.ClientConfig) { *c = atls.ClientConfig{} },
 	} {
 		cfg := w.clientConfig(t)

@@ -35,10 +35,12 @@ const (
 	PurposeKMS Purpose = "kms"
 	// PurposePublic is for GetEvidence; no session accepts it.
 	PurposePublic Purpose = "public"
+	// PurposeOrder is for the answer to an order of the owner; no session accepts it.
+	PurposeOrder Purpose = "order"
 )
 
 // Binding ties evidence to one end of one TLS session; see docs/attested-tls.md. For the purpose
-// public it is the caller's nonce.
+// public it is the caller's nonce, for the purpose order a hash of the order.
 type Binding [32]byte
 
 // Statement is the value that a quote signs: a binding with its purpose.

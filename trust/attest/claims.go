@@ -71,6 +71,15 @@ func (c Claims) Machine() MachineID {
 	return MachineIDOf(c.facts.EKPublic)
 }
 
+// EKPublic returns the endorsement key's SubjectPublicKeyInfo in DER; nil for empty claims. Its
+// SHA-256 is the machine's ID.
+func (c Claims) EKPublic() []byte {
+	if !c.valid() {
+		return nil
+	}
+	return bytes.Clone(c.facts.EKPublic)
+}
+
 // EKRoot returns the root certificate to which the endorsement key's certificate chains.
 func (c Claims) EKRoot() *x509.Certificate {
 	if !c.valid() {

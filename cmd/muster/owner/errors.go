@@ -48,7 +48,7 @@ func remedy(err error) string {
 	op, dial := errors.AsType[*net.OpError](err)
 	switch {
 	case dial && op.Op == "dial":
-		return "Check the address, and whether this computer reaches it. Connection refused: nothing listens on that port; a machine that is a node has closed port 9000. A timeout: the machine is off, or a firewall drops packets. Then run the same command again."
+		return "Check the address, and whether this computer reaches it. Connection refused: nothing listens on that port; a machine that is a node has closed port 9000, and `muster verify NODE` verifies it. A timeout: the machine is off, or a firewall drops packets. Then run the same command again."
 	case errors.Is(err, ownerdir.ErrOtherCluster):
 		return "Nothing was sent or changed."
 	case errors.Is(err, context.DeadlineExceeded):

@@ -218,7 +218,7 @@ func (r *Reset) Order(ctx context.Context, report func(string)) error {
 	if r.begun {
 		return nil
 	}
-	if _, err := follow(ctx, r.dir, r.found.Name, ownerorder.ActionReset, nil, true, report); err != nil {
+	if _, _, err := follow(ctx, r.dir, r.found.Name, asked{action: ownerorder.ActionReset, args: fixed(nil), begun: true}, report); err != nil {
 		return withRemedy(err, remedy(err)+" If the machine has restarted already, muster forget "+r.found.Name+" --erase completes it.")
 	}
 	return nil

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"strings"
 	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -36,44 +37,75 @@ const (
 // report. An order that failed, or that the machine refused, is an error. If the node has the same order already, which is
 // valid and not over, that one is waited for; another one is not replaced.
 func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, report func(string)) (*v1alpha1.OrderReport, error) {
-	return follow(ctx, d, name, action, args, false, report)
+	_, r, err := follow(ctx, d, name, asked{action: action, args: fixed(args)}, report)
+	return r, err
 }
 
-// follow is [Order]; with begun, it waits for the beginning of the order only.
-func follow(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, begun bool, report func(string)) (*v1alpha1.OrderReport, error) {
+// asked is what [follow] orders.
+type asked struct {
+	action ownerorder.Action
+	// args returns the arguments for the machine that has the node.
+	args func(*v1alpha1.AttestedNode) (map[string]string, error)
+	// anew: each order has other arguments, and replaces one with the action that is not over.
+	anew bool
+	// begun: the beginning of the order is waited for, and not its end.
+	begun bool
+}
+
+// fixed returns arguments that do not depend on the machine.
+func fixed(args map[string]string) func(*v1alpha1.AttestedNode) (map[string]string, error) {
+	return func(*v1alpha1.AttestedNode) (map[string]string, error) { return args, nil }
+}
+
+// follow is [Order]. It returns the order, too.
+func follow(ctx context.Context, d *ownerdir.Dir, name string, ask asked, report func(string)) (signed ownerorder.SignedMachineOrder, _ *v1alpha1.OrderReport, _ error) {
 	kube, err := Connect(d)
 	if err != nil {
-		return nil, err
+		return signed, nil, err
 	}
 	key, err := d.OwnerKey()
 	if err != nil {
-		return nil, err
+		return signed, nil, err
 	}
-	var signed ownerorder.SignedMachineOrder
 	if err := kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
 		before, err := pending(d, key, n, time.Now())
-		switch {
-		case err != nil:
+		if err != nil {
 			return "", err
-		case before == nil:
-			if s, o := executing(d, key, n, time.Now()); s != nil && o.Action == action && maps.Equal(o.Args, args) {
-				signed = *s // it has expired, and the machine has begun in time
-				return s.Note(), nil
-			}
-			if signed, err = newOrder(d, n, action, args, time.Now(), key); err != nil {
+		}
+		args, err := ask.args(n)
+		if err != nil {
+			return "", err
+		}
+		same := func(o ownerorder.MachineOrder) bool { return o.Action == ask.action && maps.Equal(o.Args, args) }
+		if before != nil {
+			o, err := ownerorder.ParseMachineOrder(before.Text)
+			switch {
+			case err != nil:
 				return "", err
+			case same(o):
+				signed = *before
+				return before.Note(), nil
+			case !ask.anew || o.Action != ask.action:
+				return "", unfinished(name, o)
 			}
-			return signed.Note(), nil
+		} else if s, o := executing(d, key, n, time.Now()); s != nil && same(o) {
+			signed = *s // it has expired, and the machine has begun in time
+			return s.Note(), nil
 		}
-		o, err := ownerorder.ParseMachineOrder(before.Text)
-		if err == nil && (o.Action != action || !maps.Equal(o.Args, args)) {
-			err = unfinished(name, o)
+		if signed, err = newOrder(d, n, ask.action, args, time.Now(), key); err != nil {
+			return "", err
 		}
-		signed = *before
-		return before.Note(), err
+		return signed.Note(), nil
 	}); err != nil {
-		return nil, err
+		return signed, nil, err
 	}
+	r, err := await(ctx, kube, name, ask, signed, report)
+	return signed, r, err
+}
+
+// await waits for the machine's report of an order.
+func await(ctx context.Context, kube *clusterapi.Client, name string, ask asked, signed ownerorder.SignedMachineOrder, report func(string)) (*v1alpha1.OrderReport, error) {
+	action := ask.action
 	report(fmt.Sprintf("ordered: %s; the machine gets this with its next attestation, within five minutes", action))
 	var last *v1alpha1.OrderReport
 	for {
@@ -92,7 +124,7 @@ func follow(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder
 				if last = r; r.State != v1alpha1.OrderRunning {
 					return r, outcome(name, action, r)
 				}
-				if begun {
+				if ask.begun {
 					return r, nil
 				}
 			}
@@ -202,10 +234,19 @@ func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) err
 	case v1alpha1.OrderDone:
 		return nil
 	case v1alpha1.OrderRefused:
-		return withRemedy(fmt.Errorf("%s refused the order %q: %s", name, action, r.Message), "The machine takes orders of the ownerKey in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
+		return withRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, refusalOf(r.Message)), "The machine takes orders of the ownerKey in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
 	default:
 		return fmt.Errorf("%s: %s failed: %s", name, action, r.Message)
 	}
+}
+
+// refusalOf returns a machine's message about a refusal, with its reason code if it begins with one (R1).
+func refusalOf(message string) error {
+	name, rest, _ := strings.Cut(message, ": ")
+	if reason, known := attestv1.Reason_value["REASON_"+name]; known {
+		return attest.Refuse(attestv1.Reason(reason), "%s", rest)
+	}
+	return errors.New(message)
 }
 
 func noReport(name string, last *v1alpha1.OrderReport) string {

@@ -17,6 +17,9 @@ import (
 type Report struct {
 	Endpoint string `json:"endpoint"`
 	Purpose  string `json:"purpose"`
+	// Node is the node that [VerifyNode] has verified. Record is what the cluster says of it, if that was not possible; nothing of it is proven.
+	Node   string  `json:"node,omitempty"`
+	Record *Record `json:"clusterRecord,omitempty"`
 	// Accepted is the verdict. Problem is the reason of a refusal.
 	Accepted bool     `json:"accepted"`
 	Problem  *Problem `json:"problem,omitempty"`

@@ -64,7 +64,7 @@ func NewAttester(cfg Config) (*Attester, error) {
 		return nil, fmt.Errorf("tpm2: NewAttester: unknown %s", cfg.Bank)
 	}
 	switch cfg.Purpose {
-	case attest.PurposeMachine, attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic:
+	case attest.PurposeMachine, attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic, attest.PurposeOrder:
 	default:
 		return nil, fmt.Errorf("tpm2: NewAttester: unknown purpose %q", cfg.Purpose)
 	}

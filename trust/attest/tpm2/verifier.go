@@ -169,14 +169,19 @@ func (p *pending) challengeFor(ek *endorsement, ak AttestationKey) error {
 	if err != nil {
 		return refuse(badEK, "%w", err)
 	}
-	p.secret = make([]byte, sha256.Size)
-	rand.Read(p.secret)
-	blob, encrypted, err := gotpm.CreateCredential(rand.Reader, key, ak.Name, p.secret)
+	p.challenge, p.secret, err = newChallenge(key, ak.Name)
+	return err
+}
+
+// newChallenge makes a credential for a fresh secret.
+func newChallenge(ek gotpm.LabeledEncapsulationKey, akName []byte) (*attestv1.Challenge, []byte, error) {
+	secret := make([]byte, sha256.Size)
+	rand.Read(secret)
+	blob, encrypted, err := gotpm.CreateCredential(rand.Reader, ek, akName, secret)
 	if err != nil {
-		return refuse(attestv1.Reason_REASON_INTERNAL, "make credential: %w", err)
+		return nil, nil, refuse(attestv1.Reason_REASON_INTERNAL, "make credential: %w", err)
 	}
-	p.challenge = &attestv1.Challenge{CredentialBlob: blob, EncryptedSecret: encrypted}
-	return nil
+	return &attestv1.Challenge{CredentialBlob: blob, EncryptedSecret: encrypted}, secret, nil
 }
 
 // Challenge implements [attest.Pending].

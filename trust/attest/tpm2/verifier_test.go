@@ -47,7 +47,7 @@ func TestAQuoteIsForItsSessionAndPurposeAlone(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	v := attesttest.Verifier(t, ca)
-	purposes := []attest.Purpose{attest.PurposeMachine, attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic}
+	purposes := []attest.Purpose{attest.PurposeMachine, attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic, attest.PurposeOrder}
 	for _, made := range purposes {
 		ev, err := m.Attester(made).Attest(t.Context(), tpmFormat, attest.Binding{1})
 		if err != nil {

@@ -1,0 +1,56 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// mayBeNode reports whether a text may be the name of a node, which is a DNS label. IP addresses, HOST:PORT and names with dots are not.
+func mayBeNode(text string) bool { return len(validation.IsDNS1123Label(text)) == 0 }
+
+// verifyNode verifies a running node of the folder's cluster. It returns nil if there is no cluster, or no such node in it.
+func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout time.Duration) (*owner.Report, error) {
+	dir, err := a.view()
+	if err != nil {
+		if a.directory != "" {
+			return nil, err
+		}
+		return nil, nil //nolint:nilerr,nilnil // there is no folder here
+	}
+	defer func() { _ = dir.Close() }()
+	if _, err := os.Stat(dir.File(ownerdir.AdminConf)); errors.Is(err, fs.ErrNotExist) {
+		return nil, nil //nolint:nilnil // its cluster is not initialized
+	}
+	p, err := readPolicy(cmp.Or(policyPath, dir.File(ownerdir.PolicyFile)), parsePolicy)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	s, err := owner.VerifyNode(ctx, dir, name, p, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) })
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_NOT_ENROLLED {
+		fmt.Fprintf(a.stderr, "The cluster has no node %s. The name is taken for an address.\n", name)
+		return nil, nil //nolint:nilnil // it is a machine's
+	}
+	return s, err
+}
+
+// recorded describes the cluster's record of a verdict.
+func recorded(r *owner.Record) string {
+	if r.Time == nil {
+		return "none: it has not attested yet"
+	}
+	return fmt.Sprintf("%s, by the policy of serial %d, at %s", r.Reason, r.PolicySerial, r.Time.Local().Format(time.DateTime))
+}
