@@ -3,23 +3,17 @@ package owner
 import (
 	"context"
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
-	"io"
-	"log/slog"
 	"net/http"
-	"net/http/httptest"
-	"net/http/httputil"
-	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -29,245 +23,25 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
-	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/attest/attesttest"
-	"github.com/muster-k8s/muster/trust/keys"
 )
-
-// removal is a cluster that has Muster, with the controllers that end a namespace and approve certificates in plain kubeadm.
-type removal struct {
-	*owned
-	api         *envtest.Cluster
-	kube        *clusterapi.Client
-	info        clusterinfo.Info
-	unencrypted []string
-	letBackIn   bool
-}
-
-const planesDisk, workersDisk = "5f0c95b6-2a3d-4c7e-9f10-000000000001", "5f0c95b6-2a3d-4c7e-9f10-000000000002"
-
-func newRemoval(t *testing.T) *removal {
-	t.Helper()
-	api, err := envtest.Start(t.Context(), "namespace-controller", "garbage-collector-controller", "certificatesigningrequest-approving-controller")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := api.Stop(); err != nil {
-			t.Error(err)
-		}
-	})
-	admin, err := os.ReadFile(api.Kubeconfig)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ca := attesttest.NewCA(t)
-	policy := attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})})
-	r := &removal{owned: own(t, &firstMachine{addr: "192.0.2.1:9000"}, strings.TrimPrefix(api.Admin.Host, "https://"), policy), api: api}
-	if err := r.Write(ownerdir.AdminConf, admin); err != nil {
-		t.Fatal(err)
-	}
-	c := r.Cluster()
-	c.Stage, c.ClusterID = ownerdir.StageInstalled, keys.ClusterID{3}.String()
-	if err := r.Save(c); err != nil {
-		t.Fatal(err)
-	}
-	if r.kube, err = clusterapi.Connect(admin); err != nil {
-		t.Fatal(err)
-	}
-	old := listOf(before, "3.6.5-0", "1")
-	r.info = clusterinfo.Info{ClusterID: keys.ClusterID{3}, MeasurementSalt: [32]byte{2}, KubernetesVersion: before, ControlPlaneEndpoint: "192.0.2.1:6443", Components: old.Components, Images: old.Images}
-	return r
-}
-
-func (r *removal) create(t *testing.T, all ...client.Object) {
-	t.Helper()
-	for _, o := range all {
-		if err := r.api.Client.Create(t.Context(), o); err != nil {
-			t.Fatal(err)
-		}
-	}
-}
-
-// edit changes an object, and repeats that if another program has written meanwhile.
-func edit[T client.Object](t *testing.T, r *removal, o T, set func(T)) {
-	t.Helper()
-	for {
-		if err := r.api.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o); err != nil {
-			t.Fatal(err)
-		}
-		set(o)
-		err := r.api.Client.Update(t.Context(), o)
-		if err == nil {
-			return
-		}
-		if !apierrors.IsConflict(err) {
-			t.Fatal(err)
-		}
-	}
-}
-
-const clusterConfiguration = `apiServer:
-  extraArgs:
-  - {name: authorization-config, value: /etc/kubernetes/authz/config.yaml}
-  - {name: enable-bootstrap-token-auth, value: "false"}
-  - {name: kubelet-certificate-authority, value: /etc/kubernetes/pki/ca.crt}
-apiVersion: kubeadm.k8s.io/v1beta4
-controllerManager:
-  extraArgs:
-  - {name: cluster-signing-duration, value: 24h}
-  - {name: controllers, value: '*,-certificatesigningrequest-approving-controller'}
-kind: ClusterConfiguration
-`
-
-// staticPod is a control plane's pod as its kubelet shows it.
-func staticPod(name, node string, args ...string) *corev1.Pod {
-	return &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: name + "-" + node},
-		Spec:       corev1.PodSpec{NodeName: node, TerminationGracePeriodSeconds: new(int64(0)), Containers: []corev1.Container{{Name: name, Image: "x", Command: append([]string{name}, args...)}}},
-	}
-}
-
-func (r *removal) manager(t *testing.T, args ...string) {
-	t.Helper()
-	p := staticPod("kube-controller-manager", "c1", args...)
-	if err := r.api.Client.Delete(t.Context(), p, client.GracePeriodSeconds(0)); client.IgnoreNotFound(err) != nil {
-		t.Fatal(err)
-	}
-	if args != nil {
-		r.create(t, staticPod("kube-controller-manager", "c1", args...))
-	}
-}
-
-// install makes a control plane and a worker, with everything that Muster has in a cluster.
-func (r *removal) install(t *testing.T) {
-	t.Helper()
-	ctx := t.Context()
-	definitions, err := Definitions()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := errors.Join(r.kube.EnsureNamespace(ctx), r.kube.Apply(ctx, definitions, func(string) {})); err != nil {
-		t.Fatal(err)
-	}
-	text, err := r.info.Marshal()
-	if err != nil {
-		t.Fatal(err)
-	}
-	in := func(namespace, name string) metav1.ObjectMeta {
-		return metav1.ObjectMeta{Namespace: namespace, Name: name}
-	}
-	label := map[string]string{clusterinfo.ControlPlaneLabel: ""}
-	notes := map[string]string{clusterinfo.EpochAnnotation: "1 x", "example.com/other": "stays"}
-	enrollment := func(name string, id byte, role v1alpha1.Role, disk string, mode v1alpha1.DiskMode) *v1alpha1.AttestedNode {
-		return &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: v1alpha1.AttestedNodeSpec{
-			MachineID: attest.MachineID{id}.String(), Role: role, DiskID: disk, DiskMode: mode,
-		}}
-	}
-	admin := servingCSR(t, "admin")
-	admin.ObjectMeta, admin.Spec.SignerName = metav1.ObjectMeta{Name: "muster-admin-1"}, clusterinfo.AdministratorSigner
-	r.create(t,
-		&corev1.ConfigMap{ObjectMeta: in(clusterapi.Namespace, nodeaccess.ConfigMap), Data: map[string]string{nodeaccess.KeyControlPlanes: "\nc1\n"}},
-		&corev1.ConfigMap{ObjectMeta: in(clusterapi.Namespace, clusterinfo.ConfigMap), Data: map[string]string{clusterinfo.Key: string(text)}},
-		&corev1.Secret{ObjectMeta: in(clusterapi.Namespace, "muster-kms-root")},
-		&corev1.ConfigMap{ObjectMeta: in(metav1.NamespaceSystem, "kubeadm-config"), Data: map[string]string{"ClusterConfiguration": clusterConfiguration}},
-		&corev1.ConfigMap{ObjectMeta: in(metav1.NamespaceSystem, "kubelet-config"), Data: map[string]string{"kubelet": "kind: KubeletConfiguration\nrotateCertificates: true\nserverTLSBootstrap: true\n"}},
-		&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1", Labels: label, Annotations: notes}},
-		&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}},
-		enrollment("c1", 1, v1alpha1.RoleControlPlane, planesDisk, v1alpha1.DiskModePlain),
-		enrollment("w1", 2, v1alpha1.RoleWorker, workersDisk, v1alpha1.DiskModePlain),
-		&v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: workersDisk}, Spec: v1alpha1.AttestedDiskSpec{MachineID: attest.MachineID{2}.String(), Salt: strings.Repeat("ab", 32), RootVersion: 1}},
-		staticPod("kube-apiserver", "c1", "--enable-bootstrap-token-auth=true"), staticPod("kube-controller-manager", "c1", "--controllers=*,bootstrapsigner,tokencleaner"),
-		admin,
-	)
-	if _, err := r.kube.InstallChart(ctx, clusterapi.Values{
-		OwnerPublicKey: strings.Repeat("A", 43) + "=", JoinserviceImage: imageOf("joinservice", "1"), KMSImage: imageOf("kms", "1"),
-	}, slog.New(slog.DiscardHandler)); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func (r *removal) config() UninstallConfig {
-	return UninstallConfig{
-		Dir: r.Dir, Unencrypted: r.unencrypted, LetBackIn: r.letBackIn, Log: slog.New(slog.DiscardHandler),
-		Report: progress.New(progress.Config{Out: io.Writer(r.out), Format: progress.Plain}),
-	}
-}
-
-// eventually waits until a check succeeds: admission policies take a moment.
-func eventually(t *testing.T, check func(context.Context) error) {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
-	tick := time.NewTicker(100 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		err := check(ctx)
-		if err == nil {
-			return
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			t.Fatal(err)
-		}
-	}
-}
-
-func (r *removal) as(t *testing.T, cfg *rest.Config, err error) *kubernetes.Clientset {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-	k, err := kubernetes.NewForConfig(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return k
-}
-
-func (r *removal) node(t *testing.T, name string) *kubernetes.Clientset {
-	t.Helper()
-	cfg, err := r.api.AsUser("system:node:"+name, "system:nodes")
-	return r.as(t, cfg, err)
-}
-
-// nodesWrite waits until kubelets may report the state of their Nodes: if one can't, its pods are moved.
-func (r *removal) nodesWrite(t *testing.T) {
-	t.Helper()
-	for _, name := range []string{"c1", "w1"} {
-		k := r.node(t, name)
-		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second) // less than a Node needs to become NotReady
-		var err error
-		for ctx.Err() == nil {
-			if _, err = k.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, []byte(`{"status":{"phase":"Running"}}`), metav1.PatchOptions{}, "status"); err == nil {
-				break
-			}
-		}
-		cancel()
-		if err != nil {
-			t.Fatalf("%s may not write: %v", name, err)
-		}
-	}
-}
 
 func TestAMusterThatIsUninstalledLeavesPlainKubeadm(t *testing.T) {
 	r := newRemoval(t)
+	t.Run("services that helm has not installed are left to their tool", r.foreign)
 	r.install(t)
 	t.Run("it is refused while something is in the way", r.refusals)
 	cuts := newCuts(t, r)
+	violated := r.servicesEnd(t, cuts)
 	runs := 0
 	for err := errors.New("begun"); err != nil; runs++ {
 		if runs > 25 {
@@ -283,6 +57,9 @@ func TestAMusterThatIsUninstalledLeavesPlainKubeadm(t *testing.T) {
 		cuts.after(0, nil)
 		r.nodesWrite(t)
 	}
+	if requests := violated(); len(requests) > 0 {
+		t.Errorf("while a service ran, which deletes the Node of an enrollment that is being deleted: %v", requests)
+	}
 	t.Logf("%d runs", runs)
 	if runs < 5 {
 		t.Errorf("it was cut off %d times only", runs-1)
@@ -293,6 +70,87 @@ func TestAMusterThatIsUninstalledLeavesPlainKubeadm(t *testing.T) {
 	t.Run("nothing is left", r.isGone)
 	t.Run("kubeadm's cluster goes on", r.goesOn)
 	t.Run("what a machine's units write later is removed", r.later)
+}
+
+// foreign has the chart's DaemonSet without a release.
+func (r *removal) foreign(t *testing.T) {
+	if err := r.kube.EnsureNamespace(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	label := map[string]string{"app.kubernetes.io/part-of": "muster"}
+	ds := &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: clusterapi.Namespace, Name: "muster-kms", Labels: label}, Spec: appsv1.DaemonSetSpec{
+		Selector: &metav1.LabelSelector{MatchLabels: label},
+		Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: label}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "x", Image: "x"}}}},
+	}}
+	r.create(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1", Labels: map[string]string{clusterinfo.ControlPlaneLabel: ""}}})
+	r.manager(t, "--controllers=*")
+	server := staticPod("kube-apiserver", "c1")
+	r.create(t, server)
+	sets := r.as(t, r.api.Admin, nil).AppsV1().DaemonSets(clusterapi.Namespace)
+	if _, err := sets.Create(t.Context(), ds, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Uninstall(t.Context(), r.config()); err == nil || !strings.Contains(err.Error(), "muster-kms") {
+		t.Errorf("%v", err)
+	}
+	if err := sets.Delete(t.Context(), ds.Name, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, func(ctx context.Context) error {
+		p, err := PlanUninstall(ctx, r.config())
+		if err == nil {
+			err = p.Err()
+		}
+		return err
+	})
+	r.manager(t)
+	for _, o := range []client.Object{server, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "c1"}}} {
+		if err := r.api.Client.Delete(t.Context(), o); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// servicesEnd makes a pod of joinservice, and ends it, as its kubelet would, when the uninstall has looked for pods three times since the DaemonSet is gone.
+// It returns the requests that came too early.
+func (r *removal) servicesEnd(t *testing.T, c *cuts) (violated func() []string) {
+	t.Helper()
+	label := map[string]string{"app.kubernetes.io/part-of": "muster"}
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: clusterapi.Namespace, Name: "muster-joinservice-1", Labels: label},
+		Spec:       corev1.PodSpec{NodeName: "c1", TerminationGracePeriodSeconds: new(int64(0)), Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+	}
+	r.create(t, pod)
+	k, background := r.as(t, r.api.Admin, nil), context.WithoutCancel(t.Context())
+	runs := func() bool {
+		_, err := k.CoreV1().Pods(clusterapi.Namespace).Get(background, pod.Name, metav1.GetOptions{})
+		return err == nil
+	}
+	wanted := func() bool {
+		_, err := k.AppsV1().DaemonSets(clusterapi.Namespace).Get(background, "muster-joinservice", metav1.GetOptions{})
+		return err == nil
+	}
+	looks, early := 0, []string{}
+	c.watch = func(req *http.Request) {
+		path := req.URL.Path
+		switch {
+		case req.Method != http.MethodGet && !req.URL.Query().Has("dryRun") && (strings.Contains(path, "/attestednodes") || strings.Contains(path, "/customresourcedefinitions") || strings.HasSuffix(path, "/namespaces/"+clusterapi.Namespace)):
+			if runs() {
+				early = append(early, req.Method+" "+path)
+			}
+		case req.Method == http.MethodGet && strings.HasSuffix(path, "/"+clusterapi.Namespace+"/pods") && !wanted():
+			if looks++; looks == 3 {
+				if err := r.api.Client.Delete(background, pod); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+	}
+	return func() []string {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return early
+	}
 }
 
 func (r *removal) isGone(t *testing.T) {
@@ -553,82 +411,4 @@ func (r *removal) refusals(t *testing.T) {
 	if err != nil || p.Err() != nil || len(p.Notes) > 0 {
 		t.Errorf("%+v, %v", p, err)
 	}
-}
-
-// cuts is a way to the API server that breaks.
-type cuts struct {
-	mu     sync.Mutex
-	count  int // of writes until it breaks; 0: broken or never
-	broken bool
-	stop   func()
-}
-
-// newCuts leads the folder's kubeconfig over it.
-func newCuts(t *testing.T, r *removal) *cuts {
-	t.Helper()
-	c := &cuts{}
-	transport, err := rest.TransportFor(r.api.Admin)
-	if err != nil {
-		t.Fatal(err)
-	}
-	to, err := url.Parse(r.api.Admin.Host)
-	if err != nil {
-		t.Fatal(err)
-	}
-	proxy := &httputil.ReverseProxy{Transport: transport, Rewrite: func(p *httputil.ProxyRequest) { p.SetURL(to) }, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)}
-	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		last, broken := c.see(req)
-		if broken {
-			panic(http.ErrAbortHandler)
-		}
-		if last { // it has its effect, and no answer
-			proxy.ServeHTTP(httptest.NewRecorder(), req.WithContext(context.WithoutCancel(req.Context())))
-			panic(http.ErrAbortHandler)
-		}
-		proxy.ServeHTTP(w, req)
-	}))
-	t.Cleanup(server.Close)
-	conf := clientcmdapi.NewConfig()
-	conf.Clusters["c"] = &clientcmdapi.Cluster{Server: server.URL, CertificateAuthorityData: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})}
-	conf.Contexts["c"] = &clientcmdapi.Context{Cluster: "c"}
-	conf.CurrentContext = "c"
-	text, err := clientcmd.Write(*conf)
-	if err == nil {
-		err = r.Write(ownerdir.AdminConf, text)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	return c
-}
-
-// after breaks the way at the nth write from now; 0: never. stop is called then, as a signal would end the program.
-func (c *cuts) after(n int, stop func()) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.count, c.broken, c.stop = n, false, stop
-}
-
-// left returns how many writes are left until it breaks.
-func (c *cuts) left() int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.count
-}
-
-func (c *cuts) see(req *http.Request) (last, broken bool) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.broken {
-		return false, true
-	}
-	if req.Method == http.MethodGet || req.URL.Query().Has("dryRun") || c.count == 0 {
-		return false, false
-	}
-	if c.count--; c.count > 0 {
-		return false, false
-	}
-	c.broken = true
-	c.stop()
-	return true, false
 }
