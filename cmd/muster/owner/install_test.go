@@ -94,7 +94,9 @@ func servingCSR(t *testing.T, node string) *certificatesv1.CertificateSigningReq
 	return &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
 		Spec: certificatesv1.CertificateSigningRequestSpec{
-			Request: csrOf(t, node, func(r *x509.CertificateRequest) { r.DNSNames, r.IPAddresses = []string{node}, []net.IP{net.IPv4(192, 168, 77, 11)} }), SignerName: certificatesv1.KubeletServingSignerName,
+			Request: csrOf(t, node, func(r *x509.CertificateRequest) {
+				r.DNSNames, r.IPAddresses = []string{node}, []net.IP{net.IPv4(192, 168, 77, 11)}
+			}), SignerName: certificatesv1.KubeletServingSignerName,
 			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
 		},
 	}
