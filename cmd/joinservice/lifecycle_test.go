@@ -259,7 +259,7 @@ func TestTheListOfNodesThatMayNotWriteSurvivesASlip(t *testing.T) {
 			return s.Client.Delete(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, client.DryRunAll)
 		},
 	} {
-		if err := slip(); err == nil || !strings.Contains(err.Error(), "helm uninstall muster") {
+		if err := slip(); err == nil || !strings.Contains(err.Error(), "muster uninstall") {
 			t.Errorf("it could be deleted %s: %v", name, err)
 		}
 	}

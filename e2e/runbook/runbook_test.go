@@ -45,6 +45,7 @@ func TestTheRunbooks(t *testing.T) {
 		{"lost control plane", w.lostControlPlane},
 		{"lost quorum", w.lostQuorum},
 		{"whole-cluster restart", w.restart},
+		{"uninstall", w.uninstall},
 	} {
 		if !t.Run(book.name, book.run) {
 			return

@@ -72,25 +72,31 @@ func kube(t *testing.T, user string, groups ...string) *kubernetes.Clientset {
 	return k
 }
 
-// servingCSR is the request that a kubelet files.
-func servingCSR(t *testing.T, node string) *certificatesv1.CertificateSigningRequest {
+// csrOf is a signed request for a certificate with the subject of a node, in PEM.
+func csrOf(t *testing.T, node string, change func(*x509.CertificateRequest)) []byte {
 	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &x509.CertificateRequest{
-		Subject:  pkix.Name{CommonName: "system:node:" + node, Organization: []string{"system:nodes"}},
-		DNSNames: []string{node}, IPAddresses: []net.IP{net.IPv4(192, 168, 77, 11)},
-	}
+	r := &x509.CertificateRequest{Subject: pkix.Name{CommonName: "system:node:" + node, Organization: []string{"system:nodes"}}}
+	change(r)
 	der, err := x509.CreateCertificateRequest(rand.Reader, r, k)
 	if err != nil {
 		t.Fatal(err)
 	}
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der})
+}
+
+// servingCSR is the request that a kubelet files.
+func servingCSR(t *testing.T, node string) *certificatesv1.CertificateSigningRequest {
+	t.Helper()
 	return &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
 		Spec: certificatesv1.CertificateSigningRequestSpec{
-			Request: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}), SignerName: certificatesv1.KubeletServingSignerName,
+			Request: csrOf(t, node, func(r *x509.CertificateRequest) {
+				r.DNSNames, r.IPAddresses = []string{node}, []net.IP{net.IPv4(192, 168, 77, 11)}
+			}), SignerName: certificatesv1.KubeletServingSignerName,
 			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
 		},
 	}

@@ -65,7 +65,7 @@ func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 	}
 	for name, slip := range slips {
 		eventually(t, func() error {
-			return refused(slip(client.DryRunAll), "helm uninstall muster -n "+Namespace, "delete "+name)
+			return refused(slip(client.DryRunAll), "muster uninstall", "delete "+name)
 		})
 	}
 	// An administrator can still delete it. The garbage collector then removes the nodes' permission.

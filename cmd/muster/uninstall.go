@@ -1,0 +1,132 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+)
+
+type uninstallFlags struct {
+	dryRun, yes, letBackIn bool
+	unencrypted            []string
+	timeout                time.Duration
+}
+
+func (a *app) uninstallCommand() *cobra.Command {
+	var f uninstallFlags
+	cmd := &cobra.Command{
+		Use:   "uninstall",
+		Short: "Remove Muster from a cluster, which goes on as one of plain kubeadm",
+		Long: `Gives the cluster kubeadm's permissions and configuration back, and removes Muster's admission policies, services, definitions and
+namespace, in this order. Pods keep running. The owner's folder stays, with a backup of Muster's objects.
+
+From then on no machine is attested: who has a bootstrap token joins, and a node renews its certificate by itself.
+
+It refuses, and changes nothing, while a state disk is encrypted (nothing could open it), while a banned machine or a revoked certificate
+would get in again, while another command is in progress, and until each control plane's kube-controller-manager approves node
+certificates: that, and Muster's units, are changed on the machines, as docs/runbooks.md#uninstall shows. Nodes with Muster's own image have no
+login: replace them.
+
+After an interruption the same command continues. What will be done is shown first.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return a.uninstall(cmd, f) },
+	}
+	flags := cmd.Flags()
+	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would be done and what is in the way, and change nothing")
+	flags.BoolVar(&f.yes, "yes", false, "don't ask")
+	flags.BoolVar(&f.letBackIn, "let-back-in", false, "accept that banned machines and revoked certificates can write again")
+	flags.StringSliceVar(&f.unencrypted, "unencrypted", nil, "nodes whose state disks are not encrypted, if that is not recorded, as of the machine that the cluster was made on")
+	flags.DurationVar(&f.timeout, "timeout", 10*time.Minute, "how long all of it may take")
+	_ = cmd.RegisterFlagCompletionFunc("unencrypted", a.completeNodes) // the flag is there
+	return cmd
+}
+
+func (a *app) uninstall(cmd *cobra.Command, f uninstallFlags) error {
+	path, err := a.folder()
+	if err != nil {
+		return err
+	}
+	open := ownerdir.Open
+	if f.dryRun {
+		open = ownerdir.View
+	}
+	dir, err := open(path)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = dir.Close() }()
+	cfg := owner.UninstallConfig{Dir: dir, Unencrypted: f.unencrypted, LetBackIn: f.letBackIn, Log: slog.New(slog.DiscardHandler)}
+	look, cancel := a.limited(cmd.Context(), f.timeout)
+	defer cancel()
+	p, err := owner.PlanUninstall(look, cfg)
+	if err != nil {
+		return err
+	}
+	if f.dryRun && a.output == outputJSON {
+		if err := a.json(p); err != nil {
+			return err
+		}
+		if err := p.Err(); err != nil {
+			return &shown{err}
+		}
+		return nil
+	}
+	a.showUninstall(p)
+	if err := p.Err(); err != nil {
+		return err
+	}
+	switch {
+	case len(p.Steps) == 0:
+		return a.uninstalled(p, "Nothing of Muster is left in the cluster.")
+	case f.dryRun:
+		_, err := fmt.Fprintln(a.stdout, "Nothing was changed.")
+		return err
+	case !f.yes:
+		if err := a.confirm(cmd.Context(), cmd.InOrStdin(), dir.Cluster().Name); err != nil {
+			return err
+		}
+	}
+	ctx, cancel := a.limited(cmd.Context(), f.timeout) // the time for the confirmation does not count
+	defer cancel()
+	cfg.Report = a.report(len(p.Steps))
+	defer cfg.Report.Close()
+	if p, err = owner.Uninstall(ctx, cfg); err != nil {
+		return err
+	}
+	cfg.Report.Close()
+	return a.uninstalled(p, "Muster is removed from the cluster. "+dir.Path()+" stays: it has the cluster's secrets, and a backup of Muster's objects.")
+}
+
+func (a *app) limited(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, d, fmt.Errorf("not done within %s: %w", d, context.DeadlineExceeded))
+}
+
+// showUninstall shows what will be done.
+func (a *app) showUninstall(p *owner.UninstallPlan) {
+	for i, s := range p.Steps {
+		fmt.Fprintf(a.stderr, "%d. %s: %s\n", i+1, s.Name, printable(s.Detail))
+	}
+	for _, n := range p.Notes {
+		fmt.Fprintf(a.stderr, "Note: %s.\n", printable(n))
+	}
+}
+
+// uninstalled prints the result, and what is left to do on the machines.
+func (a *app) uninstalled(p *owner.UninstallPlan, text string) error {
+	if a.output == outputJSON {
+		return a.json(p)
+	}
+	fmt.Fprintln(a.stdout, text)
+	fmt.Fprintf(a.stdout, "If a machine still has Muster's units, run the block uninstall-machine of %s there, and don't restart the machine before:\n", owner.UninstallRunbook)
+	rows := [][]string{{"NODE", "ROLE"}}
+	for _, m := range p.Machines {
+		rows = append(rows, []string{printable(m.Node), string(m.Role)})
+	}
+	return a.table(rows)
+}
