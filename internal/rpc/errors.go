@@ -45,6 +45,9 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_PEER_NOT_ATTESTED:    {connect.CodeUnauthenticated, false, "Call from an attested machine."},
 	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "If the machine should change clusters, erase its state disk and boot it: its journal keeps the node lock. A machine that asks for its disk's key: reboot it."},
 	attestv1.Reason_REASON_SERVER_NOT_LISTED:    {connect.CodePermissionDenied, false, "If the machine is meant to be a control plane, let the owner list it: `muster enroll NAME --role control-plane --machine-id ID`. If it is not, find out why it answers."},
+	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:   {connect.CodePermissionDenied, false, "Treat it as an attack, or as a processor whose key its vendor has revoked: the log has the certificate. Keep the machine out until you know why."},
+	attestv1.Reason_REASON_HARDWARE_COLLATERAL:  {connect.CodeFailedPrecondition, false, "Get the processor vendor's current certificates, revocation lists and TCB data; the log names what is missing or expired."},
+	attestv1.Reason_REASON_HARDWARE_TCB:         {connect.CodePermissionDenied, false, "Update the firmware of the machine's host: the log names the part that is too old. In a cloud, move the VM to a newer host. Otherwise lower the policy's minimum, if you accept the known weaknesses."},
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
 	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},

@@ -71,6 +71,15 @@ const (
 	// The owner's signed policy does not list the machine as a control plane, so it may
 	// neither serve joinservice or kms nor receive the cluster's CA keys.
 	Reason_REASON_SERVER_NOT_LISTED Reason = 29
+	// The key that signed a hardware report does not chain to its vendor's root, is revoked,
+	// or belongs to another processor or quoting enclave.
+	Reason_REASON_HARDWARE_UNTRUSTED Reason = 34
+	// The vendor's certificates, revocation lists or TCB data that a hardware report is
+	// checked with are missing, expired or not signed by the vendor.
+	Reason_REASON_HARDWARE_COLLATERAL Reason = 35
+	// The firmware below a confidential VM is older than the policy accepts, or its vendor
+	// does not support it.
+	Reason_REASON_HARDWARE_TCB Reason = 36
 	// A field is missing, too long or otherwise wrong; the error's text names it.
 	Reason_REASON_REQUEST_INVALID Reason = 40
 	// The service cannot serve yet: retry later.
@@ -192,6 +201,9 @@ var (
 		27:  "REASON_PEER_NOT_ATTESTED",
 		28:  "REASON_LOCK_FOREIGN",
 		29:  "REASON_SERVER_NOT_LISTED",
+		34:  "REASON_HARDWARE_UNTRUSTED",
+		35:  "REASON_HARDWARE_COLLATERAL",
+		36:  "REASON_HARDWARE_TCB",
 		40:  "REASON_REQUEST_INVALID",
 		41:  "REASON_NOT_READY",
 		42:  "REASON_POLICY_INVALID",
@@ -258,6 +270,9 @@ var (
 		"REASON_PEER_NOT_ATTESTED":       27,
 		"REASON_LOCK_FOREIGN":            28,
 		"REASON_SERVER_NOT_LISTED":       29,
+		"REASON_HARDWARE_UNTRUSTED":      34,
+		"REASON_HARDWARE_COLLATERAL":     35,
+		"REASON_HARDWARE_TCB":            36,
 		"REASON_REQUEST_INVALID":         40,
 		"REASON_NOT_READY":               41,
 		"REASON_POLICY_INVALID":          42,
@@ -334,7 +349,7 @@ var File_muster_attest_v1_reason_proto protoreflect.FileDescriptor
 
 const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\n" +
-	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\xc1\r\n" +
+	"\x1dmuster/attest/v1/reason.proto\x12\x10muster.attest.v1*\x99\x0e\n" +
 	"\x06Reason\x12\x16\n" +
 	"\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n" +
 	"\x0fREASON_ACCEPTED\x10\x01\x12\x16\n" +
@@ -358,7 +373,10 @@ const file_muster_attest_v1_reason_proto_rawDesc = "" +
 	"\x17REASON_SESSION_REQUIRED\x10\x1a\x12\x1c\n" +
 	"\x18REASON_PEER_NOT_ATTESTED\x10\x1b\x12\x17\n" +
 	"\x13REASON_LOCK_FOREIGN\x10\x1c\x12\x1c\n" +
-	"\x18REASON_SERVER_NOT_LISTED\x10\x1d\x12\x1a\n" +
+	"\x18REASON_SERVER_NOT_LISTED\x10\x1d\x12\x1d\n" +
+	"\x19REASON_HARDWARE_UNTRUSTED\x10\"\x12\x1e\n" +
+	"\x1aREASON_HARDWARE_COLLATERAL\x10#\x12\x17\n" +
+	"\x13REASON_HARDWARE_TCB\x10$\x12\x1a\n" +
 	"\x16REASON_REQUEST_INVALID\x10(\x12\x14\n" +
 	"\x10REASON_NOT_READY\x10)\x12\x19\n" +
 	"\x15REASON_POLICY_INVALID\x10*\x12\x1b\n" +

@@ -1,0 +1,126 @@
+// Package tdx verifies quotes of Intel TDX (Intel TDX DCAP Quoting Library API, appendix A), of the
+// versions 4 and 5.
+//
+// A genuine quote shows: a TD on a processor of Intel, with these measurements, under a TDX module
+// and firmware of these TCB levels, asked for a quote over this value. It does not show that a TPM
+// beside it belongs to the same TD, unless the value came from software that the measurements cover
+// and that says so; see docs/hardware-reports.md.
+package tdx
+
+import (
+	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/sha256"
+	"crypto/x509"
+	"slices"
+	"time"
+
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/hardware"
+)
+
+// Verify checks that a quote is genuine, with collateral that is valid at now, and bound to want
+// (A1). roots are Intel's: see [Intel]. Refusals: EVIDENCE_MALFORMED, HARDWARE_UNTRUSTED,
+// HARDWARE_COLLATERAL, HARDWARE_TCB, SIGNATURE_INVALID, BINDING_MISMATCH.
+func Verify(quote []byte, want hardware.ReportData, c Collateral, roots []*x509.Certificate, now time.Time) (*Quote, error) {
+	q, err := genuine(quote, c, roots, now)
+	if err != nil {
+		return nil, err
+	}
+	if err := hardware.CheckBinding(q.Data, want); err != nil {
+		return nil, err
+	}
+	return q, nil
+}
+
+// genuine is Verify without the binding.
+func genuine(quote []byte, c Collateral, roots []*x509.Certificate, now time.Time) (*Quote, error) {
+	p, err := parse(quote)
+	if err != nil {
+		return nil, err
+	}
+	if err := p.checkChain(c, roots, now); err != nil {
+		return nil, err
+	}
+	if err := p.checkSignatures(); err != nil {
+		return nil, err
+	}
+	q := p.Quote
+	info, err := c.tcbInfo(p.platform, roots, now)
+	if err != nil {
+		return nil, err
+	}
+	identity, err := c.qeIdentity(roots, now)
+	if err != nil {
+		return nil, err
+	}
+	q.FMSPC, q.Evaluation = p.platform.fmspc, min(info.Evaluation, identity.Evaluation)
+	enclave, err := identity.check(p.qeReport)
+	if err != nil {
+		return nil, err
+	}
+	levels, err := info.platform("", p.platform, q, q.ModuleSVN)
+	if err != nil {
+		return nil, err
+	}
+	q.Levels = append(levels, enclave)
+	if q.LoadedSVN != q.ModuleSVN {
+		if levels, err = info.platform("loaded ", p.platform, q, q.LoadedSVN); err != nil {
+			return nil, err
+		}
+		q.Levels = append(q.Levels, levels...)
+	}
+	return q, nil
+}
+
+// checkChain checks the certificates of the processor's key, PCK, and reads its platform.
+func (p *parsed) checkChain(c Collateral, roots []*x509.Certificate, now time.Time) error {
+	pck, authority := p.chain[0], p.chain[1]
+	root := rootOf(p.chain[2], roots)
+	if root == nil {
+		return untrusted("the processor's certificate leads to %q, which is no trusted root", p.chain[2].Subject)
+	}
+	for _, step := range [][2]*x509.Certificate{{root, root}, {authority, root}, {pck, authority}} {
+		if err := hardware.CheckIssued(step[0], step[1], now); err != nil {
+			return untrusted("the processor's certificate: %w", err)
+		}
+	}
+	if pck.IsCA {
+		return untrusted("the processor's certificate is that of an authority")
+	}
+	var err error
+	if p.platform, err = readPCK(pck); err != nil {
+		return untrusted("the processor's certificate: %w", err)
+	}
+	if err := hardware.CheckRevoked(c.crl(root), root, now, authority); err != nil {
+		return err
+	}
+	return hardware.CheckRevoked(c.crl(authority), authority, now, pck)
+}
+
+// checkSignatures checks what the PCK has signed: it signs the quoting enclave's report, which has
+// the hash of the attestation key, which signs the quote.
+func (p *parsed) checkSignatures() error {
+	if !verifyP256(p.chain[0].PublicKey, p.qeReport, p.qeSigned) {
+		return attest.Refuse(hardware.Signature, "the quoting enclave's report is not signed by the processor's key")
+	}
+	certified := sha256.Sum256(slices.Concat(p.key, p.qeAuth))
+	if !bytes.Equal(p.qeReport[0x140:0x160], certified[:]) || !zero(p.qeReport[0x160:0x180]) {
+		return untrusted("the quoting enclave's report is for another attestation key")
+	}
+	key, err := ecdsa.ParseUncompressedPublicKey(elliptic.P256(), append([]byte{4}, p.key...))
+	if err != nil {
+		return untrusted("the attestation key: %w", err)
+	}
+	if !verifyP256(key, p.signed, p.signature) {
+		return attest.Refuse(hardware.Signature, "the TDX quote is not signed by its attestation key")
+	}
+	return nil
+}
+
+func untrusted(format string, args ...any) error {
+	return attest.Refuse(hardware.Untrusted, format, args...)
+}
+
+func zero(b []byte) bool { return !slices.ContainsFunc(b, func(c byte) bool { return c != 0 }) }
