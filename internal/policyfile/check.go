@@ -1,7 +1,6 @@
 package policyfile
 
 import (
-	"crypto/x509"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -79,7 +78,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 			add(Warning, fmt.Sprintf("tpm2.ekRoots[%d].minFirmwareVersion", i), "not set: TPMs of this vendor with firmware that has known weaknesses are accepted; muster verify shows a machine's version, the vendor's advisories say which one is repaired")
 		}
 	}
-	found = append(found, checkRoots(p.EKRoots(), now)...)
+	found = append(found, checkRoots(p.Authorities(), now)...)
 	return p, found, nil
 }
 
@@ -113,10 +112,10 @@ func wide(c netip.Prefix) int {
 	return 32
 }
 
-func checkRoots(roots []*x509.Certificate, now time.Time) []Finding {
+func checkRoots(all []attest.Authority, now time.Time) []Finding {
 	var found []Finding
-	for i, c := range roots {
-		field := fmt.Sprintf("tpm2.ekRoots[%d]", i)
+	for _, a := range all {
+		field, c := a.Field, a.Certificate
 		switch {
 		case now.After(c.NotAfter):
 			found = append(found, Finding{Warning, field, fmt.Sprintf("%q expired on %s: no machine below it is accepted", c.Subject, c.NotAfter.UTC().Format(time.DateOnly))})

@@ -112,7 +112,7 @@ func TestRevokedKeysAndOldTPMsAreRefused(t *testing.T) {
 			policy: revokeSerial("03"+strings.Repeat("00", 31), "2f"), want: attestv1.Reason_REASON_EK_UNTRUSTED,
 		},
 		"a serial number of another issuer revokes no key": {policy: revokeSerial("03"+strings.Repeat("00", 31), "1f")},
-		"a chain that is not known is refused":             {facts: func(f *checked.Facts) { f.EKChain = nil }, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a chain that is not known is refused":             {facts: func(f *checked.Facts) { f.Chain = nil }, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, f := goodPolicy(pemRoot), facts(root)

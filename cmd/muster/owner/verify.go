@@ -122,11 +122,11 @@ func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 	s.EKKind, s.AKName, s.EvidenceDigest = string(c.EKKind()), hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
 	s.ResetCount, s.RestartCount = clock.ResetCount, clock.RestartCount
 	s.FirmwareVersion = attest.FormatFirmwareVersion(c.FirmwareVersion())
-	for _, e := range c.EKChain() {
+	for _, e := range c.Chain() {
 		s.Chain = append(s.Chain, EKCertificate{Subject: e.Subject, Key: hex.EncodeToString(e.Key[:]), Serial: e.Serial})
 	}
 	s.PolicySerial = j.Appraisal.PolicySerial
-	if r := c.EKRoot(); r != nil {
+	if r := c.Root(); r != nil {
 		s.Root = r.Subject.String()
 	}
 	s.firmware(c)
