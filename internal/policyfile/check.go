@@ -70,7 +70,10 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	for i, c := range m.GetTpm2().GetClasses() {
 		checkClass(c, func(format string, args ...any) { add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), format, args...) })
 	}
-	if len(m.GetTpm2().GetMachineIds()) == 0 && m.GetTpm2() != nil {
+	if n := len(m.GetTpm2().GetBareMachineIds()); n > 0 {
+		add(Warning, "tpm2.bareMachineIds", "%d machines without an EK certificate: no authority says that their TPMs are genuine, only this list; it must have IDs that you took from the machines themselves", n)
+	}
+	if len(m.GetTpm2().GetMachineIds()) == 0 && len(m.GetTpm2().GetEkRoots()) > 0 {
 		add(Warning, "tpm2.machineIds", "empty: every machine that a root certifies and that booted an accepted image may join as a worker")
 	}
 	for i, r := range m.GetTpm2().GetEkRoots() {

@@ -39,7 +39,13 @@ type Verifier struct {
 	roots func() []*x509.Certificate
 	now   func() time.Time
 	known *pairs
+	// open has the pairs of endorsements that any peer can make, so that such peers displace none of
+	// the others.
+	open *pairs
 }
+
+// openPairs bounds those pairs: about 200 KiB.
+const openPairs = 1024
 
 // NewVerifier returns a Verifier. The error names the part of cfg that is missing.
 func NewVerifier(cfg VerifierConfig) (*Verifier, error) {
@@ -55,7 +61,7 @@ func NewVerifier(cfg VerifierConfig) (*Verifier, error) {
 	if cfg.KnownPairs == 0 {
 		cfg.KnownPairs = 16384
 	}
-	return &Verifier{roots: cfg.Roots, now: cfg.Now, known: newPairs(cfg.KnownPairs)}, nil
+	return &Verifier{roots: cfg.Roots, now: cfg.Now, known: newPairs(cfg.KnownPairs), open: newPairs(min(openPairs, cfg.KnownPairs))}, nil
 }
 
 // Formats implements [attest.Verifier].
@@ -107,6 +113,9 @@ func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.S
 	p := &pending{verifier: v, facts: facts, binding: b, known: v.known}
 	if endorsed.Activate == nil {
 		return p, nil
+	}
+	if endorsed.Open {
+		p.known = v.open
 	}
 	p.pair = pairOf(endorsed.Machine, ak.Name)
 	if p.known.has(p.pair, v.now()) {

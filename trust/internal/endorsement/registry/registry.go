@@ -4,12 +4,14 @@ package registry
 import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/internal/endorsement"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/bareek"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/ekcert"
 )
 
 // All lists the endorsements.
 var All = []endorsement.Endorsement{
 	ekcert.Endorsement{},
+	bareek.Endorsement{},
 }
 
 // Of returns the one endorsement that the evidence carries. It refuses with EVIDENCE_MALFORMED if
@@ -48,7 +50,7 @@ func Parse(p *attestv1.Policy) (Rules, error) {
 		}
 	}
 	if len(out) == 0 {
-		return nil, endorsement.Invalid("tpm2.ekRoots is empty, so no machine could be accepted")
+		return nil, endorsement.Invalid("tpm2.ekRoots is empty, so no machine could be accepted: list the authorities that certify endorsement keys, or in tpm2.bareMachineIds the machines without EK certificates")
 	}
 	return out, nil
 }
