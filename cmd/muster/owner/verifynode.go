@@ -146,7 +146,7 @@ func verifyEvidence(ctx context.Context, policy *attest.Policy, challenge *tpm2.
 	if err != nil {
 		return none, attest.Refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the answer to the challenge can't be read: %w", err)
 	}
-	v, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: policy.EKRoots, Now: time.Now})
+	v, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: policy.Roots, Now: time.Now})
 	if err != nil {
 		return none, err
 	}

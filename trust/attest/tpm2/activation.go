@@ -39,7 +39,7 @@ func NewActivation(ekPublic, akName []byte) (*Activation, error) {
 	if len(akName) != nameSize {
 		return nil, refuse(badAK, "the attestation key's name has %d bytes, want %d", len(akName), nameSize)
 	}
-	a := &Activation{pair: pairOf(ekPublic, akName)}
+	a := &Activation{pair: pairOf(sha256.Sum256(ekPublic), akName)}
 	a.challenge, a.secret, err = newChallenge(key, akName)
 	return a, err
 }
