@@ -14,9 +14,16 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 )
 
-// TestLeaving runs the scripts in testdata/leave against a real API server, with an owner's folder for it. Machines
-// are only objects: no kubelet and no joinservice runs.
-func TestLeaving(t *testing.T) {
+// TestLeaving runs the scripts in testdata/leave.
+func TestLeaving(t *testing.T) { withCluster(t, "leave") }
+
+// TestUninstall runs the scripts in testdata/uninstall, in a cluster of its own.
+func TestUninstall(t *testing.T) { withCluster(t, "uninstall") }
+
+// withCluster runs the scripts of a folder against a real API server, with an owner's folder for it. Machines are only
+// objects: no kubelet and no joinservice runs.
+func withCluster(t *testing.T, scripts string) {
+	t.Helper()
 	api, err := envtest.Start(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -45,7 +52,7 @@ func TestLeaving(t *testing.T) {
 		t.Fatal(err)
 	}
 	testscript.Run(t, testscript.Params{
-		Dir: filepath.Join("testdata", "leave"),
+		Dir: filepath.Join("testdata", scripts),
 		Setup: func(env *testscript.Env) error {
 			env.Setenv("KUBECONFIG", api.Kubeconfig)
 			env.Setenv("PATH", bin+string(filepath.ListSeparator)+env.Getenv("PATH"))

@@ -396,7 +396,10 @@ func (r *removal) refusals(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			tt.breaks(t)
 			_, err := Uninstall(t.Context(), r.config())
-			if p := Explain(err); err == nil || p.Reason != attest.ReasonName(tt.reason) || !strings.Contains(p.Message, tt.say) || p.Remedy == "" {
+			if err == nil {
+				t.Fatal("it was not refused")
+			}
+			if p := Explain(err); p.Reason != attest.ReasonName(tt.reason) || !strings.Contains(p.Message, tt.say) || p.Remedy == "" {
 				t.Errorf("%+v", p)
 			}
 			tt.fix(t)
