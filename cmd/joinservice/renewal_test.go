@@ -339,7 +339,7 @@ func TestReattestationIsRefused(t *testing.T) {
 			}
 			membertest.Eventually(t, func() error {
 				v := s.Node(t, "w1").Status.LastVerdict
-				return membertest.Want(v != nil && v.Accepted == (tt.verdict == "") && (v.Accepted || v.Reason == tt.verdict), "last verdict %+v", v)
+				return membertest.Want(v != nil && v.Accepted == (tt.verdict == "") && (v.Accepted && v.Message == "" || v.Reason == tt.verdict && strings.HasPrefix(v.Message, tt.verdict+": ")), "last verdict %+v", v)
 			})
 			if tt.verdict != "" {
 				s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")

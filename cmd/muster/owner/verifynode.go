@@ -31,6 +31,8 @@ type Record struct {
 	// Machine is the machine's ID. Reason is the reason code of its latest verdict, ACCEPTED if it was good.
 	Machine string `json:"machine"`
 	Reason  string `json:"reason"`
+	// Message describes a refusal.
+	Message string `json:"message,omitempty"`
 	// Time is when it was appraised; nil: never. PolicySerial is the serial of the policy.
 	Time         *time.Time `json:"time,omitempty"`
 	PolicySerial int64      `json:"policySerial"`
@@ -65,6 +67,9 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 	}
 	if err != nil {
 		out.Record = recordOf(n)
+		if errors.Is(err, context.DeadlineExceeded) && out.Record.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) {
+			err = withRemedy(err, "joinservice gives orders only to machines that it accepts, and it says that it refuses this one; above is why. "+remedy(err))
+		}
 		return out.refused(err), nil
 	}
 	on, err := addressee(d, n)
@@ -164,7 +169,7 @@ func verifyEvidence(ctx context.Context, policy *attest.Policy, challenge *tpm2.
 func recordOf(n *v1alpha1.AttestedNode) *Record {
 	out := &Record{Machine: printable(n.Spec.MachineID), Reason: "NONE", PolicySerial: n.Status.PolicySerial}
 	if v := n.Status.LastVerdict; v != nil {
-		out.Reason, out.Time = cmp.Or(printable(v.Reason), out.Reason), new(v.Time.UTC())
+		out.Reason, out.Message, out.Time = cmp.Or(printable(v.Reason), out.Reason), printable(v.Message), new(v.Time.UTC())
 	}
 	return out
 }
