@@ -218,10 +218,6 @@ type CandidateVerdict struct {
 	Digest string `json:"digest"`
 	// Verdict is the result.
 	Verdict `json:",inline"`
-	// Message describes a refusal.
-	//
-	// +kubebuilder:validation:MaxLength=1024
-	Message string `json:"message,omitempty"`
 }
 
 // AttestedNodeStatus is the result of the machine's latest attestation.
@@ -335,6 +331,10 @@ type Verdict struct {
 	Reason string `json:"reason"`
 	// Time is when the evidence was appraised.
 	Time metav1.Time `json:"time"`
+	// Message describes a refusal, such as the PCR that differs.
+	//
+	// +kubebuilder:validation:MaxLength=1024
+	Message string `json:"message,omitempty"`
 }
 
 // Ticket is an issued join ticket.

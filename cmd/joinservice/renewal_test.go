@@ -3,6 +3,7 @@ package main
 import (
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/base64"
 	"encoding/pem"
 	"errors"
 	"net"
@@ -273,6 +274,13 @@ func TestReattestationRecordsWhatTheMachineIsNow(t *testing.T) {
 	if !st.LastVerdict.Accepted || st.PolicyGeneration != generation || st.PolicySerial != 7 || st.EvidenceDigest == was.EvidenceDigest || *st.ResetCount != 9 || st.PCRs["15"] == was.PCRs["15"] {
 		t.Errorf("status %+v", st)
 	}
+	// With it `muster verify NODE` challenges the machine: by the ticket's evidence, and by each later one.
+	for _, st := range []v1alpha1.AttestedNodeStatus{was, st} {
+		ek, err := base64.StdEncoding.DecodeString(st.EKPublic)
+		if err != nil || attest.MachineIDOf(ek) != m.ID() || st.AKName == "" {
+			t.Errorf("the endorsement key is recorded as %q: %v", st.EKPublic, err)
+		}
+	}
 	if st.Ticket == nil || *st.Ticket != *was.Ticket {
 		t.Errorf("its ticket changed from %+v to %+v", was.Ticket, st.Ticket)
 	}
@@ -331,7 +339,7 @@ func TestReattestationIsRefused(t *testing.T) {
 			}
 			membertest.Eventually(t, func() error {
 				v := s.Node(t, "w1").Status.LastVerdict
-				return membertest.Want(v != nil && v.Accepted == (tt.verdict == "") && (v.Accepted || v.Reason == tt.verdict), "last verdict %+v", v)
+				return membertest.Want(v != nil && v.Accepted == (tt.verdict == "") && (v.Accepted && v.Message == "" || v.Reason == tt.verdict && strings.HasPrefix(v.Message, tt.verdict+": ")), "last verdict %+v", v)
 			})
 			if tt.verdict != "" {
 				s.decided(t, s.file(t, renewal("w1")), certificatesv1.CertificateDenied, "POLICY_REFUSED")

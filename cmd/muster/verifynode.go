@@ -47,10 +47,13 @@ func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout t
 	return s, err
 }
 
-// recorded describes the cluster's record of a verdict.
+// recorded describes the cluster's record of a verdict. A message begins with the reason code.
 func recorded(r *owner.Record) string {
 	if r.Time == nil {
 		return "none: it has not attested yet"
+	}
+	if r.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) { // the serial is that of the latest good verdict
+		return fmt.Sprintf("%s, at %s", cmp.Or(r.Message, r.Reason), r.Time.Local().Format(time.DateTime))
 	}
 	return fmt.Sprintf("%s, by the policy of serial %d, at %s", r.Reason, r.PolicySerial, r.Time.Local().Format(time.DateTime))
 }

@@ -36,6 +36,8 @@ func TestTheClustersRecordIsMarkedAsSuch(t *testing.T) {
 	}{
 		"a record": {owner.Report{Node: "w1", Err: refusal, Record: &owner.Record{Machine: "abc", Reason: "ACCEPTED", Time: &at, PolicySerial: 7}},
 			[]string{"What the cluster says of w1. Nothing of it is proven", "abc", "ACCEPTED, by the policy of serial 7", "Not verified."}, "Accepted"},
+		"a record of a refusal": {owner.Report{Node: "w1", Err: refusal, Record: &owner.Record{Machine: "abc", Reason: "POLICY_REFUSED", Message: "POLICY_REFUSED: PCR 11", Time: &at, PolicySerial: 7}},
+			[]string{"Verdict        POLICY_REFUSED: PCR 11, at", "Not verified."}, "serial 7"},
 		"a record without a verdict": {owner.Report{Node: "w1", Err: refusal, Record: &owner.Record{Machine: "abc", Reason: "NONE"}}, []string{"it has not attested yet", "Not verified."}, "ACCEPTED"},
 		"a refusal":                  {owner.Report{Node: "w1", Err: refusal}, []string{"Refused."}, "the cluster says"},
 		"an accepted node":           {owner.Report{Node: "w1", Accepted: true, Machine: "abc", PolicySerial: 3}, []string{"Accepted by the policy of serial 3."}, "the cluster says"},

@@ -83,8 +83,17 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 	return order, err
 }
 
-// maxCandidateMessage is the limit of the AttestedNode, in bytes.
-const maxCandidateMessage = 1 << 10
+// maxVerdictMessage is the limit of the AttestedNode, in bytes.
+const maxVerdictMessage = 1 << 10
+
+// verdictOf returns the verdict that an appraisal ended with. Its message is for the owner, and is never sent to the machine (R1).
+func verdictOf(err error, at time.Time) v1alpha1.Verdict {
+	v := v1alpha1.Verdict{Accepted: err == nil, Reason: reasonOf(err), Time: metav1.NewTime(at)}
+	if err != nil {
+		v.Message = printable(err.Error(), maxVerdictMessage)
+	}
+	return v
+}
 
 // byCandidate returns what the owner's next policy says of the claims; nil if there is none. The node lock is that of the policy in
 // force, which has been checked.
@@ -94,11 +103,7 @@ func (s *Service) byCandidate(c attest.Claims, now time.Time) *v1alpha1.Candidat
 		return nil
 	}
 	_, err := next.Policy.Appraise(c, attest.AnyLock())
-	out := &v1alpha1.CandidateVerdict{Digest: next.Digest, Verdict: v1alpha1.Verdict{Accepted: err == nil, Reason: reasonOf(err), Time: metav1.NewTime(now)}}
-	if err != nil {
-		out.Message = printable(err.Error(), maxCandidateMessage)
-	}
-	return out
+	return &v1alpha1.CandidateVerdict{Digest: next.Digest, Verdict: verdictOf(err, now)}
 }
 
 // reported returns the machine's report of its kubelet's certificates, which is shown to the owner; nil if there is none.
@@ -122,7 +127,7 @@ func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer,
 	if !refutes(reason) {
 		return
 	}
-	v := v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(a.began)}
+	v := verdictOf(err, a.began)
 	if werr := s.cfg.Enrollments.WriteVerdict(ctx, peer.Machine(), v); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", a.record.Machine, "reason", v.Reason, "err", werr)
 	}

@@ -6,8 +6,6 @@ import (
 	"log/slog"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
@@ -54,8 +52,8 @@ func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Apprai
 		err = &refusedMachine{c.Machine(), err}
 	case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN:
 		// The evidence is genuine, so it comes from that machine, and not from a client that imitates it.
+		v := badVerdict{c.Machine(), verdictOf(err, time.Now())}
 		err = &refusedMachine{c.Machine(), err}
-		v := badVerdict{c.Machine(), v1alpha1.Verdict{Reason: attest.ReasonName(reason), Time: metav1.NewTime(time.Now())}}
 		select {
 		case r.bad <- v:
 		default:

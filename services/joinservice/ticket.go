@@ -314,7 +314,7 @@ func (s *Service) stage(name string) func() {
 func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 	claims := peer.Claims()
 	out := v1alpha1.AttestedNodeStatus{
-		LastVerdict:      &v1alpha1.Verdict{Accepted: true, Reason: reasonOf(nil), Time: metav1.NewTime(peer.VerifiedAt())},
+		LastVerdict:      new(verdictOf(nil, peer.VerifiedAt())),
 		PolicyGeneration: a.record.PolicyGeneration,
 		PolicySerial:     int64(a.record.PolicySerial), // the store accepts none above MaxInt64
 		EvidenceDigest:   a.record.Evidence,

@@ -189,8 +189,8 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			v.Time = metav1.Now()
-			n.Status.Candidate = &v1alpha1.CandidateVerdict{Digest: hex.EncodeToString(sum[:]), Verdict: v, Message: "because\x1b[2J"}
+			v.Time, v.Message = metav1.Now(), "because\x1b[2J"
+			n.Status.Candidate = &v1alpha1.CandidateVerdict{Digest: hex.EncodeToString(sum[:]), Verdict: v}
 			if err := shared.Client.Status().Update(ctx, n); err != nil {
 				t.Error(err)
 			}

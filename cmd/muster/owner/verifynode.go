@@ -7,7 +7,6 @@ import (
 	"encoding/base64"
 	"encoding/hex"
 	"errors"
-	"fmt"
 	"io"
 	"time"
 
@@ -32,6 +31,8 @@ type Record struct {
 	// Machine is the machine's ID. Reason is the reason code of its latest verdict, ACCEPTED if it was good.
 	Machine string `json:"machine"`
 	Reason  string `json:"reason"`
+	// Message describes a refusal.
+	Message string `json:"message,omitempty"`
 	// Time is when it was appraised; nil: never. PolicySerial is the serial of the policy.
 	Time         *time.Time `json:"time,omitempty"`
 	PolicySerial int64      `json:"policySerial"`
@@ -66,6 +67,9 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 	}
 	if err != nil {
 		out.Record = recordOf(n)
+		if errors.Is(err, context.DeadlineExceeded) && out.Record.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) {
+			err = withRemedy(err, "joinservice gives orders only to machines that it accepts, and it says that it refuses this one; above is why. "+remedy(err))
+		}
 		return out.refused(err), nil
 	}
 	on, err := addressee(d, n)
@@ -98,7 +102,7 @@ func (s *Report) refused(err error) *Report {
 // challengeTo makes a challenge for the keys that the cluster has recorded of a node's machine. If they are not the machine's, it can't answer.
 func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 	if n.Status.EKPublic == "" {
-		return nil, withRemedy(fmt.Errorf("the cluster has no endorsement key of %s yet", n.Name), "joinservice records it when the machine attests, every five minutes: muster status shows when it did. A joinservice of an earlier version does not: muster upgrade.")
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the cluster has no endorsement key of %s yet", n.Name), "joinservice records it when the machine attests, every five minutes: muster status shows when it did. A joinservice of an earlier version does not: muster upgrade.")
 	}
 	ek, err := base64.StdEncoding.DecodeString(n.Status.EKPublic)
 	ak, aerr := hex.DecodeString(n.Status.AKName)
@@ -165,7 +169,7 @@ func verifyEvidence(ctx context.Context, policy *attest.Policy, challenge *tpm2.
 func recordOf(n *v1alpha1.AttestedNode) *Record {
 	out := &Record{Machine: printable(n.Spec.MachineID), Reason: "NONE", PolicySerial: n.Status.PolicySerial}
 	if v := n.Status.LastVerdict; v != nil {
-		out.Reason, out.Time = cmp.Or(printable(v.Reason), out.Reason), new(v.Time.UTC())
+		out.Reason, out.Message, out.Time = cmp.Or(printable(v.Reason), out.Reason), printable(v.Message), new(v.Time.UTC())
 	}
 	return out
 }

@@ -304,8 +304,17 @@ func TestWithoutAnAnswerTheClustersRecordIsShown(t *testing.T) {
 		return s
 	}
 	s := unanswered()
-	if s.Accepted || !Unreachable(s.Err) || s.Record == nil || s.Record.Time == nil {
+	if s.Accepted || !Unreachable(s.Err) || s.Record == nil || s.Record.Time == nil || strings.Contains(remedy(s.Err), "refuses this one") {
 		t.Errorf("%+v", s)
+	}
+	// A machine that joinservice refuses gets no orders.
+	n := enrollmentOf(t, runningNode)
+	n.Status.LastVerdict = &v1alpha1.Verdict{Reason: "POLICY_REFUSED", Time: metav1.Now(), Message: "POLICY_REFUSED: PCR 11\x1b[2J"}
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if s := unanswered(); !strings.Contains(remedy(s.Err), "refuses this one") || s.Record.Message != "POLICY_REFUSED: PCR 11?[2J" {
+		t.Errorf("%s: %+v", remedy(s.Err), s.Record)
 	}
 	// A verification that waits has a challenge that nobody knows any more. The next one replaces it.
 	first := enrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder]
@@ -313,7 +322,7 @@ func TestWithoutAnAnswerTheClustersRecordIsShown(t *testing.T) {
 		t.Error("the order of before is waited for")
 	}
 	// An order to do something else is not replaced.
-	n := enrollmentOf(t, runningNode)
+	n = enrollmentOf(t, runningNode)
 	key, err := r.OwnerKey()
 	if err != nil {
 		t.Fatal(err)
@@ -340,7 +349,7 @@ func TestWithoutAnAnswerTheClustersRecordIsShown(t *testing.T) {
 	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	if s := r.verify(t); s.Accepted || s.Err == nil || s.Record == nil || !strings.Contains(remedy(s.Err), "muster upgrade") {
+	if s := r.verify(t); s.Accepted || !Unreachable(s.Err) || s.Record == nil || !strings.Contains(remedy(s.Err), "muster upgrade") {
 		t.Errorf("%+v", s)
 	}
 	r.record(t, r.m)
