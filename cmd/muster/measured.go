@@ -23,7 +23,7 @@ import (
 type policyFlags struct {
 	t                         policyfile.Template
 	roots, machines, networks []string
-	control, classes          []string
+	control, classes, bare    []string
 	operator                  bool
 	key, out                  string
 	builder                   string
@@ -35,6 +35,7 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.BoolVar(&p.operator, "operator", false, "the authorities of --ek-root issue for your machines only")
 	f.StringVar(&p.key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they certify: ecc-p256, ecc-p384 or rsa-2048")
 	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine; without any, all that a listed root certifies")
+	f.StringSliceVar(&p.bare, "bare-machine-id", nil, "accept this machine, whose TPM has no EK certificate: take the ID from the machine itself, not from the network")
 	f.StringSliceVar(&p.control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
 	f.StringArrayVar(&p.classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
 	f.StringSliceVar(&p.networks, "node-cidr", nil, "network of node addresses")
@@ -189,6 +190,13 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 func (a *app) writePolicy(p *policyFlags) error {
 	if err := fill(&p.t, p.roots, p.machines, p.networks, p.operator, attest.EKKind(p.key)); err != nil {
 		return err
+	}
+	for _, s := range p.bare {
+		id, err := attest.ParseMachineID(s)
+		if err != nil {
+			return usagef("--bare-machine-id: %w", err)
+		}
+		p.t.BareMachineIDs = append(p.t.BareMachineIDs, id)
 	}
 	for _, s := range p.control {
 		id, err := attest.ParseMachineID(s)

@@ -35,6 +35,9 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 		fmt.Fprintf(a.stdout, "%-12s %s\n", name, fmt.Sprintf(format, args...))
 	}
 	line("Machine", "%s", s.Machine)
+	if s.Endorsement != "" {
+		line("Endorsement", "%s", s.Endorsement)
+	}
 	line("Node", "%s, %s", dash(s.NodeName), dash(s.Role))
 	phase := s.Phase
 	switch phase {

@@ -132,8 +132,8 @@ func (a *app) show(s *owner.Report) error {
 		return errors.Join(a.json(s), s.Err)
 	}
 	if s.Machine != "" {
-		fmt.Fprintf(a.stdout, "Machine        %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
-			s.Machine, named(s.Image), named(s.Class), s.Root, s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
+		fmt.Fprintf(a.stdout, "Machine        %s\nEndorsement    %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
+			s.Machine, s.Endorsement, named(s.Image), named(s.Class), dash(s.Root), s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
 		rows := [][]string{{"EK CERTIFICATE CHAIN", "SERIAL NUMBER", "SHA-256 OF ITS KEY"}}
 		for _, c := range s.Chain {
 			rows = append(rows, []string{c.Subject, c.Serial, c.Key})

@@ -1,7 +1,6 @@
 package policyfile
 
 import (
-	"crypto/x509"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -71,7 +70,10 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	for i, c := range m.GetTpm2().GetClasses() {
 		checkClass(c, func(format string, args ...any) { add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), format, args...) })
 	}
-	if len(m.GetTpm2().GetMachineIds()) == 0 && m.GetTpm2() != nil {
+	if n := len(m.GetTpm2().GetBareMachineIds()); n > 0 {
+		add(Warning, "tpm2.bareMachineIds", "%d machines without an EK certificate: no authority says that their TPMs are genuine, only this list; it must have IDs that you took from the machines themselves", n)
+	}
+	if len(m.GetTpm2().GetMachineIds()) == 0 && len(m.GetTpm2().GetEkRoots()) > 0 {
 		add(Warning, "tpm2.machineIds", "empty: every machine that a root certifies and that booted an accepted image may join as a worker")
 	}
 	for i, r := range m.GetTpm2().GetEkRoots() {
@@ -79,7 +81,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 			add(Warning, fmt.Sprintf("tpm2.ekRoots[%d].minFirmwareVersion", i), "not set: TPMs of this vendor with firmware that has known weaknesses are accepted; muster verify shows a machine's version, the vendor's advisories say which one is repaired")
 		}
 	}
-	found = append(found, checkRoots(p.EKRoots(), now)...)
+	found = append(found, checkRoots(p.Authorities(), now)...)
 	return p, found, nil
 }
 
@@ -113,10 +115,10 @@ func wide(c netip.Prefix) int {
 	return 32
 }
 
-func checkRoots(roots []*x509.Certificate, now time.Time) []Finding {
+func checkRoots(all []attest.Authority, now time.Time) []Finding {
 	var found []Finding
-	for i, c := range roots {
-		field := fmt.Sprintf("tpm2.ekRoots[%d]", i)
+	for _, a := range all {
+		field, c := a.Field, a.Certificate
 		switch {
 		case now.After(c.NotAfter):
 			found = append(found, Finding{Warning, field, fmt.Sprintf("%q expired on %s: no machine below it is accepted", c.Subject, c.NotAfter.UTC().Format(time.DateOnly))})

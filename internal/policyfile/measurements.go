@@ -106,6 +106,8 @@ type Template struct {
 	Roots        []Root
 	// MachineIDs may be empty if every root is the operator's.
 	MachineIDs []attest.MachineID
+	// BareMachineIDs are machines whose TPMs have no endorsement key certificate.
+	BareMachineIDs []attest.MachineID
 	// ControlPlanes may be empty: muster init and muster enroll list them.
 	ControlPlanes []ControlPlane
 	NodeCIDRs     []netip.Prefix
@@ -151,10 +153,15 @@ func Build(t Template) ([]byte, error) {
 	writeControlPlanes(line, t.ControlPlanes)
 	line("tpm2:")
 	writeMachines(line, t)
+	writeBareMachines(line, t)
 	line("  # Authorities that certify TPMs. operator: true means that the authority issues for your machines only;")
 	line("  # a TPM vendor's root also certifies the TPMs that an attacker bought. key: the one kind of endorsement key")
 	line("  # that it certifies, ecc-p256, ecc-p384 or rsa-2048: a TPM has several, and would be a machine for each.")
-	line("  ekRoots:")
+	if len(t.Roots) == 0 {
+		line("  ekRoots: []")
+	} else {
+		line("  ekRoots:")
+	}
 	for _, r := range t.Roots {
 		if err := writeRoot(line, r); err != nil {
 			return nil, err
@@ -209,6 +216,19 @@ func writeMachines(line func(string, ...any), t Template) {
 	}
 	line("  machineIds:")
 	for _, id := range t.MachineIDs {
+		line("    - %q", id.String())
+	}
+}
+
+// writeBareMachines lists machines that nothing but the list makes acceptable.
+func writeBareMachines(line func(string, ...any), t Template) {
+	if len(t.BareMachineIDs) == 0 {
+		return
+	}
+	line("  # Machines whose TPM has no endorsement key certificate. Only this list says that a TPM is genuine, and yours:")
+	line("  # take the ID from the machine itself (bootstrapper doctor), not from the network.")
+	line("  bareMachineIds:")
+	for _, id := range t.BareMachineIDs {
 		line("    - %q", id.String())
 	}
 }

@@ -176,6 +176,7 @@ type Node struct {
 
 	TamperBootstrapper bool // its bootstrapper differs from the image's in one byte, and runs
 	ForeignEK          bool // its TPM is genuine, but comes from a CA that the image's ekRoots don't name
+	BareEK             bool // its TPM stores no EK certificate
 	NoBootstrapper     bool // without Muster, but with kubelet, kubeadm and kubectl
 	PullImages         bool // begin without container images: each one is pulled from the mirror
 }
@@ -193,7 +194,7 @@ func (l *Lab) AddNode(ctx context.Context, n Node) (Machine, error) {
 	done := l.step("machine " + n.Name)
 	m, err := l.client().AddNode(ctx, daemon.NodeRequest{
 		Name: n.Name, Number: number, ControlPlane: role == "control-plane", Metadata: string(metadata),
-		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, NoBootstrapper: n.NoBootstrapper, Preload: !n.PullImages,
+		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, BareEK: n.BareEK, NoBootstrapper: n.NoBootstrapper, Preload: !n.PullImages,
 	})
 	if err == nil {
 		done()

@@ -19,6 +19,7 @@ import (
 	"fmt"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/endorsement"
 )
 
 // Purpose is the purpose of a quote (A5). The process that owns the TPM sets it according to the
@@ -85,11 +86,7 @@ func (m *MachineID) UnmarshalText(b []byte) (err error) {
 
 // parseHex reads exactly n bytes in lower-case hexadecimal digits, so one value has one spelling.
 func parseHex(s string, n int) ([]byte, error) {
-	b, err := hex.DecodeString(s)
-	if err != nil || len(b) != n || hex.EncodeToString(b) != s {
-		return nil, fmt.Errorf("want %d lower-case hexadecimal digits", 2*n)
-	}
-	return b, nil
+	return endorsement.ParseHex(s, n)
 }
 
 // Attester makes evidence of one purpose. Implementations are safe for concurrent use.

@@ -83,7 +83,8 @@ func value(b byte) []byte { return []byte(strings.Repeat(string(rune(b)), 32)) }
 
 // facts are those of a machine that booted an image that goodPolicy accepts.
 func facts(root *x509.Certificate) *checked.Facts {
-	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, EKPublic: []byte("ek"), EKKind: "ecc-p256", EKRoot: root, AKKind: "ecc-p256"}
+	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, AKKind: "ecc-p256"}
+	f.Endorsement = checked.Endorsement{Name: "ek-certificate", Machine: MachineIDOf([]byte("ek")), KeyKind: "ecc-p256", Root: root}
 	for i := range f.PCRs {
 		f.PCRs[i] = make([]byte, 32)
 	}
@@ -93,7 +94,7 @@ func facts(root *x509.Certificate) *checked.Facts {
 	for _, i := range []int{0, 2, 3, 7} {
 		f.PCRs[i] = value('f')
 	}
-	f.EKChain = []checked.Certificate{{Subject: "CN=machine", Key: MachineIDOf([]byte("ek")), Serial: "1f"}, {Subject: "CN=issuer", Key: [32]byte{2}, Serial: "2f"}, {Subject: "CN=root", Key: [32]byte{3}, Serial: "3f"}}
+	f.Chain = []checked.Certificate{{Subject: "CN=machine", Key: MachineIDOf([]byte("ek")), Serial: "1f"}, {Subject: "CN=issuer", Key: [32]byte{2}, Serial: "2f"}, {Subject: "CN=root", Key: [32]byte{3}, Serial: "3f"}}
 	f.FirmwareVersion = 0x0007_0055_0011_0500
 	return f
 }
@@ -257,16 +258,16 @@ func TestAppraise(t *testing.T) {
 		"a machine that booted the image is accepted":     {locks: []Lock{Unlocked()}},
 		"a changed boot PCR is refused":                   {facts: func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
 		"something in PCR 12 is refused":                  {facts: func(f *checked.Facts) { f.PCRs[12] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
-		"another root is refused":                         {facts: func(f *checked.Facts) { f.EKRoot = foreign }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a key of another kind below the root is refused": {facts: func(f *checked.Facts) { f.EKKind = "rsa-2048" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a key of no kind is refused":                     {facts: func(f *checked.Facts) { f.EKKind = "" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"another root is refused":                         {facts: func(f *checked.Facts) { f.Root = foreign }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a key of another kind below the root is refused": {facts: func(f *checked.Facts) { f.KeyKind = "rsa-2048" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a key of no kind is refused":                     {facts: func(f *checked.Facts) { f.KeyKind = "" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a key of the root's kind is accepted": {
 			policy: func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "rsa-2048" },
-			facts:  func(f *checked.Facts) { f.EKKind = "rsa-2048" }, locks: []Lock{Unlocked()},
+			facts:  func(f *checked.Facts) { f.KeyKind = "rsa-2048" }, locks: []Lock{Unlocked()},
 		},
 		"an RSA AK where all roots are for RSA is accepted": {
 			policy: func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Key = "rsa-2048" },
-			facts:  func(f *checked.Facts) { f.EKKind, f.AKKind = "rsa-2048", "rsa-2048" }, locks: []Lock{Unlocked()},
+			facts:  func(f *checked.Facts) { f.KeyKind, f.AKKind = "rsa-2048", "rsa-2048" }, locks: []Lock{Unlocked()},
 		},
 		"an RSA AK of an ECC EK is refused": {facts: func(f *checked.Facts) { f.AKKind = "rsa-2048" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"an RSA AK where another root is for ECC is refused": {
@@ -274,7 +275,7 @@ func TestAppraise(t *testing.T) {
 				p.Tpm2.EkRoots[0].Key = "rsa-2048"
 				p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: otherRoot, Operator: true, Key: "ecc-p384"})
 			},
-			facts: func(f *checked.Facts) { f.EKKind, f.AKKind = "rsa-2048", "rsa-2048" },
+			facts: func(f *checked.Facts) { f.KeyKind, f.AKKind = "rsa-2048", "rsa-2048" },
 			locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED,
 		},
 		"another bank is refused": {facts: func(f *checked.Facts) { f.Bank = crypto.SHA384 }, locks: []Lock{AnyLock()}, want: attestv1.Reason_REASON_POLICY_REFUSED},

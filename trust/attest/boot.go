@@ -172,7 +172,7 @@ func (p *Policy) MayMatch(m MachineID, values map[int][]byte) error {
 	if p.revoked.keys[m] {
 		return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the policy revokes the key %s (tpm2.revoked.keys)", m)
 	}
-	if len(p.machines) > 0 && !p.machines[m] {
+	if !p.mayAccept(m) {
 		return Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", m)
 	}
 	for _, of := range []struct {
@@ -185,6 +185,15 @@ func (p *Policy) MayMatch(m MachineID, values map[int][]byte) error {
 		}
 	}
 	return nil
+}
+
+func (p *Policy) mayAccept(m MachineID) bool {
+	for _, r := range p.rules {
+		if r.MayAccept(m) {
+			return true
+		}
+	}
+	return false
 }
 
 // Images returns the names of the policy's images.

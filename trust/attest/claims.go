@@ -68,32 +68,42 @@ func (c Claims) Machine() MachineID {
 	if !c.valid() {
 		return MachineID{}
 	}
-	return MachineIDOf(c.facts.EKPublic)
+	return c.facts.Machine
 }
 
-// EKRoot returns the root certificate to which the endorsement key's certificate chains.
-func (c Claims) EKRoot() *x509.Certificate {
+// Endorsement returns the name of the endorsement: why the attestation key is believed to be in a
+// genuine TPM (docs/endorsements.md); empty for empty claims.
+func (c Claims) Endorsement() string {
+	if !c.valid() {
+		return ""
+	}
+	return c.facts.Endorsement.Name
+}
+
+// Root returns the root certificate to which the endorsed key's certificate chains; nil if it has no
+// certificate.
+func (c Claims) Root() *x509.Certificate {
 	if !c.valid() {
 		return nil
 	}
-	return c.facts.EKRoot
+	return c.facts.Root
 }
 
-// EKChain returns the certificates from the endorsement key's to the root's, 2 to 5 of them; nil
-// for empty claims.
-func (c Claims) EKChain() []Certificate {
+// Chain returns the certificates from the endorsed key's to the root's, 2 to 5 of them. A key
+// without a certificate is the only entry, without a serial number. It is nil for empty claims.
+func (c Claims) Chain() []Certificate {
 	if !c.valid() {
 		return nil
 	}
-	return slices.Clone(c.facts.EKChain)
+	return slices.Clone(c.facts.Chain)
 }
 
-// EKKind returns the kind of the endorsement key; empty for empty claims.
+// EKKind returns the kind of the endorsed key; empty for empty claims.
 func (c Claims) EKKind() EKKind {
 	if !c.valid() {
 		return ""
 	}
-	return EKKind(c.facts.EKKind)
+	return EKKind(c.facts.KeyKind)
 }
 
 // AKKind returns the kind of the attestation key; empty for empty claims.

@@ -32,7 +32,7 @@ func TestReasons(t *testing.T) {
 func TestEmptyClaimsSayNothing(t *testing.T) {
 	var c Claims
 	_, err := c.Firmware()
-	if c.Format() != 0 || c.Bank() != 0 || c.PCR(0) != nil || c.Machine() != (MachineID{}) || c.EKKind() != "" || c.EKRoot() != nil || c.AKName() != nil || c.AKKind() != "" ||
+	if c.Format() != 0 || c.Bank() != 0 || c.PCR(0) != nil || c.Machine() != (MachineID{}) || c.EKKind() != "" || c.Root() != nil || c.AKName() != nil || c.AKKind() != "" ||
 		c.Clock() != (Clock{}) || c.FirmwareVersion() != 0 || err == nil || c.Events() != nil || c.EvidenceDigest() != ([32]byte{}) || c.SignedPolicy() != nil {
 		t.Error("the zero Claims say something")
 	}

@@ -1,20 +1,21 @@
 package attest
 
 import (
-	"bytes"
 	"context"
 	"crypto"
 	"crypto/ed25519"
 	_ "crypto/sha256" // the bank sha256
 	_ "crypto/sha512" // the banks sha384 and sha512
 	"crypto/x509"
-	"encoding/pem"
+	"maps"
 	"net/netip"
 	"slices"
 
 	"google.golang.org/protobuf/encoding/protojson"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/endorsement"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/registry"
 )
 
 // MaxPolicySize is the limit of a policy's JSON, in bytes.
@@ -34,27 +35,14 @@ var Banks = map[string]crypto.Hash{
 type Policy struct {
 	message     *attestv1.Policy
 	bank        crypto.Hash
-	machines    map[MachineID]bool // empty: any machine whose EK certificate chains to a root
-	servers     []MachineID        // control planes; empty: none
-	roots       []ekRoot
+	rules       registry.Rules // of the endorsements
+	servers     []MachineID    // control planes; empty: none
 	revoked     revoked
 	images      []boot
 	classes     []boot
 	anyFirmware bool // a machine may also match no class
 	nodeCIDRs   []netip.Prefix
 	acceptsTPM  bool
-}
-
-// ekRoot is a root for endorsement keys of one kind. One without a kind certifies none (A3).
-type ekRoot struct {
-	cert        *x509.Certificate
-	kind        EKKind
-	minFirmware uint64 // of the TPM; 0: any
-}
-
-// certifies reports whether the claims' endorsement key chains to the root and has its kind.
-func (r ekRoot) certifies(c Claims) bool {
-	return r.cert.Equal(c.EKRoot()) && (r.kind == c.EKKind() || r.kind == anyEK)
 }
 
 // Roles that a policy may list.
@@ -124,15 +112,8 @@ func (p *Policy) parseTPM(t *attestv1.Tpm2Policy) error {
 	if p.bank, ok = Banks[t.GetBank()]; !ok {
 		return invalid("tpm2.bank is %q: want sha256, sha384 or sha512", t.GetBank())
 	}
-	p.machines = make(map[MachineID]bool)
-	for _, s := range t.GetMachineIds() {
-		id, err := ParseMachineID(s)
-		if err != nil {
-			return invalid("tpm2.machineIds: %w", err)
-		}
-		p.machines[id] = true
-	}
-	if err := p.parseRoots(t); err != nil {
+	var err error
+	if p.rules, err = registry.Parse(p.message); err != nil {
 		return err
 	}
 	if err := p.parseRevoked(t.GetRevoked()); err != nil {
@@ -142,50 +123,6 @@ func (p *Policy) parseTPM(t *attestv1.Tpm2Policy) error {
 		return err
 	}
 	return p.parseClasses(t.GetClasses())
-}
-
-func (p *Policy) parseRoots(t *attestv1.Tpm2Policy) error {
-	allOperator := true
-	for i, r := range t.GetEkRoots() {
-		block, rest := pem.Decode([]byte(r.GetPem()))
-		if block == nil || block.Type != "CERTIFICATE" || len(bytes.TrimSpace(rest)) > 0 {
-			return invalid("tpm2.ekRoots[%d].pem: want exactly one PEM certificate", i)
-		}
-		c, err := x509.ParseCertificate(block.Bytes)
-		if err != nil {
-			return invalid("tpm2.ekRoots[%d].pem: %w", i, err)
-		}
-		if !c.IsCA {
-			return invalid("tpm2.ekRoots[%d].pem: %q is not a certificate authority", i, c.Subject)
-		}
-		root := ekRoot{cert: c, kind: EKKind(r.GetKey())}
-		if root.minFirmware, err = parseFirmwareVersion(r.GetMinFirmwareVersion()); err != nil {
-			return invalid("tpm2.ekRoots[%d].minFirmwareVersion: %w", i, err)
-		}
-		if !slices.Contains(EKKinds, root.kind) {
-			return invalid("tpm2.ekRoots[%d].key is %q: want the one kind of endorsement key that %q certifies, one of %q", i, r.GetKey(), c.Subject, EKKinds)
-		}
-		for j, other := range p.roots { // A8
-			if !bytes.Equal(other.cert.RawSubjectPublicKeyInfo, c.RawSubjectPublicKeyInfo) {
-				continue
-			}
-			if other.minFirmware != root.minFirmware {
-				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], and another minFirmwareVersion: set the same value in both", i, j)
-			}
-			if other.kind != root.kind {
-				return invalid("tpm2.ekRoots[%d] has the public key of tpm2.ekRoots[%d], with another kind: list an authority with one kind only, since each kind of key would make a TPM another machine", i, j)
-			}
-		}
-		p.roots = append(p.roots, root)
-		allOperator = allOperator && r.GetOperator()
-	}
-	if len(p.roots) == 0 {
-		return invalid("tpm2.ekRoots is empty, so no machine could be accepted")
-	}
-	if len(p.machines) == 0 && !allOperator && !p.message.GetInsecure().GetAnyMachine() {
-		return invalid("tpm2: a TPM vendor's root also certifies an attacker's TPM (A6): list tpm2.machineIds, use roots with operator: true only, or set insecure.anyMachine")
-	}
-	return nil
 }
 
 func invalid(format string, args ...any) error {
@@ -236,11 +173,21 @@ func open(owner ed25519.PublicKey, s *attestv1.SignedPolicy, input []byte) (*Pol
 // Serial returns the owner's count of changes.
 func (p *Policy) Serial() uint64 { return p.message.GetSerial() }
 
-// EKRoots lists the root certificates for endorsement keys.
-func (p *Policy) EKRoots() []*x509.Certificate {
-	var out []*x509.Certificate
-	for _, r := range p.roots {
-		out = append(out, r.cert)
+// Authority is a certificate authority that a policy lists, and the field that lists it.
+type Authority = endorsement.Authority
+
+// Authorities lists the certificate authorities of all endorsements.
+func (p *Policy) Authorities() (out []Authority) {
+	for _, name := range slices.Sorted(maps.Keys(p.rules)) {
+		out = append(out, p.rules[name].Authorities()...)
+	}
+	return out
+}
+
+// Roots lists the certificates of [Policy.Authorities], for verifiers.
+func (p *Policy) Roots() (out []*x509.Certificate) {
+	for _, a := range p.Authorities() {
+		out = append(out, a.Certificate)
 	}
 	return out
 }
@@ -286,21 +233,21 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
 	}
-	root := slices.IndexFunc(p.roots, func(r ekRoot) bool { return r.certifies(c) })
-	if root < 0 { // A8
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate, for a key of kind %s, leads to %q, which is no root of the policy for that kind", c.EKKind(), c.EKRoot().Subject)
+	rules := p.rules[c.Endorsement()]
+	if rules == nil { // A3
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the policy has no rules for the endorsement %s, by which machine %s is known", c.Endorsement(), c.Machine())
 	}
-	if c.AKKind() != AKECC && slices.ContainsFunc(p.roots, func(r ekRoot) bool { return r.kind != EKRSA2048 && r.kind != anyEK }) { // A8
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the attestation key is RSA, and the policy has roots for ECC keys: with another key, a TPM that is already enrolled could enroll as a second machine")
-	}
-	if err := p.revoked.check(c.EKChain()); err != nil {
+	if err := rules.CheckAuthority(c.facts); err != nil { // A8
 		return Appraisal{}, err
 	}
-	if least := p.roots[root].minFirmware; c.FirmwareVersion() < least {
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the TPM's firmware has version %s, and tpm2.ekRoots[%d].minFirmwareVersion is %s: update the firmware of the TPM", FormatFirmwareVersion(c.FirmwareVersion()), root, FormatFirmwareVersion(least))
+	if c.AKKind() != AKECC && p.onlyECC() { // A8
+		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the attestation key is RSA, and the policy lists ECC keys: with another key, a TPM that is already enrolled could enroll as a second machine")
 	}
-	if len(p.machines) > 0 && !p.machines[c.Machine()] {
-		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %s is not listed in the policy", c.Machine())
+	if err := p.revoked.check(c.Machine(), c.Chain()); err != nil {
+		return Appraisal{}, err
+	}
+	if err := rules.CheckMachine(c.facts); err != nil {
+		return Appraisal{}, err
 	}
 	if c.Bank() != p.bank {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy has values for bank %s", c.Bank(), p.bank)
@@ -317,6 +264,16 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, err
 	}
 	return a, nil
+}
+
+// onlyECC reports whether attestation keys must be ECC keys.
+func (p *Policy) onlyECC() bool {
+	for _, r := range p.rules {
+		if r.OnlyECC() {
+			return true
+		}
+	}
+	return false
 }
 
 // AppraiseServer is [Policy.Appraise] for the machine of a joinservice or kms, which the policy

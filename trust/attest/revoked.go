@@ -2,13 +2,12 @@ package attest
 
 import (
 	"encoding/hex"
-	"fmt"
 	"math/big"
 	"regexp"
-	"strconv"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/internal/checked"
+	"github.com/muster-k8s/muster/trust/internal/endorsement"
 )
 
 // MaxRevoked is how many keys and certificates together a policy may revoke.
@@ -29,26 +28,13 @@ type issued struct {
 	serial string
 }
 
-var (
-	serialNumber    = regexp.MustCompile(`^[1-9a-f][0-9a-f]{0,39}$`)
-	firmwareVersion = regexp.MustCompile(`^0x[0-9a-f]{16}$`)
-)
+var serialNumber = regexp.MustCompile(`^[1-9a-f][0-9a-f]{0,39}$`)
 
 // FormatFirmwareVersion returns a TPM's firmware version as a policy has it: "0x" and 16 hexadecimal digits.
-func FormatFirmwareVersion(v uint64) string { return fmt.Sprintf("0x%016x", v) }
+func FormatFirmwareVersion(v uint64) string { return endorsement.FormatFirmwareVersion(v) }
 
 // FormatSerial returns a certificate's serial number as a policy has it.
 func FormatSerial(n *big.Int) string { return n.Text(16) }
-
-func parseFirmwareVersion(s string) (uint64, error) {
-	if s == "" {
-		return 0, nil
-	}
-	if !firmwareVersion.MatchString(s) {
-		return 0, fmt.Errorf("%q is not 0x and 16 lower-case hexadecimal digits", s)
-	}
-	return strconv.ParseUint(s[2:], 16, 64)
-}
 
 func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	if n := len(r.GetKeys()) + len(r.GetCertificates()); n > MaxRevoked {
@@ -65,9 +51,11 @@ func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 		}
 		p.revoked.keys[[32]byte(key)] = true
 	}
-	for m := range p.machines {
-		if p.revoked.keys[m] {
-			return invalid("tpm2.revoked.keys has machine %s, and tpm2.machineIds lists it: remove it from one of them", m)
+	for m := range p.revoked.keys {
+		for _, rules := range p.rules {
+			if field := rules.Listed(m); field != "" {
+				return invalid("tpm2.revoked.keys has machine %x, and %s lists it: remove it from one of them", m, field)
+			}
 		}
 	}
 	for _, m := range p.servers {
@@ -92,10 +80,13 @@ func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	return nil
 }
 
-// check refuses a chain that contains a revoked key or certificate. The chain begins with the
-// endorsement key's certificate and ends with the root. A chain without certificates cannot be
-// checked, and is refused as well (A3).
-func (r revoked) check(chain []Certificate) error {
+// check refuses a machine whose ID is revoked, or whose chain contains a revoked key or certificate.
+// The chain begins with the endorsed key's certificate and ends with the root. A chain without
+// certificates cannot be checked, and is refused as well (A3).
+func (r revoked) check(machine MachineID, chain []Certificate) error {
+	if r.keys[machine] {
+		return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the policy revokes the key %s (tpm2.revoked.keys): it is this machine's ID", machine)
+	}
 	if len(chain) == 0 {
 		return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the EK certificate's chain is not known, so it cannot be compared with what the policy revokes")
 	}

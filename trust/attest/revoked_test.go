@@ -1,6 +1,7 @@
 package attest
 
 import (
+	"bytes"
 	"slices"
 	"strings"
 	"testing"
@@ -101,7 +102,11 @@ func TestRevokedKeysAndOldTPMsAreRefused(t *testing.T) {
 				p.Tpm2.EkRoots = append([]*attestv1.EkRoot{{Pem: otherRoot, Operator: true, Key: "ecc-p256"}}, p.Tpm2.EkRoots...)
 			}, want: attestv1.Reason_REASON_POLICY_REFUSED,
 		},
-		"a revoked machine is refused":                   {policy: revoke(MachineIDOf([]byte("ek")).String()), want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a revoked machine is refused": {policy: revoke(MachineIDOf([]byte("ek")).String()), want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine whose ID is not its key's is refused by its ID": {
+			policy: revoke(strings.Repeat("0d", 32)),
+			facts:  func(f *checked.Facts) { f.Machine = [32]byte(bytes.Repeat([]byte{0x0d}, 32)) }, want: attestv1.Reason_REASON_EK_UNTRUSTED,
+		},
 		"a machine of a revoked authority is refused":    {policy: revoke("02" + strings.Repeat("00", 31)), want: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a machine of a revoked root is refused":         {policy: revoke("03" + strings.Repeat("00", 31)), want: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a machine is accepted while others are revoked": {policy: revoke(strings.Repeat("00", 32))},
@@ -112,7 +117,7 @@ func TestRevokedKeysAndOldTPMsAreRefused(t *testing.T) {
 			policy: revokeSerial("03"+strings.Repeat("00", 31), "2f"), want: attestv1.Reason_REASON_EK_UNTRUSTED,
 		},
 		"a serial number of another issuer revokes no key": {policy: revokeSerial("03"+strings.Repeat("00", 31), "1f")},
-		"a chain that is not known is refused":             {facts: func(f *checked.Facts) { f.EKChain = nil }, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a chain that is not known is refused":             {facts: func(f *checked.Facts) { f.Chain = nil }, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, f := goodPolicy(pemRoot), facts(root)

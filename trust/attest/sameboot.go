@@ -6,6 +6,8 @@ import (
 	"crypto/x509"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/ekcert"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/registry"
 )
 
 // SameBoot accepts machines that booted the same image as this machine. A machine that does not
@@ -22,9 +24,7 @@ func NewSameBoot(bank crypto.Hash, own map[int][]byte, roots []*x509.Certificate
 		return nil, Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "the image has no EK roots, so no machine could be accepted: set ekRoots in its configuration")
 	}
 	p := &Policy{message: &attestv1.Policy{}, bank: bank, acceptsTPM: true, anyFirmware: true}
-	for _, r := range roots {
-		p.roots = append(p.roots, ekRoot{cert: r, kind: anyEK}) // the machine's identity does not matter here
-	}
+	p.rules = registry.Rules{ekcert.Name: ekcert.AnyKey(roots)} // the machine's identity does not matter here
 	image := boot{name: "own", pcrs: map[int][]byte{}}
 	for _, i := range imagePCRs {
 		if len(own[i]) != bank.Size() {

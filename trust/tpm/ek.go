@@ -101,7 +101,29 @@ func (c *conn) endorsementKey() (*knownEK, *object, error) {
 		c.owner.mu.Unlock()
 		return known, o, nil
 	}
-	return nil, nil, ErrNoCertificate
+	return c.bareEK()
+}
+
+// bareEK makes the endorsement key of a TPM that stores no certificate of one. It has a single
+// template, so that one TPM is one machine (A8).
+func (c *conn) bareEK() (*knownEK, *object, error) {
+	curves, err := c.curves()
+	if err != nil {
+		return nil, nil, err
+	}
+	if !slices.Contains(curves, gotpm.TPMECCNistP256) {
+		return nil, nil, fmt.Errorf("%w, and has no keys on P-256", ErrNoCertificate)
+	}
+	known := &knownEK{id: "EK without a certificate", template: kindP256.template(false, kindP256.unique(false))}
+	o, err := c.primary(known.id, known.template)
+	if err != nil {
+		return nil, nil, err
+	}
+	known.Public = gotpm.Marshal(o.public)
+	c.owner.mu.Lock()
+	c.owner.ek = known
+	c.owner.mu.Unlock()
+	return known, o, nil
 }
 
 // tryEK reads a certificate and makes its key.

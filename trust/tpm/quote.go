@@ -40,17 +40,26 @@ func (c *conn) attestationKey() (*object, error) {
 	c.owner.mu.Unlock()
 	useRSA := ok && saved.public.Type == gotpm.TPMAlgRSA
 	if !ok {
-		rsp, err := gotpm.GetCapability{Capability: gotpm.TPMCapECCCurves, Property: 0, PropertyCount: 64}.Execute(c.tpm)
+		curves, err := c.curves()
 		if err != nil {
-			return nil, fmt.Errorf("list curves: %w", err)
+			return nil, err
 		}
-		curves, err := rsp.CapabilityData.Data.ECCCurves()
-		if err != nil {
-			return nil, fmt.Errorf("list curves: %w", err)
-		}
-		useRSA = !slices.Contains(curves.ECCCurves, gotpm.TPMECCNistP256)
+		useRSA = !slices.Contains(curves, gotpm.TPMECCNistP256)
 	}
 	return c.primary(akID, AKTemplate(useRSA))
+}
+
+// curves lists the elliptic curves that the TPM has.
+func (c *conn) curves() ([]gotpm.TPMECCCurve, error) {
+	rsp, err := gotpm.GetCapability{Capability: gotpm.TPMCapECCCurves, Property: 0, PropertyCount: 64}.Execute(c.tpm)
+	if err != nil {
+		return nil, fmt.Errorf("list curves: %w", err)
+	}
+	curves, err := rsp.CapabilityData.Data.ECCCurves()
+	if err != nil {
+		return nil, fmt.Errorf("list curves: %w", err)
+	}
+	return curves.ECCCurves, nil
 }
 
 // quotedPCRs selects PCR 0 to 15, encoded exactly as a verifier expects.

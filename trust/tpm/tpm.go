@@ -14,11 +14,13 @@ package tpm
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"sync"
 	"time"
 
+	gotpm "github.com/google/go-tpm/tpm2"
 	"github.com/google/go-tpm/tpm2/transport"
 )
 
@@ -37,7 +39,8 @@ const commandTimeout = 2 * time.Minute
 // checks what an implementation must do.
 type Device interface {
 	// EndorsementKey returns the endorsement key that has a certificate, an ECC one
-	// before an RSA one: one TPM must not be two machines.
+	// before an RSA one: one TPM must not be two machines. A TPM that stores no certificate
+	// has the ECC P-256 key of the low range (L-2).
 	EndorsementKey(ctx context.Context) (EK, error)
 	// AttestationKey returns the TPMT_PUBLIC of the attestation key, the same after
 	// each boot.
@@ -67,11 +70,25 @@ type Device interface {
 // EK is an endorsement key.
 type EK struct {
 	// Certificates are X.509 in DER: the key's own first, then the issuers that the
-	// TPM stores, in order and without a self-signed root. 1 to 4.
+	// TPM stores, in order and without a self-signed root. 1 to 4; none if the TPM stores
+	// no certificate of an endorsement key.
 	Certificates [][]byte
 	// Public is the key's TPMT_PUBLIC. The TPM holds the private part: the key was made from the
 	// template, and equals the certificate's key.
 	Public []byte
+}
+
+// SPKI returns the key's SubjectPublicKeyInfo in DER, of which a machine ID is the hash.
+func (k EK) SPKI() ([]byte, error) {
+	t, err := gotpm.Unmarshal[gotpm.TPMTPublic](k.Public)
+	if err != nil {
+		return nil, fmt.Errorf("tpm: endorsement key: %w", err)
+	}
+	public, err := gotpm.Pub(*t)
+	if err != nil {
+		return nil, fmt.Errorf("tpm: endorsement key: %w", err)
+	}
+	return x509.MarshalPKIXPublicKey(public)
 }
 
 // Quote is what TPM2_Quote returned, with the PCR values that it covers.
@@ -90,8 +107,8 @@ type Quote struct {
 
 // Errors that callers distinguish.
 var (
-	// ErrNoCertificate means that the TPM stores no endorsement key certificate. Such a machine
-	// cannot be distinguished from an emulated one.
+	// ErrNoCertificate means that the TPM stores no endorsement key certificate where it should,
+	// and that it cannot do without: its index is empty, or it has no key on P-256.
 	ErrNoCertificate = errors.New("the TPM stores no endorsement key certificate")
 	// ErrCertificateMismatch means that no key template of the TCG EK Credential Profile produces
 	// the key in the stored certificate.

@@ -34,6 +34,10 @@ func TestSWTPMKeepsTheContract(t *testing.T) {
 	tpmtest.Contract(t, func(t testing.TB) tpm.Device { return tpmtest.SWTPM(t).Open() })
 }
 
+func TestSWTPMWithoutCertificates(t *testing.T) {
+	tpmtest.BareContract(t, func(t testing.TB) tpm.Device { return tpmtest.SWTPM(t, tpmtest.Bare()).Open() })
+}
+
 // raw opens an emulator for commands that package tpm does not send.
 func raw(t testing.TB, e *tpmtest.Emulator) transport.TPM {
 	t.Helper()

@@ -46,9 +46,11 @@ type MachineStatus struct {
 	JoinEndpoints  []string   `json:"joinEndpoints,omitempty"`
 	Version        string     `json:"version"`
 	Machine        string     `json:"machine"`
-	NodeName       string     `json:"nodeName,omitempty"`
-	Role           string     `json:"role,omitempty"`
-	InitAllowed    bool       `json:"initAllowed"`
+	// Endorsement is that of its evidence; empty if the evidence was not genuine.
+	Endorsement string `json:"endorsement,omitempty"`
+	NodeName    string `json:"nodeName,omitempty"`
+	Role        string `json:"role,omitempty"`
+	InitAllowed bool   `json:"initAllowed"`
 	// Skew is how far the machine's clock is ahead of this computer's.
 	Skew time.Duration `json:"clockSkew"`
 }
@@ -75,6 +77,9 @@ func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
 	}
 	if err != nil {
 		return nil, notWaiting(cfg.Addr, err)
+	}
+	if j, ok := s.Result(); ok {
+		out.Endorsement = j.Claims.Endorsement()
 	}
 	out.fill(got, began)
 	return out, nil

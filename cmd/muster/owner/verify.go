@@ -23,11 +23,13 @@ type Report struct {
 	// Err is the refusal itself; nil if the machine was accepted.
 	Err error `json:"-"`
 	// The following fields are empty if the evidence was not genuine: then none of it is shown.
-	Machine         string `json:"machine,omitempty"`
-	Lock            string `json:"lock,omitempty"`
-	Bank            string `json:"bank,omitempty"`
-	PCRs            []PCR  `json:"pcrs,omitempty"`
-	Root            string `json:"ekRoot,omitempty"`
+	Machine string `json:"machine,omitempty"`
+	Lock    string `json:"lock,omitempty"`
+	Bank    string `json:"bank,omitempty"`
+	PCRs    []PCR  `json:"pcrs,omitempty"`
+	Root    string `json:"ekRoot,omitempty"`
+	// Endorsement is why the attestation key is believed to be in a genuine TPM.
+	Endorsement     string `json:"endorsement,omitempty"`
 	EKKind          string `json:"ekKind,omitempty"`
 	AKName          string `json:"akName,omitempty"`
 	ResetCount      uint32 `json:"resetCount,omitempty"`
@@ -118,15 +120,16 @@ func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 	c := j.Claims
 	digest, clock := c.EvidenceDigest(), c.Clock()
 	s.Machine, s.Bank = c.Machine().String(), c.Bank().String()
+	s.Endorsement = c.Endorsement()
 	s.Lock = lockText(c, cfg.ClusterID)
 	s.EKKind, s.AKName, s.EvidenceDigest = string(c.EKKind()), hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
 	s.ResetCount, s.RestartCount = clock.ResetCount, clock.RestartCount
 	s.FirmwareVersion = attest.FormatFirmwareVersion(c.FirmwareVersion())
-	for _, e := range c.EKChain() {
+	for _, e := range c.Chain() {
 		s.Chain = append(s.Chain, EKCertificate{Subject: e.Subject, Key: hex.EncodeToString(e.Key[:]), Serial: e.Serial})
 	}
 	s.PolicySerial = j.Appraisal.PolicySerial
-	if r := c.EKRoot(); r != nil {
+	if r := c.Root(); r != nil {
 		s.Root = r.Subject.String()
 	}
 	s.firmware(c)

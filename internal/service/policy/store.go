@@ -249,7 +249,7 @@ func (s *Store) Current() (*InForce, error) {
 // Roots lists the EK roots of the policy in force, none if there is none (A3).
 func (s *Store) Roots() []*x509.Certificate {
 	if p := s.inForce.Load(); p != nil {
-		return p.Policy.EKRoots()
+		return p.Policy.Roots()
 	}
 	return nil
 }

@@ -44,6 +44,7 @@ type NodeRequest struct {
 	Metadata           string `json:"metadata"`           // the content of /etc/muster/metadata.yaml
 	TamperBootstrapper bool   `json:"tamperBootstrapper"` // its bootstrapper differs in one byte
 	ForeignEK          bool   `json:"foreignEK"`          // its TPM comes from the other CA
+	BareEK             bool   `json:"bareEK"`             // its TPM stores no EK certificate
 	NoBootstrapper     bool   `json:"noBootstrapper"`     // nothing of Muster, all Kubernetes programs
 	Preload            bool   `json:"preload"`            // begin with the golden images
 	Bare               bool   `json:"bare"`               // containerd alone: no TPM, no firmware

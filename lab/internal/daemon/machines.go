@@ -84,7 +84,12 @@ func (d *Daemon) provision(ctx context.Context, dir string, r NodeRequest) error
 			if r.ForeignEK {
 				ca = vtpm.CA{Dir: filepath.Join(d.cfg.Dir, "ca-foreign")}
 			}
-			errs[0] = vtpm.TPM{Dir: filepath.Join(dir, "tpm")}.Manufacture(ctx, ca)
+			chip := vtpm.TPM{Dir: filepath.Join(dir, "tpm")}
+			if r.BareEK {
+				errs[0] = chip.ManufactureBare(ctx, ca)
+				return
+			}
+			errs[0] = chip.Manufacture(ctx, ca)
 		})
 	}
 	if r.Preload && d.cfg.Golden != "" {

@@ -90,14 +90,21 @@ func (t TPM) Socket() string { return filepath.Join(t.Dir, "tpm.sock") }
 // Manufacture makes the TPM's state: RSA-2048 and ECC P-384 endorsement keys with
 // certificates from ca in NV memory, and the SHA-256 bank alone. It takes about a second.
 func (t TPM) Manufacture(ctx context.Context, ca CA) error {
+	return t.manufacture(ctx, ca, "--create-ek-cert", "--lock-nvram")
+}
+
+// ManufactureBare makes the state of a TPM that stores no certificates.
+func (t TPM) ManufactureBare(ctx context.Context, ca CA) error { return t.manufacture(ctx, ca) }
+
+func (t TPM) manufacture(ctx context.Context, ca CA, certificates ...string) error {
 	state := filepath.Join(t.Dir, "state")
 	// swtpm_setup gives up when its swtpm has not started within 5 s. On a busy computer that takes longer.
 	for try := 1; ; try++ {
 		if err := os.MkdirAll(state, 0o700); err != nil {
 			return err
 		}
-		cmd := exec.CommandContext(ctx, "swtpm_setup", "--tpm2", "--runas", "root", "--tpmstate", state,
-			"--create-ek-cert", "--lock-nvram", "--pcr-banks", "sha256", "--config", filepath.Join(ca.Dir, "setup.conf"))
+		cmd := exec.CommandContext(ctx, "swtpm_setup", append([]string{"--tpm2", "--runas", "root", "--tpmstate", state,
+			"--pcr-banks", "sha256", "--config", filepath.Join(ca.Dir, "setup.conf")}, certificates...)...)
 		out, err := cmd.CombinedOutput()
 		if err == nil {
 			return nil

@@ -2,7 +2,6 @@ package discovery
 
 import (
 	"context"
-	"crypto/x509"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -20,12 +19,9 @@ func MachineID(ctx context.Context, t EndorsementKeyer) (attest.MachineID, error
 	if err != nil {
 		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement key: %w", err)
 	}
-	if len(ek.Certificates) == 0 {
-		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no endorsement key certificate")
-	}
-	c, err := x509.ParseCertificate(ek.Certificates[0])
+	spki, err := ek.SPKI()
 	if err != nil {
-		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "endorsement key certificate: %w", err)
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement key: %w", err)
 	}
-	return attest.MachineIDOf(c.RawSubjectPublicKeyInfo), nil
+	return attest.MachineIDOf(spki), nil
 }

@@ -92,7 +92,7 @@ func (o ownersPolicy) Verify(ctx context.Context, ev *attestv1.Evidence, s attes
 	if err != nil {
 		return nil, err
 	}
-	v, err := o.newVerifier(p.EKRoots())
+	v, err := o.newVerifier(p.Roots())
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", err)
 	}

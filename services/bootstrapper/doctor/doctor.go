@@ -166,7 +166,8 @@ func (d *doctor) tpm(ctx context.Context) {
 	d.OK(CheckTPM, "%s answers, bank %s", d.image.TPM.Device, d.bank)
 	ek, err := device.EndorsementKey(ctx)
 	if err == nil && len(ek.Certificates) == 0 {
-		err = errors.New("the TPM holds none")
+		d.bare(ek)
+		return
 	}
 	var leaf *x509.Certificate
 	if err == nil {
@@ -177,6 +178,17 @@ func (d *doctor) tpm(ctx context.Context) {
 		return
 	}
 	d.chain(leaf, ek.Certificates[1:])
+}
+
+// bare reports a TPM without a certificate: whether the policy lists the machine is not known here.
+func (d *doctor) bare(ek tpm.EK) {
+	const remedy = "List the machine in tpm2.bareMachineIds of the policy, if you know that this is its ID; or have the TPM's maker or your own authority issue a certificate and write it into the TPM's NV memory (TCG EK Credential Profile, section 2.2.1)."
+	spki, err := ek.SPKI()
+	if err != nil {
+		d.Err(CheckEK, remedy, err)
+		return
+	}
+	d.Add(CheckEK, checkup.Warn, remedy, "the TPM holds none (endorsement bare-ek, machine %s): only a policy that lists the machine accepts it", attest.MachineIDOf(spki))
 }
 
 func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {

@@ -39,10 +39,19 @@ func (silent) ReadPCR(context.Context, tpm.Bank, int) ([]byte, error) {
 	return nil, errors.New("no such device")
 }
 
+// keyless is a TPM whose endorsement key cannot be read.
+type keyless struct{ TPM }
+
+func (keyless) EndorsementKey(context.Context) (tpm.EK, error) { return tpm.EK{}, nil }
+
 // bare is a TPM without an EK certificate.
 type bare struct{ TPM }
 
-func (bare) EndorsementKey(context.Context) (tpm.EK, error) { return tpm.EK{}, nil }
+func (b bare) EndorsementKey(ctx context.Context) (tpm.EK, error) {
+	ek, err := b.TPM.EndorsementKey(ctx)
+	ek.Certificates = nil
+	return ek, err
+}
 
 // machine is a machine without faults.
 type machine struct {
@@ -135,7 +144,8 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		}},
 		"a damaged journal":               {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *machine) { m.write(t, "journal", "x") }},
 		"a TPM that does not answer":      {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
-		"a TPM without an EK certificate": {CheckEK, checkup.Fail, "none", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
+		"a TPM without an EK certificate": {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
+		"a TPM without an EK":             {CheckEK, checkup.Fail, "endorsement key", func(_ *testing.T, m *machine) { m.opens(keyless{m.Machine}) }},
 		"an EK that no root certifies":    {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
 		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))

@@ -17,6 +17,9 @@ func TestMachineKeepsTheContractOfATPM(t *testing.T) {
 	tpmtest.Contract(t, func(t testing.TB) tpm.Device {
 		return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	})
+	tpmtest.BareContract(t, func(t testing.TB) tpm.Device {
+		return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Bare: true})
+	})
 }
 
 func TestMachineIsAcceptedByTheRealVerifierAndPolicy(t *testing.T) {

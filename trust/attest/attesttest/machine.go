@@ -40,6 +40,8 @@ type Options struct {
 	Bank tpm.Bank
 	// EK is the kind of its endorsement key: ECC P-256 or RSA 2048; empty stands for the former.
 	EK attest.EKKind
+	// Bare leaves the endorsement key without a certificate.
+	Bare bool
 	// TPM is a machine that has the same TPM, and so the same attestation key; nil: none. With
 	// another endorsement key it is another machine.
 	TPM *Machine
@@ -161,6 +163,14 @@ func (m *Machine) ID() attest.MachineID {
 	return attest.MachineIDOf(cert.RawSubjectPublicKeyInfo)
 }
 
+// certificates returns what the TPM stores of the chain.
+func (m *Machine) certificates() [][]byte {
+	if m.opts.Bare {
+		return nil
+	}
+	return cloneAll(m.chain)
+}
+
 // Roots returns the root for the machine's endorsement key.
 func (m *Machine) Roots() []*x509.Certificate { return m.ca.Roots() }
 
@@ -255,11 +265,11 @@ func (m *Machine) EndorsementKey(ctx context.Context) (tpm.EK, error) {
 	if m.rsaEK != nil {
 		public := gotpm.RSAEKTemplate
 		public.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgRSA, &gotpm.TPM2BPublicKeyRSA{Buffer: m.rsaEK.N.Bytes()})
-		return tpm.EK{Certificates: cloneAll(m.chain), Public: gotpm.Marshal(public)}, nil
+		return tpm.EK{Certificates: m.certificates(), Public: gotpm.Marshal(public)}, nil
 	}
 	public := gotpm.ECCEKTemplate
 	public.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgECC, point(m.t, &m.ek.PublicKey))
-	return tpm.EK{Certificates: cloneAll(m.chain), Public: gotpm.Marshal(public)}, nil
+	return tpm.EK{Certificates: m.certificates(), Public: gotpm.Marshal(public)}, nil
 }
 
 // AttestationKey implements [tpm.Device].

@@ -22,7 +22,6 @@ import (
 	"math/big"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 	"github.com/muster-k8s/muster/trust/attest/snp"
 	"github.com/muster-k8s/muster/trust/attest/tdx"
@@ -54,7 +53,7 @@ const (
 // text that it is bound to. Nothing is verified. The refusal is EVIDENCE_MALFORMED.
 func Split(b []byte) (kind Kind, report, runtime []byte, err error) {
 	refuse := func(format string, args ...any) (Kind, []byte, []byte, error) {
-		return 0, nil, nil, attest.Refuse(hardware.Malformed, "the HCL report "+format, args...)
+		return 0, nil, nil, hardware.Refuse(hardware.Malformed, "the HCL report "+format, args...)
 	}
 	if len(b) < runtimeAt+runtimeSize || len(b) > MaxReport {
 		return refuse("has %d bytes, want %d to %d", len(b), runtimeAt+runtimeSize, MaxReport)
@@ -118,7 +117,7 @@ func VerifySNP(e snp.Evidence, runtime []byte, authorities snp.Authorities, now 
 		return nil, err
 	}
 	if r.VMPL != 0 {
-		return nil, attest.Refuse(hardware.Binding, "the report was asked for at VMPL %d, so not by the paravisor", r.VMPL)
+		return nil, hardware.Refuse(hardware.Binding, "the report was asked for at VMPL %d, so not by the paravisor", r.VMPL)
 	}
 	out, err := parse(runtime)
 	if err != nil {
@@ -168,7 +167,7 @@ type runtimeClaims struct {
 // parse reads a JSON text whose hash a hardware report has.
 func parse(runtime []byte) (*Report, error) {
 	refuse := func(format string, args ...any) (*Report, error) {
-		return nil, attest.Refuse(hardware.Malformed, "the HCL report's JSON text "+format, args...)
+		return nil, hardware.Refuse(hardware.Malformed, "the HCL report's JSON text "+format, args...)
 	}
 	var c runtimeClaims
 	if err := json.Unmarshal(runtime, &c); err != nil {
@@ -205,7 +204,7 @@ func parse(runtime []byte) (*Report, error) {
 // CheckAK checks that a key is the AK that the report is bound to. The refusal is BINDING_MISMATCH.
 func (r *Report) CheckAK(key crypto.PublicKey) error {
 	if r == nil || r.AK == nil || !r.AK.Equal(key) {
-		return attest.Refuse(hardware.Binding, "the attestation key is not the one that the hardware report is bound to")
+		return hardware.Refuse(hardware.Binding, "the attestation key is not the one that the hardware report is bound to")
 	}
 	return nil
 }
@@ -224,11 +223,11 @@ type Rules struct {
 func (p Rules) Check(r *Report) error {
 	switch {
 	case r == nil || r.AK == nil || (r.SNP == nil) == (r.TDX == nil):
-		return attest.Refuse(hardware.Policy, "there is no HCL report")
+		return hardware.Refuse(hardware.Policy, "there is no HCL report")
 	case p.SNP.AnyMeasurement || p.TDX.AnyMRTD:
-		return attest.Refuse(hardware.Policy, "the rules for HCL reports accept any measurement: any guest could then name any TPM's key as its own. List the paravisor's measurements, or for SEV-SNP its ID key")
+		return hardware.Refuse(hardware.Policy, "the rules for HCL reports accept any measurement: any guest could then name any TPM's key as its own. List the paravisor's measurements, or for SEV-SNP its ID key")
 	case !r.SecureBoot && !p.AllowNoSecureBoot:
-		return attest.Refuse(hardware.Policy, "Secure Boot is off")
+		return hardware.Refuse(hardware.Policy, "Secure Boot is off")
 	case r.SNP != nil:
 		return p.SNP.Check(r.SNP)
 	}

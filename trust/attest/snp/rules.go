@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"slices"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -41,7 +40,7 @@ type Rules struct {
 
 // Check checks that a verified report is acceptable. Refusals: HARDWARE_TCB, POLICY_REFUSED.
 func (p Rules) Check(r *Report) error {
-	refuse := func(format string, args ...any) error { return attest.Refuse(hardware.Policy, format, args...) }
+	refuse := func(format string, args ...any) error { return hardware.Refuse(hardware.Policy, format, args...) }
 	if r == nil {
 		return refuse("there is no SEV-SNP report")
 	}
@@ -52,7 +51,7 @@ func (p Rules) Check(r *Report) error {
 	for i, tcb := range []TCB{r.Reported, r.Committed, r.Current, r.Launch} {
 		if !tcb.AtLeast(least) {
 			name := []string{"reported", "committed", "current", "launch"}[i]
-			return attest.Refuse(hardware.TCB, "the %s TCB is %s; the policy's minimum for %s is %s", name, tcb, r.Product, least)
+			return hardware.Refuse(hardware.TCB, "the %s TCB is %s; the policy's minimum for %s is %s", name, tcb, r.Product, least)
 		}
 	}
 	switch {

@@ -83,7 +83,7 @@ func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Bindi
 	if f != attestv1.Format_FORMAT_TPM2 {
 		return nil, refuse(attestv1.Reason_REASON_FORMAT_NONE, "a TPM makes no evidence of format %s", f)
 	}
-	ek, err := a.cfg.TPM.EndorsementKey(ctx)
+	ek, err := a.endorsementKey(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -116,7 +116,7 @@ func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []
 	if len(bindings) == 0 || len(bindings) > maxLeaves {
 		return nil, fmt.Errorf("tpm2: a quote cannot be made over %d statements", len(bindings))
 	}
-	ek, err := a.cfg.TPM.EndorsementKey(ctx)
+	ek, err := a.endorsementKey(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -138,10 +138,27 @@ func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []
 	return out, nil
 }
 
+// endorsed is the endorsement that goes into evidence.
+type endorsed struct {
+	certificates [][]byte
+	bare         []byte // SubjectPublicKeyInfo of an endorsement key without a certificate
+}
+
+// endorsementKey returns the endorsement key's certificates, or, if the TPM has none, the key.
+func (a *Attester) endorsementKey(ctx context.Context) (endorsed, error) {
+	ek, err := a.cfg.TPM.EndorsementKey(ctx)
+	if err != nil || len(ek.Certificates) > 0 {
+		return endorsed{certificates: ek.Certificates}, err
+	}
+	spki, err := ek.SPKI()
+	return endorsed{bare: spki}, err
+}
+
 // evidence returns the evidence for statement i of a batch that has its quote.
-func (a *Attester) evidence(ek tpm.EK, batch *batch, i int, events []byte) *attestv1.Evidence {
+func (a *Attester) evidence(by endorsed, batch *batch, i int, events []byte) *attestv1.Evidence {
 	e := &attestv1.Tpm2Evidence{
-		EkCertificates: ek.Certificates,
+		EkCertificates: by.certificates,
+		EkPublic:       by.bare,
 		AkPublic:       batch.quote.AKPublic,
 		Attest:         batch.quote.Attest,
 		Signature:      batch.quote.Signature,

@@ -3,6 +3,9 @@ package tpm2
 import (
 	"crypto/x509"
 	"time"
+
+	"github.com/muster-k8s/muster/trust/internal/endorsement/ekcert"
+	"github.com/muster-k8s/muster/trust/internal/wire"
 )
 
 // Waiting returns how many statements wait for the next quote.
@@ -15,13 +18,16 @@ func Waiting(a *Attester) int {
 	return len(a.waiting.leaves)
 }
 
-// ParseSignature is verifySignature, for fuzzing.
-var ParseSignature = verifySignature
+// ParseSignature is for fuzzing.
+var ParseSignature = wire.VerifySignature
+
+// ParseTPMName is for fuzzing.
+var ParseTPMName = ekcert.ParseTPMName
 
 // CountSignatureChecks verifies an EK certificate's chain and returns how many signatures were checked.
 func CountSignatureChecks(ders [][]byte, roots []*x509.Certificate, now time.Time) (int, error) {
 	checks := 0
-	_, err := verifyEKWith(ders, roots, now, func(c, issuer *x509.Certificate) error {
+	_, err := ekcert.Verify(ders, roots, now, func(c, issuer *x509.Certificate) error {
 		checks++
 		return c.CheckSignatureFrom(issuer)
 	})

@@ -13,8 +13,9 @@ const pairLifetime = 24 * time.Hour
 // pair identifies an EK public key and an AK name.
 type pair [sha256.Size]byte
 
-func pairOf(ekSPKI, akName []byte) pair {
-	ek := sha256.Sum256(ekSPKI) // fixed length, so the boundary between the parts is unambiguous
+// pairOf takes the EK's SHA-256, whose length is fixed, so the boundary between the parts is
+// unambiguous.
+func pairOf(ek [sha256.Size]byte, akName []byte) pair {
 	return sha256.Sum256(append(ek[:], akName...))
 }
 

@@ -319,7 +319,7 @@ func TestTheSameMachineUntampered(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.Machine() != m.ID() || len(c.Events()) == 0 || c.EKRoot() == nil || !c.EKRoot().Equal(ca.Root()) {
+	if c.Machine() != m.ID() || len(c.Events()) == 0 || c.Root() == nil || !c.Root().Equal(ca.Root()) {
 		t.Errorf("claims of machine %s with %d events", c.Machine(), len(c.Events()))
 	}
 	for i, v := range m.PCRs() {

@@ -7,7 +7,6 @@ import (
 	"crypto/elliptic"
 	"crypto/rsa"
 	"crypto/sha256"
-	"errors"
 	"fmt"
 	"math"
 	"math/big"
@@ -17,15 +16,12 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/internal/wire"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Limits of attest.proto, in bytes unless said otherwise.
-const (
-	maxCertificates = 4 // certificates: the longest chain in a TPM, that of Intel's on-die authorities
-	maxCertificate  = 8 << 10
-	maxStructure    = 1 << 10 // TPMT_PUBLIC, TPMS_ATTEST, TPMT_SIGNATURE
-)
+// maxStructure is the limit of attest.proto for TPMT_PUBLIC, TPMS_ATTEST and TPMT_SIGNATURE, in bytes.
+const maxStructure = 1 << 10
 
 // refuse shortens the calls, so that they read as a list of checks.
 func refuse(r attestv1.Reason, format string, args ...any) error {
@@ -37,18 +33,11 @@ const (
 	badSig     = attestv1.Reason_REASON_SIGNATURE_INVALID
 	badAK      = attestv1.Reason_REASON_AK_TEMPLATE
 	badBinding = attestv1.Reason_REASON_BINDING_MISMATCH
+	badEK      = attestv1.Reason_REASON_EK_UNTRUSTED
 )
 
-// checkSizes enforces the limits before anything is parsed.
+// checkSizes enforces the limits before anything is parsed. Those of the endorsement are its own.
 func checkSizes(e *attestv1.Tpm2Evidence) error {
-	if n := len(e.GetEkCertificates()); n < 1 || n > maxCertificates {
-		return refuse(malformed, "%d EK certificates, want 1 to %d", n, maxCertificates)
-	}
-	for i, c := range e.GetEkCertificates() {
-		if len(c) > maxCertificate {
-			return refuse(malformed, "EK certificate %d has %d bytes, more than %d", i, len(c), maxCertificate)
-		}
-	}
 	for name, b := range map[string][]byte{"ak_public": e.GetAkPublic(), "attest": e.GetAttest(), "signature": e.GetSignature()} {
 		if len(b) > maxStructure {
 			return refuse(malformed, "%s has %d bytes, more than %d", name, len(b), maxStructure)
@@ -109,9 +98,9 @@ func ParseAttestationKey(public []byte) (AttestationKey, error) {
 	sum := sha256.Sum256(public)
 	ak := AttestationKey{Name: append([]byte{0x00, 0x0B}, sum[:]...)}
 	if rest, ok := bytes.CutPrefix(public, akPrefixECC); ok {
-		r := reader{b: rest}
-		x, y := r.sized(), r.sized()
-		if !r.done() || len(x) > 32 || len(y) > 32 {
+		r := wire.NewReader(rest)
+		x, y := r.Sized(), r.Sized()
+		if !r.Done() || len(x) > 32 || len(y) > 32 {
 			return AttestationKey{}, refuse(malformed, "the AK's point is malformed")
 		}
 		point := make([]byte, 65)
@@ -126,9 +115,9 @@ func ParseAttestationKey(public []byte) (AttestationKey, error) {
 		return ak, nil
 	}
 	if rest, ok := bytes.CutPrefix(public, akPrefixRSA); ok {
-		r := reader{b: rest}
-		n := new(big.Int).SetBytes(r.sized())
-		if !r.done() || n.BitLen() != 2048 || n.Bit(0) == 0 {
+		r := wire.NewReader(rest)
+		n := new(big.Int).SetBytes(r.Sized())
+		if !r.Done() || n.BitLen() != 2048 || n.Bit(0) == 0 {
 			return AttestationKey{}, refuse(malformed, "the AK's modulus is malformed")
 		}
 		ak.Key = &rsa.PublicKey{N: n, E: 65537} // the template's exponent 0 means 65537
@@ -168,11 +157,7 @@ type Quoted struct {
 }
 
 const (
-	tpmGenerated  = 0xFF544347 // TPM_GENERATED_VALUE, Part 2, 6.2
-	stAttestQuote = 0x8018     // TPM_ST_ATTEST_QUOTE, Part 2, 6.9
-	algSHA256     = 0x000B
-	algRSASSA     = 0x0014
-	algECDSA      = 0x0018
+	stAttestQuote = 0x8018 // TPM_ST_ATTEST_QUOTE, Part 2, 6.9
 	rhEndorsement = "\x40\x00\x00\x0B"
 	pcr0to15      = "\xFF\xFF\x00" // PCR 0 to 15 of 24
 )
@@ -182,24 +167,24 @@ const (
 // the PCR values. It does not check which TPM the key belongs to: [Verifier] does, and a quote
 // alone proves nothing.
 func VerifyQuote(ak AttestationKey, e *attestv1.Tpm2Evidence, extraData [32]byte) (*Quoted, error) {
-	if err := verifySignature(ak.Key, e.GetAttest(), e.GetSignature()); err != nil {
+	if err := wire.VerifySignature(ak.Key, e.GetAttest(), e.GetSignature()); err != nil {
 		return nil, err
 	}
-	r := reader{b: e.GetAttest()}
-	if magic, typ := r.u32(), r.u16(); magic != tpmGenerated || typ != stAttestQuote {
+	r := wire.NewReader(e.GetAttest())
+	if magic, typ := r.U32(), r.U16(); magic != wire.Generated || typ != stAttestQuote {
 		return nil, refuse(malformed, "magic 0x%08x, type 0x%04x: not a quote", magic, typ)
 	}
-	signer, extra := r.sized(), r.sized()
+	signer, extra := r.Sized(), r.Sized()
 	q := &Quoted{}
-	clock := r.u64()
-	q.ResetCount, q.RestartCount = r.u32(), r.u32()
-	safe := r.u8()
-	q.FirmwareVersion = r.u64()
-	selections := r.u32()
-	hash, size := r.u16(), int(r.u8())
-	selected := r.take(size)
-	pcrDigest := r.sized()
-	if !r.done() || safe > 1 {
+	clock := r.U64()
+	q.ResetCount, q.RestartCount = r.U32(), r.U32()
+	safe := r.U8()
+	q.FirmwareVersion = r.U64()
+	selections := r.U32()
+	hash, size := r.U16(), int(r.U8())
+	selected := r.Take(size)
+	pcrDigest := r.Sized()
+	if !r.Done() || safe > 1 {
 		return nil, refuse(malformed, "TPMS_ATTEST is malformed")
 	}
 	q.Safe = safe == 1
@@ -226,38 +211,4 @@ func VerifyQuote(ak AttestationKey, e *attestv1.Tpm2Evidence, extraData [32]byte
 		q.PCRs[i] = bytes.Clone(v) // A2: no other PCR values leave this function
 	}
 	return q, nil
-}
-
-// verifySignature checks a TPMT_SIGNATURE with the scheme of the key's template.
-func verifySignature(key crypto.PublicKey, message, signature []byte) error {
-	r := reader{b: signature}
-	scheme, hash := r.u16(), r.u16()
-	sum := sha256.Sum256(message)
-	switch k := key.(type) {
-	case *ecdsa.PublicKey:
-		if !r.failed && (scheme != algECDSA || hash != algSHA256) {
-			return refuse(badSig, "signature scheme 0x%04x with hash 0x%04x, want ECDSA with SHA-256", scheme, hash)
-		}
-		rr, ss := r.sized(), r.sized()
-		if !r.done() {
-			return refuse(malformed, "TPMT_SIGNATURE is malformed")
-		}
-		if len(rr) > 32 || len(ss) > 32 || !ecdsa.Verify(k, sum[:], new(big.Int).SetBytes(rr), new(big.Int).SetBytes(ss)) {
-			return refuse(badSig, "the quote's signature does not verify")
-		}
-		return nil
-	case *rsa.PublicKey:
-		if !r.failed && (scheme != algRSASSA || hash != algSHA256) {
-			return refuse(badSig, "signature scheme 0x%04x with hash 0x%04x, want RSASSA with SHA-256", scheme, hash)
-		}
-		sig := r.sized()
-		if !r.done() {
-			return refuse(malformed, "TPMT_SIGNATURE is malformed")
-		}
-		if err := rsa.VerifyPKCS1v15(k, crypto.SHA256, sum[:], sig); err != nil {
-			return refuse(badSig, "the quote's signature does not verify")
-		}
-		return nil
-	}
-	return refuse(badSig, "%w", errors.New("no key to check the signature with"))
 }

@@ -21,7 +21,7 @@ func TestARevokedAuthorityVouchesForNobody(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	chain := claims.EKChain()
+	chain := claims.Chain()
 	if len(chain) != 4 || chain[0].Key != claims.Machine() || chain[3].Key != sha256.Sum256(root.Root().RawSubjectPublicKeyInfo) {
 		t.Fatalf("chain %+v", chain)
 	}

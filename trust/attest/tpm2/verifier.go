@@ -2,6 +2,7 @@ package tpm2
 
 import (
 	"context"
+	"crypto"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -15,12 +16,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/internal/checked"
+	"github.com/muster-k8s/muster/trust/internal/endorsement"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/registry"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 // VerifierConfig configures a Verifier. All fields except KnownPairs are required.
 type VerifierConfig struct {
-	// Roots returns the root certificates for endorsement keys. It is called again for each
+	// Roots returns the certificate authorities of all endorsements. It is called again for each
 	// evidence, so that a changed policy takes effect at once. Without roots no evidence is genuine
 	// (A3).
 	Roots func() []*x509.Certificate
@@ -36,7 +39,13 @@ type Verifier struct {
 	roots func() []*x509.Certificate
 	now   func() time.Time
 	known *pairs
+	// open has the pairs of endorsements that any peer can make, so that such peers displace none of
+	// the others.
+	open *pairs
 }
+
+// openPairs bounds those pairs: about 200 KiB.
+const openPairs = 1024
 
 // NewVerifier returns a Verifier. The error names the part of cfg that is missing.
 func NewVerifier(cfg VerifierConfig) (*Verifier, error) {
@@ -52,7 +61,7 @@ func NewVerifier(cfg VerifierConfig) (*Verifier, error) {
 	if cfg.KnownPairs == 0 {
 		cfg.KnownPairs = 16384
 	}
-	return &Verifier{roots: cfg.Roots, now: cfg.Now, known: newPairs(cfg.KnownPairs)}, nil
+	return &Verifier{roots: cfg.Roots, now: cfg.Now, known: newPairs(cfg.KnownPairs), open: newPairs(min(openPairs, cfg.KnownPairs))}, nil
 }
 
 // Formats implements [attest.Verifier].
@@ -73,6 +82,10 @@ func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.S
 	if err := checkSizes(e); err != nil {
 		return nil, err
 	}
+	by, err := registry.Of(e)
+	if err != nil {
+		return nil, err
+	}
 	ak, err := ParseAttestationKey(e.GetAkPublic())
 	if err != nil {
 		return nil, err
@@ -89,32 +102,37 @@ func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.S
 	if err != nil {
 		return nil, err
 	}
-	ek, err := verifyEK(e.GetEkCertificates(), v.roots(), v.now())
+	endorsed, err := by.Verify(endorsement.Input{Evidence: e, AKName: ak.Name, AK: ak.Key, Signed: top, Roots: v.roots(), Now: v.now()})
 	if err != nil {
 		return nil, err
 	}
-	facts, err := v.facts(ev, ak, q, ek)
+	facts, err := v.facts(ev, ak, q, endorsed)
 	if err != nil {
 		return nil, err
 	}
-	p := &pending{verifier: v, facts: facts, binding: b, pair: pairOf(ek.cert.RawSubjectPublicKeyInfo, ak.Name)}
-	if v.known.has(p.pair, v.now()) {
+	p := &pending{verifier: v, facts: facts, binding: b, known: v.known}
+	if endorsed.Activate == nil {
 		return p, nil
 	}
-	return p, p.challengeFor(ek, ak)
+	if endorsed.Open {
+		p.known = v.open
+	}
+	p.pair = pairOf(endorsed.Machine, ak.Name)
+	if p.known.has(p.pair, v.now()) {
+		return p, nil
+	}
+	return p, p.challengeFor(endorsed.Activate, ak)
 }
 
 // facts collects the checked values. It is the only function that makes [checked.Facts].
-func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek *endorsement) (*checked.Facts, error) {
+func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, endorsed endorsement.Result) (*checked.Facts, error) {
 	bank := tpm.Bank(ev.GetTpm2().GetBank())
 	hash, _ := bank.Hash() // checkSizes accepts known banks only
 	f := &checked.Facts{
 		Format:          attestv1.Format_FORMAT_TPM2,
 		Bank:            hash,
 		PCRs:            q.PCRs,
-		EKPublic:        ek.cert.RawSubjectPublicKeyInfo,
-		EKKind:          string(attest.EKKindOf(ek.cert.PublicKey)),
-		EKRoot:          ek.root,
+		Endorsement:     endorsed.Endorsement,
 		AKName:          ak.Name,
 		AKKind:          string(ak.kind()),
 		ResetCount:      q.ResetCount,
@@ -123,9 +141,6 @@ func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, ek
 		Safe:            q.Safe,
 		FirmwareVersion: q.FirmwareVersion,
 		SignedPolicy:    ev.GetSignedPolicy(),
-	}
-	for _, c := range ek.chain {
-		f.EKChain = append(f.EKChain, checked.Certificate{Subject: c.Subject.String(), Key: sha256.Sum256(c.RawSubjectPublicKeyInfo), Serial: attest.FormatSerial(c.SerialNumber)})
 	}
 	if events := ev.GetTpm2().GetEvents(); len(events) > 0 {
 		log, err := eventlog.Unmarshal(events, bank)
@@ -157,6 +172,7 @@ type pending struct {
 	verifier  *Verifier
 	facts     *checked.Facts
 	binding   attest.Binding
+	known     *pairs
 	pair      pair
 	challenge *attestv1.Challenge
 	secret    []byte
@@ -164,8 +180,8 @@ type pending struct {
 
 // challengeFor makes the credential that only the TPM with ek and ak can open (TPM2_MakeCredential,
 // Part 1, section 24).
-func (p *pending) challengeFor(ek *endorsement, ak AttestationKey) error {
-	key, err := tpm.EncapsulationKey(ek.cert.PublicKey)
+func (p *pending) challengeFor(ek crypto.PublicKey, ak AttestationKey) error {
+	key, err := tpm.EncapsulationKey(ek)
 	if err != nil {
 		return refuse(badEK, "%w", err)
 	}
@@ -197,9 +213,9 @@ func (p *pending) Complete(r *attestv1.Response) (attest.Claims, error) {
 		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the challenge was answered before")
 	}
 	if !hmac.Equal(ActivationMAC(secret, p.binding), r.GetMac()) {
-		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the AK %x is not in the TPM of machine %s", p.facts.AKName, attest.MachineIDOf(p.facts.EKPublic))
+		return attest.Claims{}, refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the AK %x is not in the TPM of machine %s", p.facts.AKName, attest.MachineID(p.facts.Machine))
 	}
-	p.verifier.known.add(p.pair, p.verifier.now())
+	p.known.add(p.pair, p.verifier.now())
 	return attest.NewClaims(checked.Seal(*p.facts)), nil
 }
 

@@ -35,14 +35,8 @@ type Facts struct {
 	Bank crypto.Hash
 	// PCRs are the values of PCR 0 to 15 in that bank.
 	PCRs [16][]byte
-	// EKPublic is the endorsement key's SubjectPublicKeyInfo in DER.
-	EKPublic []byte
-	// EKKind is the kind of the endorsement key, as in [attest.EKKind].
-	EKKind string
-	// EKRoot is the root certificate to which the EK certificate chains.
-	EKRoot *x509.Certificate
-	// EKChain has the certificates from the endorsement key's to EKRoot.
-	EKChain []Certificate
+	// Endorsement is why the attestation key is believed to be in a genuine TPM.
+	Endorsement
 	// AKName is the attestation key's name (TPM 2.0 Library, Part 1, section 16).
 	AKName []byte
 	// AKKind is the kind of the attestation key, as in [attest.AKKind].
@@ -61,6 +55,21 @@ type Facts struct {
 	FirmwareErr error
 	// SignedPolicy is the policy that a joinservice presents; its signature is not checked here.
 	SignedPolicy *attestv1.SignedPolicy
+}
+
+// Endorsement is what one of the endorsements has shown.
+type Endorsement struct {
+	// Name is that of the endorsement, as in the registry.
+	Name string
+	// Machine is the machine's ID.
+	Machine [32]byte
+	// KeyKind is the kind of the endorsed key, as in [attest.EKKind]: of the endorsement key, or of
+	// the platform's attestation key.
+	KeyKind string
+	// Root is the root certificate to which the endorsed key's certificate chains; nil if it has none.
+	Root *x509.Certificate
+	// Chain has the certificates from the endorsed key's to Root.
+	Chain []Certificate
 }
 
 // Firmware is the part of a replayed event log that precedes the boot loader.

@@ -22,12 +22,26 @@ import (
 // Contract checks the behavior that callers of a TPM rely on. Every [tpm.Device] passes it: the
 // simulator, swtpm, and the software TPM of attesttest, so that all of them behave like a real TPM.
 // open is called once.
-func Contract(t *testing.T, open func(testing.TB) tpm.Device) {
+func Contract(t *testing.T, open func(testing.TB) tpm.Device) { contract(t, open, false) }
+
+// BareContract is [Contract] for a TPM that stores no endorsement key certificate.
+func BareContract(t *testing.T, open func(testing.TB) tpm.Device) { contract(t, open, true) }
+
+func contract(t *testing.T, open func(testing.TB) tpm.Device, bare bool) {
 	dev := open(t)
 	ctx := t.Context()
 
 	t.Run("the endorsement key is its certificate's", func(t *testing.T) {
 		ek := must(dev.EndorsementKey(ctx))(t)
+		if bare {
+			if len(ek.Certificates) > 0 {
+				t.Errorf("%d certificates of a TPM that has none", len(ek.Certificates))
+			}
+			if again := must(dev.EndorsementKey(ctx))(t); !bytes.Equal(again.Public, ek.Public) {
+				t.Error("asked again, it is another key")
+			}
+			return
+		}
 		if len(ek.Certificates) == 0 || len(ek.Certificates) > 8 {
 			t.Fatalf("%d certificates", len(ek.Certificates))
 		}
@@ -206,13 +220,16 @@ func contractActivation(t *testing.T, dev tpm.Device) {
 	}
 }
 
-// ekAndName returns the key to make credentials for, from the certificate alone, and the
+// ekAndName returns the key to make credentials for, from the certificate if there is one, and the
 // attestation key's name.
 func ekAndName(t testing.TB, dev tpm.Device) (gotpm.LabeledEncapsulationKey, []byte) {
 	t.Helper()
 	ek := must(dev.EndorsementKey(t.Context()))(t)
-	cert := must(x509.ParseCertificate(ek.Certificates[0]))(t)
-	key := must(tpm.EncapsulationKey(cert.PublicKey))(t)
+	spki := must(ek.SPKI())(t)
+	if len(ek.Certificates) > 0 {
+		spki = must(x509.ParseCertificate(ek.Certificates[0]))(t).RawSubjectPublicKeyInfo
+	}
+	key := must(tpm.EncapsulationKey(must(x509.ParsePKIXPublicKey(spki))(t)))(t)
 	public := must(gotpm.Unmarshal[gotpm.TPMTPublic](must(dev.AttestationKey(t.Context()))(t)))(t)
 	name := must(gotpm.ObjectName(public))(t)
 	return key, name.Buffer

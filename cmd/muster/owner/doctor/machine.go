@@ -64,7 +64,7 @@ func evidence(r *checkup.Report, s *owner.Report) {
 		r.Add(CheckEvidence, checkup.Fail, remedy, "%v", why)
 		return
 	}
-	r.OK(CheckEvidence, "genuine, from the TPM of machine %s, below %s", s.Machine, s.Root)
+	r.OK(CheckEvidence, "genuine, from the TPM of machine %s (%s)", s.Machine, endorsedBy(s))
 	switch {
 	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
 		r.Add(CheckLock, checkup.Fail, remedy, "it is %s", s.Lock)
@@ -76,6 +76,14 @@ func evidence(r *checkup.Report, s *owner.Report) {
 	if r.Clean(CheckLock) {
 		r.OK(CheckLock, "%s", s.Lock)
 	}
+}
+
+// endorsedBy returns the endorsement, and the root if there is one.
+func endorsedBy(s *owner.Report) string {
+	if s.Root == "" {
+		return s.Endorsement
+	}
+	return s.Endorsement + ", below " + s.Root
 }
 
 func status(r *checkup.Report, s *owner.MachineStatus) {

@@ -63,7 +63,7 @@ func Open(t Target) (*Session, error) {
 	if len(t.Locks) == 0 {
 		return nil, errors.New("peerdial: Locks are missing: without one no peer is accepted (A3)")
 	}
-	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: t.Policy.EKRoots, Now: time.Now})
+	verifier, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: t.Policy.Roots, Now: time.Now})
 	if err != nil {
 		return nil, err
 	}

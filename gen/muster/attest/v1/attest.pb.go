@@ -373,13 +373,15 @@ type Evidence_Tpm2 struct {
 func (*Evidence_Tpm2) isEvidence_Body() {}
 
 // Tpm2Evidence is one TPM2_Quote with the data needed to verify it. Structures are those
-// of the TPM 2.0 Library Specification, Part 2, as the TPM marshals them.
+// of the TPM 2.0 Library Specification, Part 2, as the TPM marshals them. It carries
+// exactly one endorsement of the attestation key, otherwise EVIDENCE_MALFORMED:
+// ek_certificates or ek_public.
 type Tpm2Evidence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// X.509 certificates in DER: the endorsement key's first, then its issuers in order,
 	// without the root. 1 to 4, each at most 8 KiB. Their keys are RSA with 2048 to 4096
 	// bits and an exponent of at most 65537, or ECDSA on P-256 or P-384; otherwise
-	// EK_UNTRUSTED.
+	// EK_UNTRUSTED. Empty: another endorsement is set.
 	EkCertificates [][]byte `protobuf:"bytes,1,rep,name=ek_certificates,json=ekCertificates,proto3" json:"ek_certificates,omitempty"`
 	// TPMT_PUBLIC of the attestation key, at most 1 KiB. Everything except `unique` must
 	// equal the template, otherwise AK_TEMPLATE.
@@ -404,7 +406,12 @@ type Tpm2Evidence struct {
 	// A serialized EventLog of at most 256 KiB, otherwise EVIDENCE_MALFORMED; sent whenever
 	// the machine has an event log. It explains PCR values. If it does not replay to the
 	// quoted values, it is refused with EVENTLOG_REPLAY.
-	Events        []byte `protobuf:"bytes,10,opt,name=events,proto3" json:"events,omitempty"`
+	Events []byte `protobuf:"bytes,10,opt,name=events,proto3" json:"events,omitempty"`
+	// The endorsement key of a TPM that stores no certificate of one: its
+	// SubjectPublicKeyInfo in DER, at most 256 bytes, a key on P-256, in its one canonical
+	// encoding; otherwise EK_UNTRUSTED. The policy must list its machine ID in
+	// bare_machine_ids.
+	EkPublic      []byte `protobuf:"bytes,11,opt,name=ek_public,json=ekPublic,proto3" json:"ek_public,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -498,6 +505,13 @@ func (x *Tpm2Evidence) GetPath() [][]byte {
 func (x *Tpm2Evidence) GetEvents() []byte {
 	if x != nil {
 		return x.Events
+	}
+	return nil
+}
+
+func (x *Tpm2Evidence) GetEkPublic() []byte {
+	if x != nil {
+		return x.EkPublic
 	}
 	return nil
 }
@@ -1046,7 +1060,9 @@ type Tpm2Policy struct {
 	// to a root.
 	MachineIds []string `protobuf:"bytes,1,rep,name=machine_ids,json=machineIds,proto3" json:"machine_ids,omitempty"`
 	// X.509 roots (PEM, one certificate each) that issue EK certificates. An EK certificate
-	// must chain to one of them, otherwise EK_UNTRUSTED.
+	// must chain to one of them, otherwise EK_UNTRUSTED. Empty: no machine is accepted by
+	// an EK certificate; a policy without rules for any endorsement is refused with
+	// POLICY_INVALID.
 	EkRoots []*EkRoot `protobuf:"bytes,2,rep,name=ek_roots,json=ekRoots,proto3" json:"ek_roots,omitempty"`
 	// The bank that is appraised: "sha256", "sha384" or "sha512", otherwise POLICY_INVALID.
 	// Evidence of another bank is refused with POLICY_REFUSED.
@@ -1060,9 +1076,16 @@ type Tpm2Policy struct {
 	// with POLICY_INVALID, unless insecure.any_firmware is set.
 	Classes []*MachineClass `protobuf:"bytes,6,rep,name=classes,proto3" json:"classes,omitempty"`
 	// Set by the owner: revoked keys and certificates. Unset: none is revoked.
-	Revoked       *Revoked `protobuf:"bytes,7,opt,name=revoked,proto3" json:"revoked,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Revoked *Revoked `protobuf:"bytes,7,opt,name=revoked,proto3" json:"revoked,omitempty"`
+	// Set by the owner: machine IDs of machines whose TPM stores no EK certificate, 64
+	// lower-case hexadecimal digits each, otherwise POLICY_INVALID. Nothing else makes such
+	// a machine acceptable: one that is not listed here is refused with EK_UNTRUSTED. A
+	// machine that machine_ids lists too is refused with POLICY_INVALID. If there is one,
+	// attestation keys of all machines must be ECC, otherwise EK_UNTRUSTED. Empty: no
+	// machine without an EK certificate is accepted.
+	BareMachineIds []string `protobuf:"bytes,8,rep,name=bare_machine_ids,json=bareMachineIds,proto3" json:"bare_machine_ids,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Tpm2Policy) Reset() {
@@ -1133,6 +1156,13 @@ func (x *Tpm2Policy) GetClasses() []*MachineClass {
 func (x *Tpm2Policy) GetRevoked() *Revoked {
 	if x != nil {
 		return x.Revoked
+	}
+	return nil
+}
+
+func (x *Tpm2Policy) GetBareMachineIds() []string {
+	if x != nil {
+		return x.BareMachineIds
 	}
 	return nil
 }
@@ -1747,7 +1777,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x06format\x18\x01 \x01(\x0e2\x18.muster.attest.v1.FormatR\x06format\x124\n" +
 	"\x04tpm2\x18\x02 \x01(\v2\x1e.muster.attest.v1.Tpm2EvidenceH\x00R\x04tpm2\x12C\n" +
 	"\rsigned_policy\x18\x03 \x01(\v2\x1e.muster.attest.v1.SignedPolicyR\fsignedPolicyB\x06\n" +
-	"\x04body\"\x8e\x02\n" +
+	"\x04body\"\xab\x02\n" +
 	"\fTpm2Evidence\x12'\n" +
 	"\x0fek_certificates\x18\x01 \x03(\fR\x0eekCertificates\x12\x1b\n" +
 	"\tak_public\x18\x02 \x01(\fR\bakPublic\x12\x16\n" +
@@ -1759,7 +1789,8 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"leaf_index\x18\a \x01(\rR\tleafIndex\x12\x12\n" +
 	"\x04path\x18\b \x03(\fR\x04path\x12\x16\n" +
 	"\x06events\x18\n" +
-	" \x01(\fR\x06eventsJ\x04\b\t\x10\n" +
+	" \x01(\fR\x06events\x12\x1b\n" +
+	"\tek_public\x18\v \x01(\fR\bekPublicJ\x04\b\t\x10\n" +
 	"R\tevent_log\"n\n" +
 	"\bEventLog\x127\n" +
 	"\x06events\x18\x01 \x03(\v2\x1f.muster.attest.v1.MeasuredEventR\x06events\x12)\n" +
@@ -1794,7 +1825,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\n" +
 	"node_cidrs\x18\x05 \x03(\tR\tnodeCidrs\x12>\n" +
 	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\x12%\n" +
-	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xa2\x02\n" +
+	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xcc\x02\n" +
 	"\n" +
 	"Tpm2Policy\x12\x1f\n" +
 	"\vmachine_ids\x18\x01 \x03(\tR\n" +
@@ -1803,7 +1834,8 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x04bank\x18\x03 \x01(\tR\x04bank\x12/\n" +
 	"\x06images\x18\x05 \x03(\v2\x17.muster.attest.v1.ImageR\x06images\x128\n" +
 	"\aclasses\x18\x06 \x03(\v2\x1e.muster.attest.v1.MachineClassR\aclasses\x123\n" +
-	"\arevoked\x18\a \x01(\v2\x19.muster.attest.v1.RevokedR\arevokedJ\x04\b\x04\x10\x05R\x04pcrs\"g\n" +
+	"\arevoked\x18\a \x01(\v2\x19.muster.attest.v1.RevokedR\arevoked\x12(\n" +
+	"\x10bare_machine_ids\x18\b \x03(\tR\x0ebareMachineIdsJ\x04\b\x04\x10\x05R\x04pcrs\"g\n" +
 	"\aRevoked\x12\x12\n" +
 	"\x04keys\x18\x01 \x03(\tR\x04keys\x12H\n" +
 	"\fcertificates\x18\x02 \x03(\v2$.muster.attest.v1.RevokedCertificateR\fcertificates\"K\n" +
