@@ -75,9 +75,6 @@ func ParsePEM(b []byte, n int) ([]*x509.Certificate, error) {
 		if block == nil || block.Type != "CERTIFICATE" || !bytes.HasPrefix(b, []byte("-----BEGIN")) {
 			return nil, errors.New("is not a list of certificates in PEM")
 		}
-		if len(out) == n {
-			return nil, fmt.Errorf("has more than %d certificates", n)
-		}
 		c, err := x509.ParseCertificate(block.Bytes)
 		if err != nil {
 			return nil, fmt.Errorf("certificate %d: %w", len(out), err)

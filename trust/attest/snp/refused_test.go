@@ -124,7 +124,7 @@ func TestReportsThatAreRefused(t *testing.T) {
 	copy(hwid, []byte{1, 2, 3, 4, 5, 6, 7, 8})
 	var all []hardwaretest.Vector
 	add := func(name string, want reason, before func(*input), change func(*input)) {
-		make := func() *input {
+		right := func() *input {
 			in := base(v, snp.Milan)
 			if before != nil {
 				before(in)
@@ -132,8 +132,8 @@ func TestReportsThatAreRefused(t *testing.T) {
 			return in
 		}
 		all = append(all, hardwaretest.Vector{Name: name, Want: want,
-			Wrong: func(t testing.TB) error { in := make(); change(in); return in.verdict(t) },
-			Right: func(t testing.TB) error { return make().verdict(t) },
+			Wrong: func(t testing.TB) error { in := right(); change(in); return in.verdict(t) },
+			Right: func(t testing.TB) error { return right().verdict(t) },
 		})
 	}
 	turin := func(in *input) { *in = *base(v, snp.Turin) }

@@ -59,16 +59,16 @@ func genuine(quote []byte, c Collateral, roots []*x509.Certificate, now time.Tim
 	if err != nil {
 		return nil, err
 	}
-	levels, err := info.platform("", p.platform, q, q.ModuleSVN)
-	if err != nil {
+	if q.Levels, err = info.platform("", p.platform, q, q.ModuleSVN); err != nil {
 		return nil, err
 	}
-	q.Levels = append(levels, enclave)
+	q.Levels = append(q.Levels, enclave)
 	if q.LoadedSVN != q.ModuleSVN {
-		if levels, err = info.platform("loaded ", p.platform, q, q.LoadedSVN); err != nil {
+		loaded, err := info.platform("loaded ", p.platform, q, q.LoadedSVN)
+		if err != nil {
 			return nil, err
 		}
-		q.Levels = append(q.Levels, levels...)
+		q.Levels = append(q.Levels, loaded...)
 	}
 	return q, nil
 }
