@@ -19,6 +19,10 @@ import (
 var elsewhere = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_UNSPECIFIED: "never sent on purpose",
 	attestv1.Reason_REASON_ACCEPTED:    "no refusal",
+
+	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:  "no evidence has a hardware report yet; packages snp, tdx and hcl test the refusal",
+	attestv1.Reason_REASON_HARDWARE_COLLATERAL: "the same",
+	attestv1.Reason_REASON_HARDWARE_TCB:        "the same",
 }
 
 // asserted returns for each test function the reasons that it checks in all places: those named in a test, or in a

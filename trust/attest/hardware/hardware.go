@@ -4,7 +4,7 @@
 // A hardware report is evidence beside that of a TPM: an SEV-SNP report (package snp), a TDX quote
 // (package tdx), or one of them with the data that Azure's paravisor binds to it (package hcl).
 // These packages do no I/O. Their input is bytes, the vendor's certificates and lists, the value
-// that the report must be bound to, and the time; each refusal is an [attest.Refusal] with one
+// that the report must be bound to, and the time; each refusal is an attest.Refusal with one
 // reason (R1). As in package attest, Verify decides whether a report is genuine, and Rules decide
 // whether its content is acceptable. The zero value of Rules accepts nothing (A3).
 package hardware
@@ -20,7 +20,7 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/internal/refusal"
 )
 
 // Reasons of the packages snp, tdx and hcl.
@@ -33,6 +33,11 @@ const (
 	Collateral = attestv1.Reason_REASON_HARDWARE_COLLATERAL
 	TCB        = attestv1.Reason_REASON_HARDWARE_TCB
 )
+
+// Refuse returns an attest.Refusal; format and args are those of [fmt.Errorf].
+func Refuse(reason attestv1.Reason, format string, args ...any) error {
+	return refusal.New(reason, format, args...)
+}
 
 // ReportData is the value that the guest puts into a report: REPORT_DATA of SEV-SNP, REPORTDATA of
 // TDX.
@@ -53,10 +58,10 @@ func NewReportData(akName []byte, root [32]byte) ReportData {
 // value of zeros is refused: it is that of a caller without one, and of guests that bind nothing.
 func CheckBinding(got [64]byte, want ReportData) error {
 	if want == (ReportData{}) {
-		return attest.Refuse(Binding, "there is no value that the hardware report must be bound to")
+		return Refuse(Binding, "there is no value that the hardware report must be bound to")
 	}
 	if got != want {
-		return attest.Refuse(Binding, "the hardware report is bound to %x, not to this session, which is %x", got, want)
+		return Refuse(Binding, "the hardware report is bound to %x, not to this session, which is %x", got, want)
 	}
 	return nil
 }
@@ -69,9 +74,6 @@ func ParsePEM(b []byte, n int) ([]*x509.Certificate, error) {
 		block, rest := pem.Decode(b)
 		if block == nil || block.Type != "CERTIFICATE" || !bytes.HasPrefix(b, []byte("-----BEGIN")) {
 			return nil, errors.New("is not a list of certificates in PEM")
-		}
-		if len(out) == n {
-			return nil, fmt.Errorf("has more than %d certificates", n)
 		}
 		c, err := x509.ParseCertificate(block.Bytes)
 		if err != nil {
@@ -112,30 +114,30 @@ func CheckIssued(c, issuer *x509.Certificate, now time.Time) error {
 // with HARDWARE_UNTRUSTED.
 func CheckRevoked(der []byte, issuer *x509.Certificate, now time.Time, certs ...*x509.Certificate) error {
 	if len(der) == 0 {
-		return attest.Refuse(Collateral, "the revocation list of %q is missing", issuer.Subject)
+		return Refuse(Collateral, "the revocation list of %q is missing", issuer.Subject)
 	}
 	l, err := x509.ParseRevocationList(der)
 	if err != nil {
-		return attest.Refuse(Collateral, "the revocation list of %q: %w", issuer.Subject, err)
+		return Refuse(Collateral, "the revocation list of %q: %w", issuer.Subject, err)
 	}
 	if !bytes.Equal(l.RawIssuer, issuer.RawSubject) {
-		return attest.Refuse(Collateral, "the revocation list is one of %q, not of %q", l.Issuer, issuer.Subject)
+		return Refuse(Collateral, "the revocation list is one of %q, not of %q", l.Issuer, issuer.Subject)
 	}
 	for _, e := range l.Extensions {
 		if e.Critical { // a delta list, or one for some certificates only
-			return attest.Refuse(Collateral, "the revocation list of %q has the critical extension %s, which is not understood", issuer.Subject, e.Id)
+			return Refuse(Collateral, "the revocation list of %q has the critical extension %s, which is not understood", issuer.Subject, e.Id)
 		}
 	}
 	// A list without a next update has the zero time, and so is never valid.
 	if now.Before(l.ThisUpdate) || now.After(l.NextUpdate) {
-		return attest.Refuse(Collateral, "the revocation list of %q is valid from %s to %s, now it is %s", issuer.Subject, l.ThisUpdate.UTC(), l.NextUpdate.UTC(), now.UTC())
+		return Refuse(Collateral, "the revocation list of %q is valid from %s to %s, now it is %s", issuer.Subject, l.ThisUpdate.UTC(), l.NextUpdate.UTC(), now.UTC())
 	}
 	if err := l.CheckSignatureFrom(issuer); err != nil {
-		return attest.Refuse(Collateral, "the revocation list is not signed by %q: %w", issuer.Subject, err)
+		return Refuse(Collateral, "the revocation list is not signed by %q: %w", issuer.Subject, err)
 	}
 	for _, c := range certs {
 		if slices.ContainsFunc(l.RevokedCertificateEntries, func(e x509.RevocationListEntry) bool { return e.SerialNumber.Cmp(c.SerialNumber) == 0 }) {
-			return attest.Refuse(Untrusted, "%q has revoked %q, serial number %x", issuer.Subject, c.Subject, c.SerialNumber)
+			return Refuse(Untrusted, "%q has revoked %q, serial number %x", issuer.Subject, c.Subject, c.SerialNumber)
 		}
 	}
 	return nil

@@ -5,7 +5,6 @@ import (
 	_ "embed" // AMD's certificates
 	"time"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -58,11 +57,11 @@ func (a Authority) check(c *x509.Certificate, k Key, now time.Time) error {
 	}
 	for _, step := range [][2]*x509.Certificate{{a.Root, a.Root}, {issuer, a.Root}, {c, issuer}} {
 		if err := hardware.CheckIssued(step[0], step[1], now); err != nil {
-			return attest.Refuse(hardware.Untrusted, "the certificate of the %s: %w", k, err)
+			return hardware.Refuse(hardware.Untrusted, "the certificate of the %s: %w", k, err)
 		}
 	}
 	if c.IsCA {
-		return attest.Refuse(hardware.Untrusted, "the certificate of the %s is that of an authority", k)
+		return hardware.Refuse(hardware.Untrusted, "the certificate of the %s is that of an authority", k)
 	}
 	if a.InsecureNoRevocationList {
 		return nil

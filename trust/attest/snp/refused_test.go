@@ -124,7 +124,7 @@ func TestReportsThatAreRefused(t *testing.T) {
 	copy(hwid, []byte{1, 2, 3, 4, 5, 6, 7, 8})
 	var all []hardwaretest.Vector
 	add := func(name string, want reason, before func(*input), change func(*input)) {
-		make := func() *input {
+		right := func() *input {
 			in := base(v, snp.Milan)
 			if before != nil {
 				before(in)
@@ -132,8 +132,8 @@ func TestReportsThatAreRefused(t *testing.T) {
 			return in
 		}
 		all = append(all, hardwaretest.Vector{Name: name, Want: want,
-			Wrong: func(t testing.TB) error { in := make(); change(in); return in.verdict(t) },
-			Right: func(t testing.TB) error { return make().verdict(t) },
+			Wrong: func(t testing.TB) error { in := right(); change(in); return in.verdict(t) },
+			Right: func(t testing.TB) error { return right().verdict(t) },
 		})
 	}
 	turin := func(in *input) { *in = *base(v, snp.Turin) }
@@ -306,6 +306,16 @@ func TestReportsThatAreRefused(t *testing.T) {
 	})
 	add("valid platform that the policy does not name: chip", hardware.Policy, nil, func(in *input) { in.rules.Chips = [][]byte{{1}} })
 	add("valid platform that the policy does not name: measurement", hardware.Policy, nil, func(in *input) { in.rules.Measurements = [][48]byte{{1}} })
+	key := slices.Repeat([]byte{0x1D}, 48)
+	byKey := func(in *input) {
+		put(0xE0, key...)(in)
+		in.rules.Measurements, in.rules.IDKeys = nil, [][48]byte{[48]byte(key)}
+	}
+	add("ID block of another key", hardware.Policy, byKey, put(0xE0, 0x1E))
+	add("no ID block, where rules list an ID key of zeros", hardware.Policy, byKey, func(in *input) {
+		put(0xE0)(in)
+		in.rules.IDKeys = [][48]byte{{}}
+	})
 	add("rules that are empty", hardware.Policy, nil, func(in *input) { in.rules = snp.Rules{} })
 
 	all = append(all, capturedVectors()...)

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -132,7 +131,7 @@ const signedSize = 0x2A0
 // parse reads a report's fields and checks what does not depend on a certificate.
 func parse(b []byte) (*Report, error) {
 	if len(b) != ReportSize {
-		return nil, attest.Refuse(hardware.Malformed, "the SEV-SNP report has %d bytes, want %d", len(b), ReportSize)
+		return nil, hardware.Refuse(hardware.Malformed, "the SEV-SNP report has %d bytes, want %d", len(b), ReportSize)
 	}
 	u32 := func(at int) uint32 { return binary.LittleEndian.Uint32(b[at:]) }
 	u64 := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
@@ -144,34 +143,34 @@ func parse(b []byte) (*Report, error) {
 		tcbs: [4]uint64{u64(0x180), u64(0x038), u64(0x1E0), u64(0x1F0)},
 	}
 	if r.Version < 2 || r.Version > 5 {
-		return nil, attest.Refuse(hardware.Malformed, "the SEV-SNP report has version %d; known are 2 to 5", r.Version)
+		return nil, hardware.Refuse(hardware.Malformed, "the SEV-SNP report has version %d; known are 2 to 5", r.Version)
 	}
 	if algorithm := u32(0x034); algorithm != 1 {
-		return nil, attest.Refuse(hardware.Malformed, "the SEV-SNP report has signature algorithm %d, want 1 (ECDSA P-384 with SHA-384)", algorithm)
+		return nil, hardware.Refuse(hardware.Malformed, "the SEV-SNP report has signature algorithm %d, want 1 (ECDSA P-384 with SHA-384)", algorithm)
 	}
 	// Reserved fields, and what the two halves of the signature have beyond 48 bytes each.
 	for _, f := range [][2]int{{0x04C, 0x050}, {0x18B, 0x1A0}, {0x1EB, 0x1EC}, {0x1EF, 0x1F0}, {0x208, signedSize}, {sigR + 48, sigS}, {sigS + 48, ReportSize}} {
 		if !zero(b[f[0]:f[1]]) {
-			return nil, attest.Refuse(hardware.Malformed, "the SEV-SNP report's reserved bytes from %#x to %#x are not zero", f[0], f[1])
+			return nil, hardware.Refuse(hardware.Malformed, "the SEV-SNP report's reserved bytes from %#x to %#x are not zero", f[0], f[1])
 		}
 	}
 	if r.Policy&policyReserved == 0 || r.Policy&^(policyABI|policyWeak|policyStrong|policyReserved) != 0 {
-		return nil, attest.Refuse(hardware.Malformed, "the SEV-SNP report's guest policy %#x has unknown bits", uint64(r.Policy))
+		return nil, hardware.Refuse(hardware.Malformed, "the SEV-SNP report's guest policy %#x has unknown bits", uint64(r.Policy))
 	}
 	// MASK_CHIP_KEY and SIGNING_KEY. A report with a masked key has no signature.
 	switch info := u32(0x048); {
 	case info&2 != 0:
-		return nil, attest.Refuse(hardware.Untrusted, "the host has masked the chip's key (MASK_CHIP_KEY), so no key signs reports")
+		return nil, hardware.Refuse(hardware.Untrusted, "the host has masked the chip's key (MASK_CHIP_KEY), so no key signs reports")
 	case info>>2 == 0:
 		r.Key = VCEK
 	case info>>2 == 1:
 		r.Key = VLEK
 	default:
-		return nil, attest.Refuse(hardware.Untrusted, "the SEV-SNP report is signed by no VCEK or VLEK (key information %#x)", info)
+		return nil, hardware.Refuse(hardware.Untrusted, "the SEV-SNP report is signed by no VCEK or VLEK (key information %#x)", info)
 	}
 	// The host can ask for reports too, with data of its choice; their VMPL is 0xFFFFFFFF.
 	if r.VMPL > 3 {
-		return nil, attest.Refuse(hardware.Binding, "the SEV-SNP report was asked for by the host, not by the guest (VMPL %#x)", r.VMPL)
+		return nil, hardware.Refuse(hardware.Binding, "the SEV-SNP report was asked for by the host, not by the guest (VMPL %#x)", r.VMPL)
 	}
 	return r, nil
 }
@@ -192,7 +191,7 @@ func productOf(family, model byte) Product {
 // setProduct fills in what depends on the product.
 func (r *Report) setProduct(p Product) error {
 	if cpu := productOf(r.cpu[0], r.cpu[1]); r.Version >= 3 && cpu != p {
-		return attest.Refuse(hardware.Untrusted, "the report is from a processor of family %#x, model %#x, and the certificate for one of %s", r.cpu[0], r.cpu[1], p)
+		return hardware.Refuse(hardware.Untrusted, "the report is from a processor of family %#x, model %#x, and the certificate for one of %s", r.cpu[0], r.cpu[1], p)
 	}
 	r.Product = p
 	for i, to := range []*TCB{&r.Reported, &r.Current, &r.Committed, &r.Launch} {
@@ -204,7 +203,7 @@ func (r *Report) setProduct(p Product) error {
 			reserved = b[4:7]
 		}
 		if !zero(reserved) {
-			return attest.Refuse(hardware.Malformed, "the TCB version %x has reserved bytes that are not zero", b)
+			return hardware.Refuse(hardware.Malformed, "the TCB version %x has reserved bytes that are not zero", b)
 		}
 	}
 	return nil
@@ -217,10 +216,10 @@ func (r *Report) chipID() ([]byte, error) {
 		n = 8
 	}
 	if zero(r.chip[:]) {
-		return nil, attest.Refuse(hardware.Untrusted, "the host has masked the chip's ID (MASK_CHIP_ID), so the VCEK cannot be shown to be this chip's")
+		return nil, hardware.Refuse(hardware.Untrusted, "the host has masked the chip's ID (MASK_CHIP_ID), so the VCEK cannot be shown to be this chip's")
 	}
 	if !zero(r.chip[n:]) {
-		return nil, attest.Refuse(hardware.Malformed, "the chip's ID has more than the %d bytes of %s", n, r.Product)
+		return nil, hardware.Refuse(hardware.Malformed, "the chip's ID has more than the %d bytes of %s", n, r.Product)
 	}
 	return r.chip[:n], nil
 }

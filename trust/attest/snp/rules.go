@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"slices"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -21,10 +20,12 @@ type Rules struct {
 	// has bought.
 	Chips   [][]byte
 	AnyChip bool
-	// Measurements lists the accepted launch digests. AnyMeasurement accepts all: then a report
-	// shows only that some guest runs on such a processor.
-	Measurements   [][48]byte
-	AnyMeasurement bool
+	// Measurements lists the accepted launch digests, IDKeys the digests of the keys that may have
+	// signed the guest's ID block: the firmware launches a guest with such a block only with the
+	// measurement in it. AnyMeasurement accepts all: then a report shows only that some guest runs on
+	// such a processor.
+	Measurements, IDKeys [][48]byte
+	AnyMeasurement       bool
 	// MaxVMPL is the least privileged level, 0 to 3, that may have asked for the report.
 	MaxVMPL uint32
 	// MinGuestSVN is the lowest GUEST_SVN.
@@ -39,7 +40,7 @@ type Rules struct {
 
 // Check checks that a verified report is acceptable. Refusals: HARDWARE_TCB, POLICY_REFUSED.
 func (p Rules) Check(r *Report) error {
-	refuse := func(format string, args ...any) error { return attest.Refuse(hardware.Policy, format, args...) }
+	refuse := func(format string, args ...any) error { return hardware.Refuse(hardware.Policy, format, args...) }
 	if r == nil {
 		return refuse("there is no SEV-SNP report")
 	}
@@ -50,7 +51,7 @@ func (p Rules) Check(r *Report) error {
 	for i, tcb := range []TCB{r.Reported, r.Committed, r.Current, r.Launch} {
 		if !tcb.AtLeast(least) {
 			name := []string{"reported", "committed", "current", "launch"}[i]
-			return attest.Refuse(hardware.TCB, "the %s TCB is %s; the policy's minimum for %s is %s", name, tcb, r.Product, least)
+			return hardware.Refuse(hardware.TCB, "the %s TCB is %s; the policy's minimum for %s is %s", name, tcb, r.Product, least)
 		}
 	}
 	switch {
@@ -72,8 +73,10 @@ func (p Rules) Check(r *Report) error {
 		return refuse("the guest has SVN %d, and the lowest accepted is %d", r.GuestSVN, p.MinGuestSVN)
 	case p.RequirePlatform&^r.Platform != 0:
 		return refuse("PLATFORM_INFO is %#x, and lacks the bits %#x", r.Platform, p.RequirePlatform&^r.Platform)
-	case !p.AnyMeasurement && !slices.Contains(p.Measurements, r.Measurement):
-		return refuse("the launch measurement %x is not listed in the policy", r.Measurement)
+	case p.AnyMeasurement || slices.Contains(p.Measurements, r.Measurement):
+		return nil
+	case r.IDKeyDigest != [48]byte{} && slices.Contains(p.IDKeys, r.IDKeyDigest):
+		return nil
 	}
-	return nil
+	return refuse("neither the launch measurement %x nor the ID key %x is listed in the policy", r.Measurement, r.IDKeyDigest)
 }

@@ -17,7 +17,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -58,18 +57,18 @@ func genuine(e Evidence, authorities Authorities, now time.Time) (*Report, error
 		return nil, err
 	}
 	if len(e.Certificate) > MaxCertificate {
-		return nil, attest.Refuse(hardware.Malformed, "the certificate of the %s has %d bytes, more than %d", r.Key, len(e.Certificate), MaxCertificate)
+		return nil, hardware.Refuse(hardware.Malformed, "the certificate of the %s has %d bytes, more than %d", r.Key, len(e.Certificate), MaxCertificate)
 	}
 	c, err := x509.ParseCertificate(e.Certificate)
 	if err != nil {
-		return nil, attest.Refuse(hardware.Malformed, "the certificate of the %s: %w", r.Key, err)
+		return nil, hardware.Refuse(hardware.Malformed, "the certificate of the %s: %w", r.Key, err)
 	}
 	k, err := readExtensions(c)
 	if err != nil {
-		return nil, attest.Refuse(hardware.Untrusted, "the certificate of the %s: %w", r.Key, err)
+		return nil, hardware.Refuse(hardware.Untrusted, "the certificate of the %s: %w", r.Key, err)
 	}
 	if k.key != r.Key {
-		return nil, attest.Refuse(hardware.Untrusted, "the report is signed by a %s, and the certificate is that of a %s", r.Key, k.key)
+		return nil, hardware.Refuse(hardware.Untrusted, "the report is signed by a %s, and the certificate is that of a %s", r.Key, k.key)
 	}
 	if err := r.setProduct(k.product); err != nil {
 		return nil, err
@@ -82,11 +81,11 @@ func genuine(e Evidence, authorities Authorities, now time.Time) (*Report, error
 			return nil, err
 		}
 		if !bytes.Equal(r.ChipID, k.hwid) {
-			return nil, attest.Refuse(hardware.Untrusted, "the report is from chip %x, and the certificate for chip %x", r.ChipID, k.hwid)
+			return nil, hardware.Refuse(hardware.Untrusted, "the report is from chip %x, and the certificate for chip %x", r.ChipID, k.hwid)
 		}
 	}
 	if r.Reported != k.tcb {
-		return nil, attest.Refuse(hardware.Untrusted, "the report has the TCB %s, and the certificate is for %s", r.Reported, k.tcb)
+		return nil, hardware.Refuse(hardware.Untrusted, "the report has the TCB %s, and the certificate is for %s", r.Reported, k.tcb)
 	}
 	return r, checkSignature(e.Report, c)
 }
@@ -94,7 +93,7 @@ func genuine(e Evidence, authorities Authorities, now time.Time) (*Report, error
 func checkSignature(report []byte, c *x509.Certificate) error {
 	key, ok := c.PublicKey.(*ecdsa.PublicKey)
 	if !ok || key.Curve != elliptic.P384() {
-		return attest.Refuse(hardware.Untrusted, "the key that signs reports is not on P-384")
+		return hardware.Refuse(hardware.Untrusted, "the key that signs reports is not on P-384")
 	}
 	half := func(at int) *big.Int {
 		b := bytes.Clone(report[at : at+48])
@@ -103,7 +102,7 @@ func checkSignature(report []byte, c *x509.Certificate) error {
 	}
 	digest := sha512.Sum384(report[:signedSize])
 	if !ecdsa.Verify(key, digest[:], half(sigR), half(sigS)) {
-		return attest.Refuse(hardware.Signature, "the SEV-SNP report is not signed by the key of its certificate")
+		return hardware.Refuse(hardware.Signature, "the SEV-SNP report is not signed by the key of its certificate")
 	}
 	return nil
 }

@@ -15,7 +15,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -47,7 +46,7 @@ func Intel() []*x509.Certificate {
 }
 
 func refuseCollateral(format string, args ...any) error {
-	return attest.Refuse(hardware.Collateral, format, args...)
+	return hardware.Refuse(hardware.Collateral, format, args...)
 }
 
 // rootOf returns the pinned root that equals c.

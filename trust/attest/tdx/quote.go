@@ -6,7 +6,6 @@ import (
 	"encoding/hex"
 	"fmt"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -96,7 +95,7 @@ func (r *reader) u16() uint16 { return binary.LittleEndian.Uint16(r.take(2)) }
 func (r *reader) u32() uint32 { return binary.LittleEndian.Uint32(r.take(4)) }
 
 func malformed(format string, args ...any) error {
-	return attest.Refuse(hardware.Malformed, "the TDX quote "+format, args...)
+	return hardware.Refuse(hardware.Malformed, "the TDX quote "+format, args...)
 }
 
 // parse reads a quote (Intel TDX DCAP Quoting Library API, appendix A.3 and A.4).

@@ -111,7 +111,7 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	v, other := hardwaretest.NewIntel(t), hardwaretest.NewIntel(t)
 	var all []hardwaretest.Vector
 	add := func(name string, want reason, before, change func(*input)) {
-		make := func(t testing.TB) *input {
+		right := func(t testing.TB) *input {
 			in := base(t, v)
 			if before != nil {
 				before(in)
@@ -119,8 +119,8 @@ func TestQuotesThatAreRefused(t *testing.T) {
 			return in
 		}
 		all = append(all, hardwaretest.Vector{Name: name, Want: want,
-			Wrong: func(t testing.TB) error { in := make(t); change(in); return in.verdict(t) },
-			Right: func(t testing.TB) error { return make(t).verdict(t) },
+			Wrong: func(t testing.TB) error { in := right(t); change(in); return in.verdict(t) },
+			Right: func(t testing.TB) error { return right(t).verdict(t) },
 		})
 	}
 	quoted := func(f func([]byte) []byte) func(*input) { return func(in *input) { in.change = f } }
@@ -186,8 +186,8 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	add("PCK of another processor", hardware.Signature, nil, func(in *input) {
 		stranger := v.NewPCK(in.t, nil)
 		in.change = func(b []byte) []byte {
-			at := bytes.Index(b, []byte("-----BEGIN"))
-			head := b[:at]
+			before, _, _ := bytes.Cut(b, []byte("-----BEGIN"))
+			at, head := len(before), before
 			mine := hardwaretest.PEM(stranger.Cert, v.Platform.Cert, v.Root.Cert)
 			delta := len(mine) - (len(b) - at)
 			for _, field := range []int{48 + 6 + 648, 48 + 6 + 648 + 4 + 130, at - 4} {

@@ -5,7 +5,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -31,13 +30,13 @@ type Rules struct {
 // Check checks that a verified quote is acceptable. Refusals: HARDWARE_TCB, HARDWARE_COLLATERAL,
 // POLICY_REFUSED.
 func (p Rules) Check(q *Quote) error {
-	refuse := func(format string, args ...any) error { return attest.Refuse(hardware.Policy, format, args...) }
+	refuse := func(format string, args ...any) error { return hardware.Refuse(hardware.Policy, format, args...) }
 	if q == nil || len(q.Levels) == 0 {
 		return refuse("there is no TDX quote")
 	}
 	for _, l := range q.Levels {
 		if !slices.Contains(p.Statuses, l.Status) {
-			return attest.Refuse(hardware.TCB, "the TCB of the %s is %s, of %s (%s); the policy accepts %q", l.Part, l.Status, l.Date.Format(time.DateOnly), strings.Join(l.Advisories, " "), p.Statuses)
+			return hardware.Refuse(hardware.TCB, "the TCB of the %s is %s, of %s (%s); the policy accepts %q", l.Part, l.Status, l.Date.Format(time.DateOnly), strings.Join(l.Advisories, " "), p.Statuses)
 		}
 	}
 	for _, v := range [][16]byte{q.ModuleSVN, q.LoadedSVN} {
@@ -46,12 +45,12 @@ func (p Rules) Check(q *Quote) error {
 			return refuse("the policy lists no TDX module of version %d", v[1])
 		}
 		if v[0] < least {
-			return attest.Refuse(hardware.TCB, "the TDX module has version %s, and the lowest accepted is %d.%d", svn(v), v[1], least)
+			return hardware.Refuse(hardware.TCB, "the TDX module has version %s, and the lowest accepted is %d.%d", svn(v), v[1], least)
 		}
 	}
 	switch {
 	case q.Evaluation < p.MinEvaluation:
-		return attest.Refuse(hardware.Collateral, "Intel's TCB data have the evaluation number %d, and the lowest accepted is %d", q.Evaluation, p.MinEvaluation)
+		return hardware.Refuse(hardware.Collateral, "Intel's TCB data have the evaluation number %d, and the lowest accepted is %d", q.Evaluation, p.MinEvaluation)
 	case q.Attributes&AttributeDebug != 0:
 		return refuse("the TD is a debug TD: the host can read its memory")
 	case p.RequireAttributes&^q.Attributes != 0:

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -42,11 +41,11 @@ type Level struct {
 func level(part string, all []tcbLevel, fits func(tcbLevel) bool) (Level, error) {
 	i := slices.IndexFunc(all, fits)
 	if i < 0 {
-		return Level{}, attest.Refuse(hardware.TCB, "the %s is below every TCB level that Intel supports", part)
+		return Level{}, hardware.Refuse(hardware.TCB, "the %s is below every TCB level that Intel supports", part)
 	}
 	l := Level{part, all[i].Status, all[i].Date, all[i].Advisories}
 	if l.Status == Revoked {
-		return Level{}, attest.Refuse(hardware.TCB, "Intel has revoked the TCB of the %s of %s: %s", part, l.Date.Format(time.DateOnly), strings.Join(l.Advisories, " "))
+		return Level{}, hardware.Refuse(hardware.TCB, "Intel has revoked the TCB of the %s of %s: %s", part, l.Date.Format(time.DateOnly), strings.Join(l.Advisories, " "))
 	}
 	if !slices.Contains(Statuses, l.Status) {
 		return Level{}, refuseCollateral("Intel's status %q of the %s is unknown", l.Status, part)
@@ -86,7 +85,7 @@ func (i *tcbInfo) platform(prefix string, p pckExtension, q *Quote, tee [16]byte
 		id := fmt.Sprintf("TDX_%02X", tee[1])
 		n := slices.IndexFunc(i.Modules, func(m moduleIdentity) bool { return strings.EqualFold(m.ID, id) })
 		if n < 0 {
-			return nil, attest.Refuse(hardware.TCB, "Intel supports no TDX module %s", svn(tee))
+			return nil, hardware.Refuse(hardware.TCB, "Intel supports no TDX module %s", svn(tee))
 		}
 		module = i.Modules[n]
 		l, err := level(prefix+"TDX module", module.Levels, func(l tcbLevel) bool {

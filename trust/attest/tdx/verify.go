@@ -16,7 +16,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
@@ -60,16 +59,16 @@ func genuine(quote []byte, c Collateral, roots []*x509.Certificate, now time.Tim
 	if err != nil {
 		return nil, err
 	}
-	levels, err := info.platform("", p.platform, q, q.ModuleSVN)
-	if err != nil {
+	if q.Levels, err = info.platform("", p.platform, q, q.ModuleSVN); err != nil {
 		return nil, err
 	}
-	q.Levels = append(levels, enclave)
+	q.Levels = append(q.Levels, enclave)
 	if q.LoadedSVN != q.ModuleSVN {
-		if levels, err = info.platform("loaded ", p.platform, q, q.LoadedSVN); err != nil {
+		loaded, err := info.platform("loaded ", p.platform, q, q.LoadedSVN)
+		if err != nil {
 			return nil, err
 		}
-		q.Levels = append(q.Levels, levels...)
+		q.Levels = append(q.Levels, loaded...)
 	}
 	return q, nil
 }
@@ -103,7 +102,7 @@ func (p *parsed) checkChain(c Collateral, roots []*x509.Certificate, now time.Ti
 // the hash of the attestation key, which signs the quote.
 func (p *parsed) checkSignatures() error {
 	if !verifyP256(p.chain[0].PublicKey, p.qeReport, p.qeSigned) {
-		return attest.Refuse(hardware.Signature, "the quoting enclave's report is not signed by the processor's key")
+		return hardware.Refuse(hardware.Signature, "the quoting enclave's report is not signed by the processor's key")
 	}
 	certified := sha256.Sum256(slices.Concat(p.key, p.qeAuth))
 	if !bytes.Equal(p.qeReport[0x140:0x160], certified[:]) || !zero(p.qeReport[0x160:0x180]) {
@@ -114,13 +113,13 @@ func (p *parsed) checkSignatures() error {
 		return untrusted("the attestation key: %w", err)
 	}
 	if !verifyP256(key, p.signed, p.signature) {
-		return attest.Refuse(hardware.Signature, "the TDX quote is not signed by its attestation key")
+		return hardware.Refuse(hardware.Signature, "the TDX quote is not signed by its attestation key")
 	}
 	return nil
 }
 
 func untrusted(format string, args ...any) error {
-	return attest.Refuse(hardware.Untrusted, format, args...)
+	return hardware.Refuse(hardware.Untrusted, format, args...)
 }
 
 func zero(b []byte) bool { return !slices.ContainsFunc(b, func(c byte) bool { return c != 0 }) }
