@@ -244,6 +244,11 @@ func TestReportsThatAreRefused(t *testing.T) {
 		in.vendor = other
 		authority(func(a *snp.Authority) { a.VCEK = other.VCEK.Cert })(in)
 	})
+	add("VCEK by the issuer's key under another name", hardware.Untrusted, nil, func(in *input) {
+		renamed := *v
+		renamed.VCEK = v.Renamed(t)
+		in.vendor = &renamed
+	})
 	add("no authority of the product", hardware.Untrusted, nil, func(in *input) { delete(in.auth, snp.Milan) })
 	add("no issuer of VLEKs", hardware.Untrusted, withVLEK, authority(func(a *snp.Authority) { a.VLEK = nil }))
 	add("no root", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.Root = nil }))
