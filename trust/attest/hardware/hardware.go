@@ -113,12 +113,9 @@ func CheckIssued(c, issuer *x509.Certificate, now time.Time) error {
 // 6.3.3), with the reason HARDWARE_COLLATERAL; and that it has none of certs, which issuer issued,
 // with HARDWARE_UNTRUSTED.
 func CheckRevoked(der []byte, issuer *x509.Certificate, now time.Time, certs ...*x509.Certificate) error {
-	if len(der) == 0 {
-		return Refuse(Collateral, "the revocation list of %q is missing", issuer.Subject)
-	}
 	l, err := x509.ParseRevocationList(der)
 	if err != nil {
-		return Refuse(Collateral, "the revocation list of %q: %w", issuer.Subject, err)
+		return Refuse(Collateral, "the revocation list of %q is missing or malformed: %w", issuer.Subject, err)
 	}
 	if !bytes.Equal(l.RawIssuer, issuer.RawSubject) {
 		return Refuse(Collateral, "the revocation list is one of %q, not of %q", l.Issuer, issuer.Subject)

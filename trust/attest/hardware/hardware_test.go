@@ -10,6 +10,7 @@ import (
 
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
+	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -50,6 +51,26 @@ func TestABindingIsComparedWithSomething(t *testing.T) {
 		if tt.refused != (err != nil) || tt.refused && attest.ReasonOf(err) != hardware.Binding {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+}
+
+// The issuer's own fields count, whatever its signature is good for.
+func TestAnIssuerIsAnAuthorityWithTheRightName(t *testing.T) {
+	v := hardwaretest.NewAMD(t)
+	if err := hardware.CheckIssued(v.VCEK.Cert, v.Root.Cert, hardwaretest.Now); err != nil {
+		t.Fatal(err)
+	}
+	old := *v.Root.Cert // as a certificate of version 1, which has no basic constraints
+	old.Version, old.BasicConstraintsValid, old.IsCA = 1, false, false
+	if err := hardware.CheckIssued(v.VCEK.Cert, &old, hardwaretest.Now); err == nil {
+		t.Error("an issuer of version 1 is an authority")
+	}
+	list := v.VCEK.CRL(t, nil)
+	if err := hardware.CheckRevoked(list, v.VCEK.Cert, hardwaretest.Now); err != nil {
+		t.Fatal(err)
+	}
+	if err := hardware.CheckRevoked(v.Renamed(t).CRL(t, nil), v.VCEK.Cert, hardwaretest.Now); attest.ReasonOf(err) != hardware.Collateral {
+		t.Errorf("a list by the key under another name: %v", err)
 	}
 }
 

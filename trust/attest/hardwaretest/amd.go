@@ -133,6 +133,11 @@ func (v *AMD) Issuer(t testing.TB, change func(*x509.Certificate)) *Authority {
 	return v.Root.issue(t, c, NewRSA(t))
 }
 
+// Renamed makes an issuer of VCEKs with the key of v.VCEK and another name.
+func (v *AMD) Renamed(t testing.TB) *Authority {
+	return v.Root.issue(t, ca("SEV renamed"), v.VCEK.key)
+}
+
 // Authorities returns its certificates, the same for each product.
 func (v *AMD) Authorities() snp.Authorities {
 	out := snp.Authorities{}

@@ -17,6 +17,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/snp"
 )
 
+type (
+	pkixExtension = pkix.Extension
+	reason        = attestv1.Reason
+)
+
 // input is all that a verdict on a report depends on.
 type input struct {
 	vendor   *hardwaretest.AMD
@@ -244,6 +249,11 @@ func TestReportsThatAreRefused(t *testing.T) {
 		in.vendor = other
 		authority(func(a *snp.Authority) { a.VCEK = other.VCEK.Cert })(in)
 	})
+	add("VCEK by the issuer's key under another name", hardware.Untrusted, nil, func(in *input) {
+		renamed := *v
+		renamed.VCEK = v.Renamed(t)
+		in.vendor = &renamed
+	})
 	add("no authority of the product", hardware.Untrusted, nil, func(in *input) { delete(in.auth, snp.Milan) })
 	add("no issuer of VLEKs", hardware.Untrusted, withVLEK, authority(func(a *snp.Authority) { a.VLEK = nil }))
 	add("no root", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.Root = nil }))
@@ -418,7 +428,14 @@ func TestWithoutAuthoritiesNoReportIsGenuine(t *testing.T) {
 	}
 }
 
-type (
-	pkixExtension = pkix.Extension
-	reason        = attestv1.Reason
-)
+
+func TestEveryReservedByteIsZero(t *testing.T) {
+	v := hardwaretest.NewAMD(t)
+	for _, at := range []int{0x04C, 0x04F, 0x18B, 0x19F, 0x1EB, 0x1EF, 0x208, 0x29F, 0x2D0, 0x2E7, 0x318, 0x49F} {
+		in := base(v, snp.Milan)
+		in.change = func(e *snp.Evidence) { e.Report[at] = 1 } // before any signature is checked
+		if err := in.verdict(t); attest.ReasonOf(err) != hardware.Malformed {
+			t.Errorf("%#x: %v", at, err)
+		}
+	}
+}
