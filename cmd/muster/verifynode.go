@@ -27,7 +27,7 @@ func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout t
 		if a.directory != "" {
 			return nil, err
 		}
-		return nil, nil //nolint:nilerr,nilnil // there is no folder here
+		return nil, nil //nolint:nilnil // there is no folder here
 	}
 	defer func() { _ = dir.Close() }()
 	if _, err := os.Stat(dir.File(ownerdir.AdminConf)); errors.Is(err, fs.ErrNotExist) {
