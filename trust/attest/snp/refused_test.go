@@ -428,7 +428,6 @@ func TestWithoutAuthoritiesNoReportIsGenuine(t *testing.T) {
 	}
 }
 
-
 func TestEveryReservedByteIsZero(t *testing.T) {
 	v := hardwaretest.NewAMD(t)
 	for _, at := range []int{0x04C, 0x04F, 0x18B, 0x19F, 0x1EB, 0x1EF, 0x208, 0x29F, 0x2D0, 0x2E7, 0x318, 0x49F} {
