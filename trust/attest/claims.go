@@ -107,6 +107,17 @@ func (c Claims) Chain() []Certificate {
 	return slices.Clone(c.facts.Chain)
 }
 
+// Instance is a virtual machine of a cloud.
+type Instance = checked.Instance
+
+// Instance returns the virtual machine that the endorsement names; zero if it names none.
+func (c Claims) Instance() Instance {
+	if !c.valid() {
+		return Instance{}
+	}
+	return c.facts.Instance
+}
+
 // EKKind returns the kind of the endorsed key; empty for empty claims.
 func (c Claims) EKKind() EKKind {
 	if !c.valid() {

@@ -78,7 +78,7 @@ func Verify(ders [][]byte, roots []*x509.Certificate, now time.Time, signed func
 	if !slices.ContainsFunc(leaf.UnknownExtKeyUsage, OIDEKCertificate.Equal) {
 		return nil, endorsement.Refuse(endorsement.Untrusted, "the certificate lacks the extended key usage of endorsement keys, %s", OIDEKCertificate)
 	}
-	if err := handleSAN(leaf); err != nil {
+	if err := endorsement.HandleSAN(leaf); err != nil {
 		return nil, endorsement.Refuse(endorsement.Untrusted, "the EK certificate's subject alternative name: %w", err)
 	}
 	return h.Path(certs, roots, now)
