@@ -86,7 +86,7 @@ func (c Claims) Endorsement() string {
 	if !c.valid() {
 		return ""
 	}
-	return c.facts.Name
+	return c.facts.EndorsedBy
 }
 
 // Root returns the root certificate to which the endorsed key's certificate chains; nil if it has no

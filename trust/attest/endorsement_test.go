@@ -139,9 +139,9 @@ func TestAnEndorsementIsAppraisedByItsOwnRules(t *testing.T) {
 			facts: func(f *checked.Facts) { f.KeyKind, f.AKKind = "rsa-2048", "rsa-2048" },
 			locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED,
 		},
-		"an endorsement without rules is refused": {facts: func(f *checked.Facts) { f.Name = "bare-ek" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
-		"an unknown endorsement is refused":       {facts: func(f *checked.Facts) { f.Name = "another" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
-		"no endorsement is refused":               {facts: func(f *checked.Facts) { f.Name = "" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"an endorsement without rules is refused": {facts: func(f *checked.Facts) { f.EndorsedBy = "bare-ek" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"an unknown endorsement is refused":       {facts: func(f *checked.Facts) { f.EndorsedBy = "another" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"no endorsement is refused":               {facts: func(f *checked.Facts) { f.EndorsedBy = "" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m, f := goodPolicy(pemRoot), facts(root)

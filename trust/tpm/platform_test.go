@@ -30,9 +30,9 @@ func provisionPlatform(t testing.TB, dev transport.TPM, ca *attesttest.CA, slot 
 		InPublic:      gotpm.New2B(template),
 	}.Execute(dev))(t)
 	public := must(gotpm.Pub(*must(key.OutPublic.Contents())(t)))(t)
-	tpmtest.WriteNV(t, dev, uint32(s.Certificate), append(ca.IssuePlatform(t, public, p)[0], make([]byte, 10)...))
+	tpmtest.WriteNV(t, dev, s.Certificate, append(ca.IssuePlatform(t, public, p)[0], make([]byte, 10)...))
 	if s.Template != 0 {
-		tpmtest.WriteNV(t, dev, uint32(s.Template), gotpm.Marshal(template))
+		tpmtest.WriteNV(t, dev, s.Template, gotpm.Marshal(template))
 	} else {
 		must(gotpm.EvictControl{
 			Auth:             gotpm.AuthHandle{Handle: gotpm.TPMRHOwner, Auth: gotpm.PasswordAuth(nil)},

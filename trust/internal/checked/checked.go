@@ -60,8 +60,8 @@ type Facts struct {
 
 // Endorsement is what one of the endorsements has shown.
 type Endorsement struct {
-	// Name is that of the endorsement, as in the registry.
-	Name string
+	// EndorsedBy is the name of the endorsement, as in the registry.
+	EndorsedBy string
 	// Machine is the machine's ID.
 	Machine [32]byte
 	// EKPublic is the endorsement key's SubjectPublicKeyInfo in DER, of which Machine is the SHA-256;

@@ -49,11 +49,12 @@ func (Endorsement) Verify(in endorsement.Input) (endorsement.Result, error) {
 	leaf := path[0]
 	return endorsement.Result{
 		Endorsement: checked.Endorsement{
-			Name:    Name,
-			Machine: sha256.Sum256(leaf.RawSubjectPublicKeyInfo), EKPublic: leaf.RawSubjectPublicKeyInfo,
-			KeyKind: string(endorsement.KindOf(leaf.PublicKey)),
-			Root:    path[len(path)-1],
-			Chain:   endorsement.Shown(path),
+			EndorsedBy: Name,
+			Machine:    sha256.Sum256(leaf.RawSubjectPublicKeyInfo),
+			EKPublic:   leaf.RawSubjectPublicKeyInfo,
+			KeyKind:    string(endorsement.KindOf(leaf.PublicKey)),
+			Root:       path[len(path)-1],
+			Chain:      endorsement.Shown(path),
 		},
 		Activate: leaf.PublicKey,
 	}, nil

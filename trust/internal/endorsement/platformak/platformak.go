@@ -83,12 +83,12 @@ func (Endorsement) Verify(in endorsement.Input) (endorsement.Result, error) {
 		return endorsement.Result{}, err
 	}
 	return endorsement.Result{Endorsement: checked.Endorsement{
-		Name:     Name,
-		Machine:  MachineID(leaf, instance),
-		KeyKind:  string(endorsement.KindOf(leaf.PublicKey)),
-		Root:     path[len(path)-1],
-		Chain:    endorsement.Shown(path),
-		Instance: instance,
+		EndorsedBy: Name,
+		Machine:    MachineID(leaf, instance),
+		KeyKind:    string(endorsement.KindOf(leaf.PublicKey)),
+		Root:       path[len(path)-1],
+		Chain:      endorsement.Shown(path),
+		Instance:   instance,
 	}}, nil
 }
 
