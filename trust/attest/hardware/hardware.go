@@ -93,7 +93,7 @@ func ParsePEM(b []byte, n int) ([]*x509.Certificate, error) {
 func CheckIssued(c, issuer *x509.Certificate, now time.Time) error {
 	switch {
 	case c == nil || issuer == nil:
-		return errors.New("a certificate of the vendor is missing")
+		return errors.New("it leads to no trusted certificate of the vendor")
 	case !bytes.Equal(c.RawIssuer, issuer.RawSubject):
 		return fmt.Errorf("%q was issued by %q, not by %q", c.Subject, c.Issuer, issuer.Subject)
 	case now.Before(c.NotBefore) || now.After(c.NotAfter):

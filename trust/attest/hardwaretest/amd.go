@@ -133,6 +133,13 @@ func (v *AMD) Issuer(t testing.TB, change func(*x509.Certificate)) *Authority {
 	return v.Root.issue(t, c, NewRSA(t))
 }
 
+// NewRoot makes another certificate for the root's key and name.
+func (v *AMD) NewRoot(t testing.TB, change func(*x509.Certificate)) *x509.Certificate {
+	c := ca("ARK test")
+	change(c)
+	return (*Authority)(nil).issue(t, c, v.Root.key).Cert
+}
+
 // Renamed makes an issuer of VCEKs with the key of v.VCEK and another name.
 func (v *AMD) Renamed(t testing.TB) *Authority {
 	return v.Root.issue(t, ca("SEV renamed"), v.VCEK.key)

@@ -42,6 +42,13 @@ func NewIntel(t testing.TB) *Intel {
 	return v
 }
 
+// NewRoot makes another certificate for the root's key and name.
+func (v *Intel) NewRoot(t testing.TB, change func(*x509.Certificate)) *Authority {
+	c := ca("Intel SGX Root CA")
+	change(c)
+	return (*Authority)(nil).issue(t, c, v.Root.key)
+}
+
 // NewSigning makes a certificate that signs Intel's answers. change may be nil.
 func (v *Intel) NewSigning(t testing.TB, change func(*x509.Certificate)) *Authority {
 	c := &x509.Certificate{Subject: pkix.Name{CommonName: "Intel SGX TCB Signing"}, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageDigitalSignature}

@@ -181,8 +181,11 @@ func TestReportsThatAreRefused(t *testing.T) {
 
 	// Whose key it is.
 	add("masked chip key", hardware.Untrusted, nil, put(0x48, 2))
-	add("report signed by no key", hardware.Untrusted, nil, put(0x48, 7<<2))
-	add("masked chip ID with a VCEK", hardware.Untrusted, nil, put(0x1A0, make([]byte, 64)...))
+	add("report signed by no key", hardware.Untrusted, withVLEK, put(0x48, 7<<2))
+	add("masked chip ID with a VCEK", hardware.Untrusted, nil, func(in *input) {
+		put(0x1A0, make([]byte, 64)...)(in)
+		extension(make([]byte, 64), 4)(in)
+	})
 	add("VCEK of another chip", hardware.Untrusted, nil, put(0x1A0, 9))
 	add("VCEK of another chip on Turin", hardware.Untrusted, turin, put(0x1A0, 9))
 	add("Turin's chip ID with the 64 bytes of a Milan", hardware.Untrusted, turin, extension(hwid, 4))
@@ -214,6 +217,7 @@ func TestReportsThatAreRefused(t *testing.T) {
 	add("product name that is no IA5String", hardware.Untrusted, nil, extension([]byte{asn1.TagUTF8String, 5, 'M', 'i', 'l', 'a', 'n'}, 2))
 	add("VLEK's certificate with a VCEK's report", hardware.Untrusted, withVLEK, put(0x48, 0))
 	add("certificate with both HWID and CSP_ID", hardware.Untrusted, withVLEK, extension(hwid, 4))
+	add("VCEK's certificate with a CSP_ID too", hardware.Untrusted, nil, extension(hardwaretest.IA5("CN=cc.test"), 5))
 	add("VLEK issued by the issuer of VCEKs", hardware.Untrusted, withVLEK, func(in *input) {
 		swapped := *v
 		swapped.VLEK = v.VCEK
@@ -240,6 +244,7 @@ func TestReportsThatAreRefused(t *testing.T) {
 	add("VCEK that is not valid yet", hardware.Untrusted, nil, func(in *input) {
 		in.chip.Certificate = func(c *x509.Certificate) { c.NotBefore, c.NotAfter = in.now.Add(time.Hour), in.now.Add(2*time.Hour) }
 	})
+	add("expired root", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.Root = v.NewRoot(t, hardwaretest.Expired) }))
 	add("expired issuer", hardware.Untrusted, nil, issuer(func(c *x509.Certificate) {
 		c.NotBefore, c.NotAfter = hardwaretest.Now.Add(-2*time.Hour), hardwaretest.Now.Add(-time.Hour)
 	}))

@@ -129,10 +129,7 @@ func parse(b []byte) (*parsed, error) {
 	}
 	p.setBody(r.take(size))
 	p.signed = b[:len(b)-len(r.b)]
-	data := &reader{b: r.take(r.u32())}
-	if r.failed {
-		return nil, malformed("is cut off")
-	}
+	data := &reader{b: r.take(r.u32())} // empty if the quote is cut off, which setSignature refuses
 	// Some drivers return a buffer of fixed size, with zeros after the quote. No signature covers
 	// them, and anything else there is refused.
 	for _, c := range r.b {
@@ -170,7 +167,7 @@ func (p *parsed) setSignature(r *reader) error {
 		return malformed("has certification data of type %d, want 5 (certificates in PEM)", t)
 	}
 	pem := c.take(c.u32())
-	if r.failed || c.failed || len(r.b) > 0 || len(c.b) > 0 {
+	if c.failed || len(r.b) > 0 || len(c.b) > 0 {
 		return malformed("has signature data of other lengths than they state")
 	}
 	var err error

@@ -152,14 +152,17 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	add("cut off by a byte", hardware.Malformed, nil, quoted(func(b []byte) []byte { return b[:len(b)-1] }))
 	add("cut off in its header", hardware.Malformed, nil, quoted(func(b []byte) []byte { return b[:47] }))
 	add("more than 16 KiB", hardware.Malformed, nil, quoted(func(b []byte) []byte { return append(b, make([]byte, 17<<10-len(b))...) }))
-	add("quote of version 3", hardware.Malformed, nil, header(0, 3))
-	add("quote of version 6", hardware.Malformed, nil, header(0, 6))
+	add("quote of version 3", hardware.Malformed, version4, header(0, 3))
+	add("quote of version 6", hardware.Malformed, version4, header(0, 6))
 	add("version 4 with the header of 5", hardware.Malformed, version4, header(0, 5))
 	add("wrong TEE type: SGX", hardware.Malformed, nil, header(4, 0))
 	add("attestation key of another type", hardware.Malformed, nil, header(2, 3))
 	add("quoting enclave of another vendor", hardware.Malformed, nil, header(12, 0))
 	add("body of type 1: SGX, in version 5", hardware.Malformed, nil, quoted(func(b []byte) []byte { b[48] = 1; return b }))
 	add("body of type 4 in version 5", hardware.Malformed, nil, quoted(func(b []byte) []byte { b[48] = 4; return b }))
+	add("body of type 4 with no bytes", hardware.Malformed, nil, quoted(func(b []byte) []byte {
+		return append(append(b[:48:48], 4, 0, 0, 0, 0, 0), b[54+648:]...)
+	}))
 	add("body of another length than its type's", hardware.Malformed, nil, quoted(func(b []byte) []byte { b[50]++; return b }))
 	add("body of type 3 with the length of type 2", hardware.Malformed, func(in *input) { in.td.Body10 = true }, quoted(func(b []byte) []byte { b[48] = 3; return b }))
 	add("other certification data", hardware.Malformed, nil, func(in *input) { in.td.SignatureData = func(b []byte) { b[128] = 5 } })
@@ -168,6 +171,12 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	add("bytes between certification data and end", hardware.Malformed, nil, quoted(func(b []byte) []byte {
 		at := 48 + 6 + 648
 		binary.LittleEndian.PutUint32(b[at:], binary.LittleEndian.Uint32(b[at:])+1)
+		return append(b, 0)
+	}))
+	add("bytes after the certificates", hardware.Malformed, nil, quoted(func(b []byte) []byte {
+		for _, at := range []int{48 + 6 + 648, 48 + 6 + 648 + 4 + 130} {
+			binary.LittleEndian.PutUint32(b[at:], binary.LittleEndian.Uint32(b[at:])+1)
+		}
 		return append(b, 0)
 	}))
 	add("text between certificates", hardware.Malformed, nil, quoted(func(b []byte) []byte { return bytes.Replace(b, []byte("-----END"), []byte("----#END"), 1) }))
@@ -202,6 +211,11 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	add("quoting enclave's report with more than a hash", hardware.Untrusted, nil, func(in *input) { in.td.Certified = func(b []byte) { b[0x17F] = 1 } })
 	add("auth data that the quoting enclave did not certify", hardware.Untrusted, nil, func(in *input) { in.td.SignatureData = func(b []byte) { b[134+384+64+2] ^= 1 } })
 	add("another root with the same name", hardware.Untrusted, nil, func(in *input) { in.roots = []*x509.Certificate{other.Root.Cert} })
+	add("expired root", hardware.Untrusted, nil, func(in *input) {
+		vendor := *v
+		vendor.Root = v.NewRoot(in.t, hardwaretest.Expired)
+		in.vendor, in.roots = &vendor, []*x509.Certificate{vendor.Root.Cert}
+	})
 	add("no root", hardware.Untrusted, nil, func(in *input) { in.roots = nil })
 	add("processor below another root", hardware.Untrusted, nil, func(in *input) {
 		in.td.Platform = other.Platform
@@ -248,6 +262,7 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	add("another enclave of that signer", hardware.Untrusted, nil, qe(0x100, 1))
 	add("debug quoting enclave", hardware.Untrusted, nil, qe(0x30, 0x17))
 	add("quoting enclave with another MISCSELECT", hardware.Untrusted, nil, qe(0x10, 1))
+	add("identity whose mask has another length than the attributes", hardware.Untrusted, nil, identity("attributesMask", "FBFFFFFFFFFFFFFF000000000000000000"))
 	add("quoting enclave's identity unverified: none published", hardware.Collateral, nil, published(func(c *tdx.Collateral) { c.QEIdentity = nil }))
 	add("identity of Intel's SGX quoting enclave", hardware.Collateral, nil, identity("id", "QE"))
 	add("identity without a product", hardware.Collateral, nil, identity("isvprodid", nil))
