@@ -354,6 +354,10 @@ func (u *uninstaller) checkShutOut(ctx context.Context, enrolled []v1alpha1.Atte
 	if err != nil {
 		return err
 	}
+	now, err := u.kube.Ready(ctx) // no revocation expires by the clock of this computer (J4)
+	if err != nil {
+		return err
+	}
 	var banned, revoked []string
 	for i := range enrolled {
 		if enrolled[i].ShutOut() {
@@ -365,7 +369,7 @@ func (u *uninstaller) checkShutOut(ctx context.Context, enrolled []v1alpha1.Atte
 		switch {
 		case e.Suspended && !slices.Contains(banned, name):
 			banned = append(banned, name)
-		case e.Revoked != nil && !e.Revoked.Lapsed(time.Now()):
+		case e.Revoked != nil && !e.Revoked.Lapsed(now):
 			revoked = append(revoked, name+" until "+e.Revoked.Until.UTC().Format(time.RFC3339))
 		}
 	}
