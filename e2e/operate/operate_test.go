@@ -233,27 +233,34 @@ func (s *seat) onTheMachines(t *testing.T) {
 	t.Logf("node3$ bootstrapper doctor\n%s(%v)", out, err)
 }
 
-// byOrder has machines examine themselves without a login there (B11): a control plane and a worker.
+// ordered runs a command that orders a node's machine an action. The machine attests at once.
+func (s *seat) ordered(t *testing.T, node, action string, args ...string) (string, error) {
+	t.Helper()
+	done := make(chan struct{})
+	var out string
+	var err error
+	go func() {
+		defer close(done)
+		out, err = s.muster(t.Context(), append(args, "--output", "json")...)
+	}()
+	until(t, func() error {
+		text, err := s.kubectl(t.Context(), "", "get", "attestednode", node, "-o", `jsonpath={.metadata.annotations.muster\.dev/order}`)
+		if err == nil && !strings.Contains(text, `"action":"`+action+`"`) {
+			err = fmt.Errorf("the order of %s is %q", node, text)
+		}
+		return err
+	})
+	if _, err := s.at(t.Context(), node, "", "systemctl", "restart", "muster-attester"); err != nil { // it attests at its start
+		t.Fatal(err)
+	}
+	<-done
+	return out, err
+}
+
+// byOrder has machines examine themselves without a login there (B11), and prove what they booted: a control plane and a worker.
 func (s *seat) byOrder(t *testing.T) {
 	for _, node := range []string{"node1", "node2"} {
-		done := make(chan struct{})
-		var out string
-		var err error
-		go func() {
-			defer close(done)
-			out, err = s.muster(t.Context(), "doctor", "--node", node, "--output", "json")
-		}()
-		until(t, func() error {
-			text, err := s.kubectl(t.Context(), "", "get", "attestednode", node, "-o", `jsonpath={.metadata.annotations.muster\.dev/order}`)
-			if err == nil && !strings.Contains(text, `"doctor"`) {
-				err = fmt.Errorf("the order of %s is %q", node, text)
-			}
-			return err
-		})
-		if _, err := s.at(t.Context(), node, "", "systemctl", "restart", "muster-attester"); err != nil { // it attests at its start
-			t.Fatal(err)
-		}
-		<-done
+		out, err := s.ordered(t, node, "doctor", "doctor", "--node", node)
 		r, err := decode[checkup.Report](out, err)
 		if err != nil {
 			t.Fatal(err)
@@ -263,10 +270,19 @@ func (s *seat) byOrder(t *testing.T) {
 				t.Errorf("%s says of %q: %+v", node, check, r.Findings)
 			}
 		}
+		out, err = s.ordered(t, node, "verify", "verify", node)
+		v, err := decode[owner.Report](out, err)
+		if err != nil {
+			t.Fatal(err)
+		}
+		id, err := s.kubectl(t.Context(), "", "get", "attestednode", node, "-o", "jsonpath={.spec.machineID}")
+		if err != nil || !v.Accepted || v.Machine != id || v.Lock != "locked to this cluster" || v.Image == "" || v.Record != nil {
+			t.Errorf("%s, machine %s, is verified as %+v: %v", node, id, v, err)
+		}
 	}
 	audit, err := s.at(t.Context(), "node1", "", "cat", "/var/log/muster/audit.jsonl")
-	if err != nil || strings.Count(audit, `"event":"order reported"`) < 2 || strings.Count(audit, `"detail":"done"`) != 2 {
-		t.Errorf("the audit log does not have both ends: %v\n%s", err, audit)
+	if err != nil || strings.Count(audit, `"event":"order reported"`) < 4 || strings.Count(audit, `"detail":"done"`) != 4 {
+		t.Errorf("the audit log does not have all ends: %v\n%s", err, audit)
 	}
 	s.show(t, "status")
 }
