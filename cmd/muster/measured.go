@@ -12,7 +12,9 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/proto"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/image"
 	"github.com/muster-k8s/muster/internal/image/builder"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -24,6 +26,8 @@ type policyFlags struct {
 	t                         policyfile.Template
 	roots, machines, networks []string
 	control, classes, bare    []string
+	platforms                 []string
+	platform                  attestv1.PlatformRoot
 	operator                  bool
 	key, out                  string
 	builder                   string
@@ -36,6 +40,12 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.StringVar(&p.key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they certify: ecc-p256, ecc-p384 or rsa-2048")
 	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine; without any, all that a listed root certifies")
 	f.StringSliceVar(&p.bare, "bare-machine-id", nil, "accept this machine, whose TPM has no EK certificate: take the ID from the machine itself, not from the network")
+	f.StringSliceVar(&p.platforms, "platform-root", nil, "authority of a cloud for the keys of virtual machines, PEM file with one or more")
+	f.StringVar(&p.platform.Provider, "platform-provider", "gcp", "the cloud of --platform-root: gcp or azure")
+	f.StringVar(&p.platform.Key, "platform-key", string(attest.EKP256), "the one kind of key that they certify: ecc-p256 (gcp) or rsa-2048")
+	f.StringSliceVar(&p.platform.Projects, "platform-project", nil, "project of gcp whose machines are accepted")
+	f.StringSliceVar(&p.platform.Zones, "platform-zone", nil, "zone of gcp; without any, all")
+	f.StringSliceVar(&p.platform.MachineIds, "platform-machine-id", nil, "accept this virtual machine of a cloud; without any, all of the projects")
 	f.StringSliceVar(&p.control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
 	f.StringArrayVar(&p.classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
 	f.StringSliceVar(&p.networks, "node-cidr", nil, "network of node addresses")
@@ -190,6 +200,21 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 func (a *app) writePolicy(p *policyFlags) error {
 	if err := fill(&p.t, p.roots, p.machines, p.networks, p.operator, attest.EKKind(p.key)); err != nil {
 		return err
+	}
+	for _, path := range p.platforms {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return usagef("--platform-root: %w", err)
+		}
+		certificates, err := policyfile.SplitPEM(text)
+		if err != nil {
+			return usagef("--platform-root %s: %w", path, err)
+		}
+		for _, c := range certificates {
+			r := proto.CloneOf(&p.platform)
+			r.Pem = c
+			p.t.Platforms = append(p.t.Platforms, r)
+		}
 	}
 	for _, s := range p.bare {
 		id, err := attest.ParseMachineID(s)

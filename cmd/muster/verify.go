@@ -133,7 +133,7 @@ func (a *app) show(s *owner.Report) error {
 	}
 	if s.Machine != "" {
 		fmt.Fprintf(a.stdout, "Machine        %s\nEndorsement    %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
-			s.Machine, s.Endorsement, named(s.Image), named(s.Class), dash(s.Root), s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
+			s.Machine, endorsement(s), named(s.Image), named(s.Class), dash(s.Root), s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
 		rows := [][]string{{"EK CERTIFICATE CHAIN", "SERIAL NUMBER", "SHA-256 OF ITS KEY"}}
 		for _, c := range s.Chain {
 			rows = append(rows, []string{c.Subject, c.Serial, c.Key})
@@ -164,6 +164,14 @@ func (a *app) show(s *owner.Report) error {
 		fmt.Fprintln(a.stdout, "Refused.")
 	}
 	return s.Err
+}
+
+// endorsement returns it with the virtual machine that it names.
+func endorsement(s *owner.Report) string {
+	if s.Instance == "" {
+		return s.Endorsement
+	}
+	return s.Endorsement + ", " + s.Instance
 }
 
 // named returns a text for a name that the policy may not have.

@@ -73,6 +73,11 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	if n := len(m.GetTpm2().GetBareMachineIds()); n > 0 {
 		add(Warning, "tpm2.bareMachineIds", "%d machines without an EK certificate: no authority says that their TPMs are genuine, only this list; it must have IDs that you took from the machines themselves", n)
 	}
+	for i, r := range m.GetTpm2().GetPlatformRoots() {
+		if len(r.GetMachineIds()) == 0 && len(r.GetProjects()) > 0 {
+			add(Warning, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i), "empty: whoever may create a virtual machine in the projects can let it join as a worker, if it boots an accepted image")
+		}
+	}
 	if len(m.GetTpm2().GetMachineIds()) == 0 && len(m.GetTpm2().GetEkRoots()) > 0 {
 		add(Warning, "tpm2.machineIds", "empty: every machine that a root certifies and that booted an accepted image may join as a worker")
 	}

@@ -108,6 +108,8 @@ type Template struct {
 	MachineIDs []attest.MachineID
 	// BareMachineIDs are machines whose TPMs have no endorsement key certificate.
 	BareMachineIDs []attest.MachineID
+	// Platforms are rules for virtual machines of clouds.
+	Platforms []*attestv1.PlatformRoot
 	// ControlPlanes may be empty: muster init and muster enroll list them.
 	ControlPlanes []ControlPlane
 	NodeCIDRs     []netip.Prefix
@@ -166,6 +168,9 @@ func Build(t Template) ([]byte, error) {
 		if err := writeRoot(line, r); err != nil {
 			return nil, err
 		}
+	}
+	if err := writePlatforms(line, t.Platforms); err != nil {
+		return nil, err
 	}
 	line("  bank: %s", t.Measurements[0].Bank)
 	line("  # What machines may boot. One has all values of one image.")
@@ -245,9 +250,50 @@ func writeRoot(line func(string, ...any), r Root) error {
 	line("    # %q, valid until %s, SHA-256 %x", c.Subject.String(), c.NotAfter.UTC().Format("2006-01-02"), sha256.Sum256(c.Raw))
 	line("    - operator: %t", r.Operator)
 	line("      key: %s", r.Key)
+	writePEM(line, r.PEM)
+	return nil
+}
+
+func writePEM(line func(string, ...any), text string) {
 	line("      pem: |")
-	for l := range strings.Lines(strings.TrimSpace(r.PEM)) {
+	for l := range strings.Lines(strings.TrimSpace(text)) {
 		line("        %s", strings.TrimRight(l, "\r\n"))
+	}
+}
+
+// writePlatforms writes the rules for virtual machines of clouds, if there are any.
+func writePlatforms(line func(string, ...any), list []*attestv1.PlatformRoot) error {
+	if len(list) == 0 {
+		return nil
+	}
+	line("  # Authorities of clouds for the keys of virtual machines, and which machines are accepted: anybody can rent")
+	line("  # one, so projects (gcp) or machineIds say which are yours. key: the one kind of key, ecc-p256 or rsa-2048.")
+	line("  platformRoots:")
+	for _, r := range list {
+		block, _ := pem.Decode([]byte(r.GetPem()))
+		if block == nil {
+			return errors.New("policy: a platform root is no PEM certificate")
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return fmt.Errorf("policy: platform root: %w", err)
+		}
+		line("    # %q, valid until %s, SHA-256 %x", c.Subject.String(), c.NotAfter.UTC().Format("2006-01-02"), sha256.Sum256(c.Raw))
+		line("    - provider: %q", r.GetProvider())
+		line("      key: %q", r.GetKey())
+		for _, l := range []struct {
+			name   string
+			values []string
+		}{{"projects", r.GetProjects()}, {"zones", r.GetZones()}, {"machineIds", r.GetMachineIds()}} {
+			if len(l.values) == 0 {
+				continue
+			}
+			line("      %s:", l.name)
+			for _, v := range l.values {
+				line("        - %q", v)
+			}
+		}
+		writePEM(line, r.GetPem())
 	}
 	return nil
 }

@@ -89,6 +89,10 @@ func TestBuildWritesTheFilesInTestdata(t *testing.T) {
 	plain := template(t)
 	full := template(t)
 	full.MachineIDs, full.BareMachineIDs = []attest.MachineID{{1, 2, 3}}, []attest.MachineID{{4, 5, 6}}
+	full.Platforms = []*attestv1.PlatformRoot{{
+		Pem: full.Roots[0].PEM, Provider: "gcp", Key: "ecc-p256", Projects: []string{"our-project"}, Zones: []string{"europe-west3-a"},
+		MachineIds: []string{attest.MachineID{7, 8, 9}.String()},
+	}}
 	full.AllowPlainState, full.AnyMachine, full.AnyFirmware, full.Serial = true, true, true, 7
 	full.Classes = nil
 	other := full.Measurements[0]
@@ -212,6 +216,7 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	now := time.Date(2027, 1, 2, 0, 0, 0, 0, time.UTC)
 	p := template(t)
 	p.BareMachineIDs = []attest.MachineID{{2}}
+	p.Platforms = []*attestv1.PlatformRoot{{Pem: root(t, now.Add(-48*time.Hour), now.Add(24*time.Hour)), Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}}}
 	p.AllowPlainState, p.Roles, p.NodeCIDRs = true, nil, []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}
 	p.Roots = []policyfile.Root{
 		{PEM: root(t, now.Add(-48*time.Hour), now.Add(-24*time.Hour)), Operator: true, Key: attest.EKP256},
@@ -233,8 +238,8 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	for _, f := range found {
 		got = append(got, string(f.Level)+" "+f.Field)
 	}
-	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.classes[1], warning tpm2.classes[1], warning tpm2.bareMachineIds, warning tpm2.machineIds, " +
-		"warning tpm2.ekRoots[0], warning tpm2.ekRoots[1], warning tpm2.ekRoots[2]"
+	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.classes[1], warning tpm2.classes[1], warning tpm2.bareMachineIds, warning tpm2.platformRoots[0].machineIds, warning tpm2.machineIds, " +
+		"warning tpm2.ekRoots[0], warning tpm2.ekRoots[1], warning tpm2.ekRoots[2], warning tpm2.platformRoots[0]"
 	if s := strings.Join(got, ", "); s != want {
 		t.Errorf("found %s\nwant  %s", s, want)
 	}

@@ -84,7 +84,7 @@ func value(b byte) []byte { return []byte(strings.Repeat(string(rune(b)), 32)) }
 // facts are those of a machine that booted an image that goodPolicy accepts.
 func facts(root *x509.Certificate) *checked.Facts {
 	f := &checked.Facts{Format: attestv1.Format_FORMAT_TPM2, Bank: crypto.SHA256, AKKind: "ecc-p256"}
-	f.Endorsement = checked.Endorsement{Name: "ek-certificate", Machine: MachineIDOf([]byte("ek")), KeyKind: "ecc-p256", Root: root}
+	f.Endorsement = checked.Endorsement{EndorsedBy: "ek-certificate", Machine: MachineIDOf([]byte("ek")), KeyKind: "ecc-p256", Root: root}
 	for i := range f.PCRs {
 		f.PCRs[i] = make([]byte, 32)
 	}

@@ -77,7 +77,7 @@ func (c Claims) Endorsement() string {
 	if !c.valid() {
 		return ""
 	}
-	return c.facts.Endorsement.Name
+	return c.facts.EndorsedBy
 }
 
 // Root returns the root certificate to which the endorsed key's certificate chains; nil if it has no
@@ -96,6 +96,17 @@ func (c Claims) Chain() []Certificate {
 		return nil
 	}
 	return slices.Clone(c.facts.Chain)
+}
+
+// Instance is a virtual machine of a cloud.
+type Instance = checked.Instance
+
+// Instance returns the virtual machine that the endorsement names; zero if it names none.
+func (c Claims) Instance() Instance {
+	if !c.valid() {
+		return Instance{}
+	}
+	return c.facts.Instance
 }
 
 // EKKind returns the kind of the endorsed key; empty for empty claims.

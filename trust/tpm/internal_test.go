@@ -33,7 +33,7 @@ func NonceTemplate(i int, nonce []byte) gotpm.TPMTPublic {
 func (t *TPM) Forget() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.ek = nil
+	t.ek, t.platform = nil, nil
 	t.keys = map[keyID]savedKey{}
 }
 
@@ -45,3 +45,17 @@ var (
 
 // Patient returns a TPM that retries as conn's does.
 func Patient(dev transport.TPM) transport.TPM { return patient{dev} }
+
+// PlatformSlots are the places of platform keys.
+var PlatformSlots = func() (out []struct {
+	Certificate, Template, Handle uint32
+	RSA                           bool
+}) {
+	for i, s := range platformSlots {
+		out = append(out, struct {
+			Certificate, Template, Handle uint32
+			RSA                           bool
+		}{uint32(s.certificate), uint32(s.template), uint32(s.handle), i > 0})
+	}
+	return out
+}()

@@ -47,6 +47,13 @@ type Device interface {
 	AttestationKey(ctx context.Context) ([]byte, error)
 	// Quote signs extraData and PCR 0 to 15 of one bank with the attestation key.
 	Quote(ctx context.Context, extraData [32]byte, bank Bank) (Quote, error)
+	// PlatformCertificates returns the certificate of the platform key, which a cloud has put
+	// into a virtual machine's TPM, and issuers stored with it: X.509 in DER, 1 to 4. The error
+	// wraps [ErrNoPlatformKey] if there is none.
+	PlatformCertificates(ctx context.Context) ([][]byte, error)
+	// Certify signs extraData and the name of the attestation key with the platform key. The
+	// error wraps [ErrNoPlatformKey] if there is none.
+	Certify(ctx context.Context, extraData [32]byte) (Certified, error)
 	// ActivateCredential opens a credential that was made for the endorsement key
 	// and the name of the attestation key: TPMS_ID_OBJECT and the content of
 	// TPM2B_ENCRYPTED_SECRET. The result is a secret.
@@ -134,9 +141,10 @@ type TPM struct {
 	lock string        // empty: no other process can reach this TPM
 	slot chan struct{} // holds one token: the right to run a sequence in this process
 
-	mu   sync.Mutex // guards the following fields; never held during commands
-	ek   *knownEK
-	keys map[keyID]savedKey
+	mu       sync.Mutex // guards the following fields; never held during commands
+	ek       *knownEK
+	platform *knownPlatform
+	keys     map[keyID]savedKey
 }
 
 var _ Device = (*TPM)(nil)

@@ -29,7 +29,9 @@ type Report struct {
 	PCRs    []PCR  `json:"pcrs,omitempty"`
 	Root    string `json:"ekRoot,omitempty"`
 	// Endorsement is why the attestation key is believed to be in a genuine TPM.
-	Endorsement     string `json:"endorsement,omitempty"`
+	Endorsement string `json:"endorsement,omitempty"`
+	// Instance is the virtual machine that it names; empty if it names none.
+	Instance        string `json:"instance,omitempty"`
 	EKKind          string `json:"ekKind,omitempty"`
 	AKName          string `json:"akName,omitempty"`
 	ResetCount      uint32 `json:"resetCount,omitempty"`
@@ -121,6 +123,9 @@ func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 	digest, clock := c.EvidenceDigest(), c.Clock()
 	s.Machine, s.Bank = c.Machine().String(), c.Bank().String()
 	s.Endorsement = c.Endorsement()
+	if i := c.Instance(); i.Provider != "" {
+		s.Instance = i.String()
+	}
 	s.Lock = lockText(c, cfg.ClusterID)
 	s.EKKind, s.AKName, s.EvidenceDigest = string(c.EKKind()), hex.EncodeToString(c.AKName()), hex.EncodeToString(digest[:])
 	s.ResetCount, s.RestartCount = clock.ResetCount, clock.RestartCount

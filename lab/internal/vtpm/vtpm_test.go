@@ -12,6 +12,8 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/muster-k8s/muster/lab/internal/firmware"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
+	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -109,5 +111,39 @@ func TestATPMServesOneConnectionAfterAnother(t *testing.T) {
 		if err := c.Close(); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+func TestATPMWithoutCertificatesShowsItsKey(t *testing.T) {
+	dir, err := os.MkdirTemp("", "vtpm") // short: it holds a socket
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	ca, err := NewCA(filepath.Join(dir, "ca"), "CA")
+	if err != nil {
+		t.Fatal(err)
+	}
+	chip := TPM{Dir: filepath.Join(dir, "tpm")}
+	if err := chip.ManufactureBare(t.Context(), ca); err != nil {
+		t.Fatal(err)
+	}
+	cmd := chip.Command()
+	cmd.Stderr = t.Output()
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := cmd.Process.Kill(); err != nil {
+			t.Error(err)
+		}
+		_ = cmd.Wait() // killed
+	}()
+	if err := chip.WaitReady(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	id, endorsement, err := tpm2.Identity(t.Context(), tpm.Open(chip.Socket(), tpm.WithLock(filepath.Join(dir, "lock"))))
+	if err != nil || endorsement != "bare-ek" {
+		t.Errorf("machine %s, %q, %v", id, endorsement, err)
 	}
 }

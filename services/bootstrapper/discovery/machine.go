@@ -5,23 +5,17 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/tpm"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// EndorsementKeyer reads the endorsement key of a TPM.
-type EndorsementKeyer interface {
-	EndorsementKey(ctx context.Context) (tpm.EK, error)
-}
+// Endorser is the part of a TPM that decides by which endorsement the machine is known.
+type Endorser = tpm2.Endorser
 
 // MachineID reads the machine's own ID. It is no proof for a peer. Its errors are MACHINE_CONFIG.
-func MachineID(ctx context.Context, t EndorsementKeyer) (attest.MachineID, error) {
-	ek, err := t.EndorsementKey(ctx)
+func MachineID(ctx context.Context, t Endorser) (attest.MachineID, error) {
+	id, _, err := tpm2.Identity(ctx, t)
 	if err != nil {
-		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement key: %w", err)
+		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement: %w", err)
 	}
-	spki, err := ek.SPKI()
-	if err != nil {
-		return attest.MachineID{}, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "this machine's TPM has no usable endorsement key: %w", err)
-	}
-	return attest.MachineIDOf(spki), nil
+	return id, nil
 }

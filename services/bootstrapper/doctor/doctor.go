@@ -22,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -57,7 +58,7 @@ const (
 
 // TPM is the part of the TPM that the checks use.
 type TPM interface {
-	EndorsementKey(ctx context.Context) (tpm.EK, error)
+	tpm2.Endorser
 	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
 }
 
@@ -164,11 +165,20 @@ func (d *doctor) tpm(ctx context.Context) {
 	}
 	d.device = device
 	d.OK(CheckTPM, "%s answers, bank %s", d.image.TPM.Device, d.bank)
-	ek, err := device.EndorsementKey(ctx)
-	if err == nil && len(ek.Certificates) == 0 {
-		d.bare(ek)
+	id, endorsement, err := tpm2.Identity(ctx, device)
+	if err != nil {
+		d.Err(CheckEK, "Look at the certificates in the TPM's NV memory: the machine does not attest with one that does not fit its key.", err)
 		return
 	}
+	switch endorsement {
+	case "platform-ak":
+		d.OK(CheckEK, "not used: the cloud's platform key endorses machine %s (platform-ak), by a rule in tpm2.platformRoots of the policy", id)
+		return
+	case "bare-ek":
+		d.Add(CheckEK, checkup.Warn, "List the machine in tpm2.bareMachineIds of the policy, if you know that this is its ID; or have the TPM's maker or your own authority issue a certificate and write it into the TPM's NV memory (TCG EK Credential Profile, section 2.2.1).", "the TPM holds none (bare-ek, machine %s): only a policy that lists the machine accepts it", id)
+		return
+	}
+	ek, err := device.EndorsementKey(ctx)
 	var leaf *x509.Certificate
 	if err == nil {
 		leaf, err = x509.ParseCertificate(ek.Certificates[0])
@@ -178,17 +188,6 @@ func (d *doctor) tpm(ctx context.Context) {
 		return
 	}
 	d.chain(leaf, ek.Certificates[1:])
-}
-
-// bare reports a TPM without a certificate: whether the policy lists the machine is not known here.
-func (d *doctor) bare(ek tpm.EK) {
-	const remedy = "List the machine in tpm2.bareMachineIds of the policy, if you know that this is its ID; or have the TPM's maker or your own authority issue a certificate and write it into the TPM's NV memory (TCG EK Credential Profile, section 2.2.1)."
-	spki, err := ek.SPKI()
-	if err != nil {
-		d.Err(CheckEK, remedy, err)
-		return
-	}
-	d.Add(CheckEK, checkup.Warn, remedy, "the TPM holds none (endorsement bare-ek, machine %s): only a policy that lists the machine accepts it", attest.MachineIDOf(spki))
 }
 
 func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {

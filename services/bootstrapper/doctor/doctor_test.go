@@ -53,6 +53,13 @@ func (b bare) EndorsementKey(ctx context.Context) (tpm.EK, error) {
 	return ek, err
 }
 
+// wrongPlatform is a TPM whose platform key does not fit its certificate.
+type wrongPlatform struct{ TPM }
+
+func (wrongPlatform) PlatformCertificates(context.Context) ([][]byte, error) {
+	return nil, errors.New("the platform key's certificate is for another key")
+}
+
 // machine is a machine without faults.
 type machine struct {
 	*attesttest.Machine
@@ -142,11 +149,12 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"metadata that lead nowhere": {CheckMetadata, checkup.Fail, "nothing will happen", func(t *testing.T, m *machine) {
 			m.write(t, "metadata.yaml", upTo(m.meta, "joinEndpoints"))
 		}},
-		"a damaged journal":               {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *machine) { m.write(t, "journal", "x") }},
-		"a TPM that does not answer":      {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
-		"a TPM without an EK certificate": {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
-		"a TPM without an EK":             {CheckEK, checkup.Fail, "endorsement key", func(_ *testing.T, m *machine) { m.opens(keyless{m.Machine}) }},
-		"an EK that no root certifies":    {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
+		"a damaged journal":                {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *machine) { m.write(t, "journal", "x") }},
+		"a TPM that does not answer":       {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
+		"a TPM without an EK certificate":  {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
+		"a TPM with a broken platform key": {CheckEK, checkup.Fail, "platform", func(_ *testing.T, m *machine) { m.opens(wrongPlatform{m.Machine}) }},
+		"a TPM without an EK":              {CheckEK, checkup.Fail, "endorsement key", func(_ *testing.T, m *machine) { m.opens(keyless{m.Machine}) }},
+		"an EK that no root certifies":     {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
 		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))
 		}},

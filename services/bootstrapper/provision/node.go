@@ -65,7 +65,7 @@ var DefaultTiming = Timing{
 // TPM is the part of the TPM that the bootstrapper uses beside evidence.
 type TPM interface {
 	nodelock.PCRs
-	EndorsementKey(ctx context.Context) (tpm.EK, error)
+	discovery.Endorser
 	epoch.Counter
 }
 

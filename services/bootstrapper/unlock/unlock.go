@@ -54,7 +54,7 @@ type Disk interface {
 // TPM is the part of the TPM that unlocking uses beside evidence.
 type TPM interface {
 	nodelock.PCRs
-	discovery.EndorsementKeyer
+	discovery.Endorser
 }
 
 // Timing are the waits; see [DefaultTiming].

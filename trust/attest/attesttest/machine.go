@@ -42,6 +42,8 @@ type Options struct {
 	EK attest.EKKind
 	// Bare leaves the endorsement key without a certificate.
 	Bare bool
+	// Platform gives the machine a platform key; nil: it has none.
+	Platform *Platform
 	// TPM is a machine that has the same TPM, and so the same attestation key; nil: none. With
 	// another endorsement key it is another machine.
 	TPM *Machine
@@ -71,15 +73,16 @@ type Tamper struct {
 // Machine is a machine with a TPM in software. It implements [tpm.Device], and tpmtest.Contract
 // checks that it behaves like a TPM. It is safe for concurrent use.
 type Machine struct {
-	t     testing.TB
-	opts  Options
-	ca    *CA
-	ek    *ecdsa.PrivateKey // nil: it is RSA
-	rsaEK *rsa.PrivateKey
-	ak    *ecdsa.PrivateKey
-	akPub gotpm.TPMTPublic
-	chain [][]byte
-	log   string // path
+	t        testing.TB
+	opts     Options
+	ca       *CA
+	ek       *ecdsa.PrivateKey // nil: it is RSA
+	rsaEK    *rsa.PrivateKey
+	ak       *ecdsa.PrivateKey
+	akPub    gotpm.TPMTPublic
+	chain    [][]byte
+	platform *platformKey // nil: it has none
+	log      string       // path
 
 	mu       sync.Mutex
 	pcrs     map[tpm.Bank][][]byte
@@ -124,6 +127,7 @@ func NewMachine(t testing.TB, ca *CA, opts Options) *Machine {
 		t.Fatalf("attesttest: no machine has an EK of kind %q", opts.EK)
 	}
 	m.chain = ca.Issue(t, endorsement, opts.Tamper.Certificate)
+	m.platform = newPlatformKey(t, ca, opts.Platform)
 	m.akPub = tpm.AKTemplate(false)
 	m.akPub.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgECC, point(t, &m.ak.PublicKey))
 	if opts.Tamper.AK != nil {
@@ -156,11 +160,11 @@ func point(t testing.TB, k *ecdsa.PublicKey) *gotpm.TPMSECCPoint {
 
 // ID returns the machine's ID.
 func (m *Machine) ID() attest.MachineID {
-	cert, err := x509.ParseCertificate(m.chain[0])
+	id, _, err := tpm2.Identity(context.Background(), m)
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	return attest.MachineIDOf(cert.RawSubjectPublicKeyInfo)
+	return id
 }
 
 // certificates returns what the TPM stores of the chain.

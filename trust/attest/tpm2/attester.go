@@ -52,6 +52,7 @@ type batch struct {
 	cancel  context.CancelFunc
 	done    chan struct{} // closed when quote and err are set
 	quote   tpm.Quote
+	by      endorsed
 	err     error
 }
 
@@ -83,10 +84,6 @@ func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Bindi
 	if f != attestv1.Format_FORMAT_TPM2 {
 		return nil, refuse(attestv1.Reason_REASON_FORMAT_NONE, "a TPM makes no evidence of format %s", f)
 	}
-	ek, err := a.endorsementKey(ctx)
-	if err != nil {
-		return nil, err
-	}
 	batch, i, err := a.join(ctx, attest.NewStatement(a.cfg.Purpose, b)) // A5
 	if err != nil {
 		return nil, err
@@ -104,7 +101,7 @@ func (a *Attester) Attest(ctx context.Context, f attestv1.Format, b attest.Bindi
 	if err != nil {
 		return nil, err
 	}
-	return a.evidence(ek, batch, i, events), nil
+	return a.evidence(batch, i, events), nil
 }
 
 // AttestAll makes evidence over 1 to 1,024 bindings with one quote. It is for callers that may
@@ -115,10 +112,6 @@ func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []
 	}
 	if len(bindings) == 0 || len(bindings) > maxLeaves {
 		return nil, fmt.Errorf("tpm2: a quote cannot be made over %d statements", len(bindings))
-	}
-	ek, err := a.endorsementKey(ctx)
-	if err != nil {
-		return nil, err
 	}
 	b := &batch{done: make(chan struct{}), cancel: func() {}}
 	for _, binding := range bindings {
@@ -133,32 +126,17 @@ func (a *Attester) AttestAll(ctx context.Context, f attestv1.Format, bindings []
 	}
 	out := make([]*attestv1.Evidence, len(bindings))
 	for i := range out {
-		out[i] = a.evidence(ek, b, i, events) // all share the log's bytes
+		out[i] = a.evidence(b, i, events) // all share the log's bytes
 	}
 	return out, nil
 }
 
-// endorsed is the endorsement that goes into evidence.
-type endorsed struct {
-	certificates [][]byte
-	bare         []byte // SubjectPublicKeyInfo of an endorsement key without a certificate
-}
-
-// endorsementKey returns the endorsement key's certificates, or, if the TPM has none, the key.
-func (a *Attester) endorsementKey(ctx context.Context) (endorsed, error) {
-	ek, err := a.cfg.TPM.EndorsementKey(ctx)
-	if err != nil || len(ek.Certificates) > 0 {
-		return endorsed{certificates: ek.Certificates}, err
-	}
-	spki, err := ek.SPKI()
-	return endorsed{bare: spki}, err
-}
-
 // evidence returns the evidence for statement i of a batch that has its quote.
-func (a *Attester) evidence(by endorsed, batch *batch, i int, events []byte) *attestv1.Evidence {
+func (a *Attester) evidence(batch *batch, i int, events []byte) *attestv1.Evidence {
 	e := &attestv1.Tpm2Evidence{
-		EkCertificates: by.certificates,
-		EkPublic:       by.bare,
+		EkCertificates: batch.by.certificates,
+		EkPublic:       batch.by.bare,
+		PlatformKey:    batch.by.platform,
 		AkPublic:       batch.quote.AKPublic,
 		Attest:         batch.quote.Attest,
 		Signature:      batch.quote.Signature,
@@ -235,7 +213,11 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 		a.waiting = nil // from here on its leaves do not change
 	}
 	a.mu.Unlock()
-	b.quote, b.err = a.cfg.TPM.Quote(ctx, root(b.leaves), a.cfg.Bank)
+	top := root(b.leaves)
+	if b.by, b.err = a.endorse(ctx, top); b.err != nil {
+		return
+	}
+	b.quote, b.err = a.cfg.TPM.Quote(ctx, top, a.cfg.Bank)
 }
 
 // readLog returns the quoted bank's event log as evidence carries it. It returns nil if the machine

@@ -4,6 +4,7 @@ import (
 	"crypto/x509"
 	"time"
 
+	"github.com/muster-k8s/muster/trust/internal/endorsement"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/ekcert"
 	"github.com/muster-k8s/muster/trust/internal/wire"
 )
@@ -22,7 +23,7 @@ func Waiting(a *Attester) int {
 var ParseSignature = wire.VerifySignature
 
 // ParseTPMName is for fuzzing.
-var ParseTPMName = ekcert.ParseTPMName
+var ParseTPMName = endorsement.ParseTPMName
 
 // CountSignatureChecks verifies an EK certificate's chain and returns how many signatures were checked.
 func CountSignatureChecks(ders [][]byte, roots []*x509.Certificate, now time.Time) (int, error) {

@@ -10,6 +10,7 @@ package checked
 import (
 	"crypto"
 	"crypto/x509"
+	"fmt"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -59,8 +60,8 @@ type Facts struct {
 
 // Endorsement is what one of the endorsements has shown.
 type Endorsement struct {
-	// Name is that of the endorsement, as in the registry.
-	Name string
+	// EndorsedBy is the name of the endorsement, as in the registry.
+	EndorsedBy string
 	// Machine is the machine's ID.
 	Machine [32]byte
 	// KeyKind is the kind of the endorsed key, as in [attest.EKKind]: of the endorsement key, or of
@@ -70,6 +71,32 @@ type Endorsement struct {
 	Root *x509.Certificate
 	// Chain has the certificates from the endorsed key's to Root.
 	Chain []Certificate
+	// Instance is the virtual machine that the certificate names; zero if it names none.
+	Instance Instance
+}
+
+// Instance is a virtual machine of a cloud.
+type Instance struct {
+	// Provider is the cloud: "gcp" or "azure"; empty for the zero value.
+	Provider string
+	// Project and ProjectNumber, Zone and ID are those of gcp.
+	Project       string
+	ProjectNumber uint64
+	Zone          string
+	ID            uint64
+	// Name is its name in the certificate.
+	Name string
+}
+
+// String describes it for texts.
+func (i Instance) String() string {
+	switch {
+	case i.Provider == "":
+		return "no virtual machine of a cloud"
+	case i.Project == "":
+		return fmt.Sprintf("%s %q", i.Provider, i.Name)
+	}
+	return fmt.Sprintf("%s %q (instance %d, zone %q, project %q, number %d)", i.Provider, i.Name, i.ID, i.Zone, i.Project, i.ProjectNumber)
 }
 
 // Firmware is the part of a replayed event log that precedes the boot loader.

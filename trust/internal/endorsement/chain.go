@@ -157,6 +157,14 @@ func Shown(path []*x509.Certificate) (out []checked.Certificate) {
 	return out
 }
 
+// RootName describes a root for texts.
+func RootName(c *x509.Certificate) string {
+	if c == nil {
+		return "no root"
+	}
+	return fmt.Sprintf("%q", c.Subject.String())
+}
+
 // ParseAuthority reads exactly one certificate of a certificate authority. field is its name, for
 // the error, which is POLICY_INVALID.
 func ParseAuthority(field, text string) (*x509.Certificate, error) {

@@ -56,6 +56,14 @@ func contract(t *testing.T, open func(testing.TB) tpm.Device, bare bool) {
 			t.Error("asked again, it is another key")
 		}
 	})
+	t.Run("a TPM without a platform key has none", func(t *testing.T) {
+		if _, err := dev.PlatformCertificates(ctx); !errors.Is(err, tpm.ErrNoPlatformKey) {
+			t.Errorf("%v, want ErrNoPlatformKey", err)
+		}
+		if _, err := dev.Certify(ctx, [32]byte{1}); !errors.Is(err, tpm.ErrNoPlatformKey) {
+			t.Errorf("%v, want ErrNoPlatformKey", err)
+		}
+	})
 	t.Run("the attestation key has the template and stays the same", func(t *testing.T) {
 		ak := must(dev.AttestationKey(ctx))(t)
 		public := must(gotpm.Unmarshal[gotpm.TPMTPublic](ak))(t)

@@ -375,7 +375,7 @@ func (*Evidence_Tpm2) isEvidence_Body() {}
 // Tpm2Evidence is one TPM2_Quote with the data needed to verify it. Structures are those
 // of the TPM 2.0 Library Specification, Part 2, as the TPM marshals them. It carries
 // exactly one endorsement of the attestation key, otherwise EVIDENCE_MALFORMED:
-// ek_certificates or ek_public.
+// ek_certificates, ek_public or platform_key.
 type Tpm2Evidence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// X.509 certificates in DER: the endorsement key's first, then its issuers in order,
@@ -411,7 +411,9 @@ type Tpm2Evidence struct {
 	// SubjectPublicKeyInfo in DER, at most 256 bytes, a key on P-256, in its one canonical
 	// encoding; otherwise EK_UNTRUSTED. The policy must list its machine ID in
 	// bare_machine_ids.
-	EkPublic      []byte `protobuf:"bytes,11,opt,name=ek_public,json=ekPublic,proto3" json:"ek_public,omitempty"`
+	EkPublic []byte `protobuf:"bytes,11,opt,name=ek_public,json=ekPublic,proto3" json:"ek_public,omitempty"`
+	// The platform's own attestation key, which certifies the one of ak_public.
+	PlatformKey   *PlatformKey `protobuf:"bytes,12,opt,name=platform_key,json=platformKey,proto3" json:"platform_key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -516,6 +518,81 @@ func (x *Tpm2Evidence) GetEkPublic() []byte {
 	return nil
 }
 
+func (x *Tpm2Evidence) GetPlatformKey() *PlatformKey {
+	if x != nil {
+		return x.PlatformKey
+	}
+	return nil
+}
+
+// PlatformKey is the attestation key of a virtual machine that its cloud has certified,
+// and what it has signed: that the key of ak_public is in the same TPM.
+type PlatformKey struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// X.509 certificates in DER: the platform key's first, then its issuers in order,
+	// without the root. Count, sizes and keys as those of ek_certificates.
+	Certificates [][]byte `protobuf:"bytes,1,rep,name=certificates,proto3" json:"certificates,omitempty"`
+	// TPMS_ATTEST of type TPM_ST_ATTEST_CERTIFY (TPM2_Certify), at most 1 KiB. Its object is
+	// the key of ak_public, otherwise AK_TEMPLATE; its extraData is that of the quote,
+	// otherwise BINDING_MISMATCH.
+	Attest []byte `protobuf:"bytes,2,opt,name=attest,proto3" json:"attest,omitempty"`
+	// TPMT_SIGNATURE over `attest` by the platform key, at most 1 KiB.
+	Signature     []byte `protobuf:"bytes,3,opt,name=signature,proto3" json:"signature,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlatformKey) Reset() {
+	*x = PlatformKey{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlatformKey) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlatformKey) ProtoMessage() {}
+
+func (x *PlatformKey) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlatformKey.ProtoReflect.Descriptor instead.
+func (*PlatformKey) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *PlatformKey) GetCertificates() [][]byte {
+	if x != nil {
+		return x.Certificates
+	}
+	return nil
+}
+
+func (x *PlatformKey) GetAttest() []byte {
+	if x != nil {
+		return x.Attest
+	}
+	return nil
+}
+
+func (x *PlatformKey) GetSignature() []byte {
+	if x != nil {
+		return x.Signature
+	}
+	return nil
+}
+
 // EventLog lists the measurements of firmware, boot loader and kernel: the quoted bank's
 // part of the TCG2 crypto-agile event log (TCG PC Client Platform Firmware Profile,
 // section 10).
@@ -532,7 +609,7 @@ type EventLog struct {
 
 func (x *EventLog) Reset() {
 	*x = EventLog{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -544,7 +621,7 @@ func (x *EventLog) String() string {
 func (*EventLog) ProtoMessage() {}
 
 func (x *EventLog) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[4]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -557,7 +634,7 @@ func (x *EventLog) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventLog.ProtoReflect.Descriptor instead.
 func (*EventLog) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{4}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *EventLog) GetEvents() []*MeasuredEvent {
@@ -593,7 +670,7 @@ type MeasuredEvent struct {
 
 func (x *MeasuredEvent) Reset() {
 	*x = MeasuredEvent{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -605,7 +682,7 @@ func (x *MeasuredEvent) String() string {
 func (*MeasuredEvent) ProtoMessage() {}
 
 func (x *MeasuredEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -618,7 +695,7 @@ func (x *MeasuredEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeasuredEvent.ProtoReflect.Descriptor instead.
 func (*MeasuredEvent) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{5}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *MeasuredEvent) GetPcr() uint32 {
@@ -668,7 +745,7 @@ type Challenge struct {
 
 func (x *Challenge) Reset() {
 	*x = Challenge{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -680,7 +757,7 @@ func (x *Challenge) String() string {
 func (*Challenge) ProtoMessage() {}
 
 func (x *Challenge) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -693,7 +770,7 @@ func (x *Challenge) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Challenge.ProtoReflect.Descriptor instead.
 func (*Challenge) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{6}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Challenge) GetCredentialBlob() []byte {
@@ -723,7 +800,7 @@ type Response struct {
 
 func (x *Response) Reset() {
 	*x = Response{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -735,7 +812,7 @@ func (x *Response) String() string {
 func (*Response) ProtoMessage() {}
 
 func (x *Response) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -748,7 +825,7 @@ func (x *Response) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Response.ProtoReflect.Descriptor instead.
 func (*Response) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{7}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Response) GetMac() []byte {
@@ -775,7 +852,7 @@ type Verdict struct {
 
 func (x *Verdict) Reset() {
 	*x = Verdict{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -787,7 +864,7 @@ func (x *Verdict) String() string {
 func (*Verdict) ProtoMessage() {}
 
 func (x *Verdict) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -800,7 +877,7 @@ func (x *Verdict) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Verdict.ProtoReflect.Descriptor instead.
 func (*Verdict) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{8}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Verdict) GetReason() Reason {
@@ -834,7 +911,7 @@ type ErrorInfo struct {
 
 func (x *ErrorInfo) Reset() {
 	*x = ErrorInfo{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -846,7 +923,7 @@ func (x *ErrorInfo) String() string {
 func (*ErrorInfo) ProtoMessage() {}
 
 func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -859,7 +936,7 @@ func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorInfo.ProtoReflect.Descriptor instead.
 func (*ErrorInfo) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{9}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ErrorInfo) GetReason() Reason {
@@ -897,7 +974,7 @@ type SignedPolicy struct {
 
 func (x *SignedPolicy) Reset() {
 	*x = SignedPolicy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -909,7 +986,7 @@ func (x *SignedPolicy) String() string {
 func (*SignedPolicy) ProtoMessage() {}
 
 func (x *SignedPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -922,7 +999,7 @@ func (x *SignedPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignedPolicy.ProtoReflect.Descriptor instead.
 func (*SignedPolicy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{10}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *SignedPolicy) GetPolicy() []byte {
@@ -974,7 +1051,7 @@ type Policy struct {
 
 func (x *Policy) Reset() {
 	*x = Policy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -986,7 +1063,7 @@ func (x *Policy) String() string {
 func (*Policy) ProtoMessage() {}
 
 func (x *Policy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -999,7 +1076,7 @@ func (x *Policy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Policy.ProtoReflect.Descriptor instead.
 func (*Policy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{11}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Policy) GetVersion() uint32 {
@@ -1084,13 +1161,16 @@ type Tpm2Policy struct {
 	// attestation keys of all machines must be ECC, otherwise EK_UNTRUSTED. Empty: no
 	// machine without an EK certificate is accepted.
 	BareMachineIds []string `protobuf:"bytes,8,rep,name=bare_machine_ids,json=bareMachineIds,proto3" json:"bare_machine_ids,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Set by the owner: clouds whose virtual machines are acceptable by a platform key.
+	// Empty: none is.
+	PlatformRoots []*PlatformRoot `protobuf:"bytes,9,rep,name=platform_roots,json=platformRoots,proto3" json:"platform_roots,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Tpm2Policy) Reset() {
 	*x = Tpm2Policy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1102,7 +1182,7 @@ func (x *Tpm2Policy) String() string {
 func (*Tpm2Policy) ProtoMessage() {}
 
 func (x *Tpm2Policy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1115,7 +1195,7 @@ func (x *Tpm2Policy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tpm2Policy.ProtoReflect.Descriptor instead.
 func (*Tpm2Policy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{12}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Tpm2Policy) GetMachineIds() []string {
@@ -1167,6 +1247,13 @@ func (x *Tpm2Policy) GetBareMachineIds() []string {
 	return nil
 }
 
+func (x *Tpm2Policy) GetPlatformRoots() []*PlatformRoot {
+	if x != nil {
+		return x.PlatformRoots
+	}
+	return nil
+}
+
 // Revoked lists keys and certificates of endorsement keys and of the authorities between
 // them and a root, at most 1024 in sum, none twice, otherwise POLICY_INVALID. A machine
 // whose chain contains one of them is refused with EK_UNTRUSTED.
@@ -1185,7 +1272,7 @@ type Revoked struct {
 
 func (x *Revoked) Reset() {
 	*x = Revoked{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1197,7 +1284,7 @@ func (x *Revoked) String() string {
 func (*Revoked) ProtoMessage() {}
 
 func (x *Revoked) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1210,7 +1297,7 @@ func (x *Revoked) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoked.ProtoReflect.Descriptor instead.
 func (*Revoked) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Revoked) GetKeys() []string {
@@ -1243,7 +1330,7 @@ type RevokedCertificate struct {
 
 func (x *RevokedCertificate) Reset() {
 	*x = RevokedCertificate{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1255,7 +1342,7 @@ func (x *RevokedCertificate) String() string {
 func (*RevokedCertificate) ProtoMessage() {}
 
 func (x *RevokedCertificate) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1268,7 +1355,7 @@ func (x *RevokedCertificate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokedCertificate.ProtoReflect.Descriptor instead.
 func (*RevokedCertificate) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{14}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RevokedCertificate) GetIssuerKey() string {
@@ -1301,7 +1388,7 @@ type Image struct {
 
 func (x *Image) Reset() {
 	*x = Image{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1313,7 +1400,7 @@ func (x *Image) String() string {
 func (*Image) ProtoMessage() {}
 
 func (x *Image) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1326,7 +1413,7 @@ func (x *Image) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Image.ProtoReflect.Descriptor instead.
 func (*Image) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{15}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Image) GetName() string {
@@ -1364,7 +1451,7 @@ type MachineClass struct {
 
 func (x *MachineClass) Reset() {
 	*x = MachineClass{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1376,7 +1463,7 @@ func (x *MachineClass) String() string {
 func (*MachineClass) ProtoMessage() {}
 
 func (x *MachineClass) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1389,7 +1476,7 @@ func (x *MachineClass) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineClass.ProtoReflect.Descriptor instead.
 func (*MachineClass) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{16}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *MachineClass) GetName() string {
@@ -1430,7 +1517,7 @@ type EventLogRules struct {
 
 func (x *EventLogRules) Reset() {
 	*x = EventLogRules{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1442,7 +1529,7 @@ func (x *EventLogRules) String() string {
 func (*EventLogRules) ProtoMessage() {}
 
 func (x *EventLogRules) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1455,7 +1542,7 @@ func (x *EventLogRules) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventLogRules.ProtoReflect.Descriptor instead.
 func (*EventLogRules) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{17}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *EventLogRules) GetDrivers() []string {
@@ -1490,7 +1577,7 @@ type SecureBootRule struct {
 
 func (x *SecureBootRule) Reset() {
 	*x = SecureBootRule{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1502,7 +1589,7 @@ func (x *SecureBootRule) String() string {
 func (*SecureBootRule) ProtoMessage() {}
 
 func (x *SecureBootRule) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1515,7 +1602,7 @@ func (x *SecureBootRule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SecureBootRule.ProtoReflect.Descriptor instead.
 func (*SecureBootRule) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{18}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SecureBootRule) GetPk() string {
@@ -1570,7 +1657,7 @@ type EkRoot struct {
 
 func (x *EkRoot) Reset() {
 	*x = EkRoot{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1582,7 +1669,7 @@ func (x *EkRoot) String() string {
 func (*EkRoot) ProtoMessage() {}
 
 func (x *EkRoot) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1595,7 +1682,7 @@ func (x *EkRoot) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EkRoot.ProtoReflect.Descriptor instead.
 func (*EkRoot) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{19}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *EkRoot) GetPem() string {
@@ -1626,6 +1713,106 @@ func (x *EkRoot) GetMinFirmwareVersion() string {
 	return ""
 }
 
+// PlatformRoot is a certificate authority of a cloud for the attestation keys of its
+// virtual machines, and which of them are acceptable.
+type PlatformRoot struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Exactly one X.509 certificate of a certificate authority in PEM, otherwise
+	// POLICY_INVALID. A platform key must chain to one of them, otherwise EK_UNTRUSTED.
+	Pem string `protobuf:"bytes,1,opt,name=pem,proto3" json:"pem,omitempty"`
+	// Whose certificates they are: "gcp" or "azure", otherwise POLICY_INVALID.
+	Provider string `protobuf:"bytes,2,opt,name=provider,proto3" json:"provider,omitempty"`
+	// The one kind of platform key: "ecc-p256" or "rsa-2048" (for azure only the latter),
+	// otherwise POLICY_INVALID. Roots with the same public key must have the same value.
+	Key string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
+	// For gcp: the IDs of the projects whose machines are acceptable; a machine of another
+	// one is refused with EK_UNTRUSTED. A policy with a root without projects needs
+	// machine_ids there or insecure.any_machine, otherwise POLICY_INVALID: anybody can rent
+	// a machine of a cloud. For azure it must be empty: its certificates name none.
+	Projects []string `protobuf:"bytes,4,rep,name=projects,proto3" json:"projects,omitempty"`
+	// For gcp: the zones that machines may be in; a machine in another one is refused with
+	// EK_UNTRUSTED. Empty: any zone. For azure it must be empty.
+	Zones []string `protobuf:"bytes,5,rep,name=zones,proto3" json:"zones,omitempty"`
+	// Machine IDs that are acceptable, as `muster verify` shows them. A machine that is not
+	// listed is refused with POLICY_REFUSED. Empty: any machine that projects and zones
+	// allow.
+	MachineIds    []string `protobuf:"bytes,6,rep,name=machine_ids,json=machineIds,proto3" json:"machine_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlatformRoot) Reset() {
+	*x = PlatformRoot{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlatformRoot) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlatformRoot) ProtoMessage() {}
+
+func (x *PlatformRoot) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlatformRoot.ProtoReflect.Descriptor instead.
+func (*PlatformRoot) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *PlatformRoot) GetPem() string {
+	if x != nil {
+		return x.Pem
+	}
+	return ""
+}
+
+func (x *PlatformRoot) GetProvider() string {
+	if x != nil {
+		return x.Provider
+	}
+	return ""
+}
+
+func (x *PlatformRoot) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *PlatformRoot) GetProjects() []string {
+	if x != nil {
+		return x.Projects
+	}
+	return nil
+}
+
+func (x *PlatformRoot) GetZones() []string {
+	if x != nil {
+		return x.Zones
+	}
+	return nil
+}
+
+func (x *PlatformRoot) GetMachineIds() []string {
+	if x != nil {
+		return x.MachineIds
+	}
+	return nil
+}
+
 // PcrValue is the value that one PCR must have.
 type PcrValue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1640,7 +1827,7 @@ type PcrValue struct {
 
 func (x *PcrValue) Reset() {
 	*x = PcrValue{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1652,7 +1839,7 @@ func (x *PcrValue) String() string {
 func (*PcrValue) ProtoMessage() {}
 
 func (x *PcrValue) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1665,7 +1852,7 @@ func (x *PcrValue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PcrValue.ProtoReflect.Descriptor instead.
 func (*PcrValue) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{20}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PcrValue) GetIndex() uint32 {
@@ -1702,7 +1889,7 @@ type InsecureSwitches struct {
 
 func (x *InsecureSwitches) Reset() {
 	*x = InsecureSwitches{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1714,7 +1901,7 @@ func (x *InsecureSwitches) String() string {
 func (*InsecureSwitches) ProtoMessage() {}
 
 func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1727,7 +1914,7 @@ func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InsecureSwitches.ProtoReflect.Descriptor instead.
 func (*InsecureSwitches) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{21}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *InsecureSwitches) GetAnyMachine() bool {
@@ -1777,7 +1964,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x06format\x18\x01 \x01(\x0e2\x18.muster.attest.v1.FormatR\x06format\x124\n" +
 	"\x04tpm2\x18\x02 \x01(\v2\x1e.muster.attest.v1.Tpm2EvidenceH\x00R\x04tpm2\x12C\n" +
 	"\rsigned_policy\x18\x03 \x01(\v2\x1e.muster.attest.v1.SignedPolicyR\fsignedPolicyB\x06\n" +
-	"\x04body\"\xab\x02\n" +
+	"\x04body\"\xed\x02\n" +
 	"\fTpm2Evidence\x12'\n" +
 	"\x0fek_certificates\x18\x01 \x03(\fR\x0eekCertificates\x12\x1b\n" +
 	"\tak_public\x18\x02 \x01(\fR\bakPublic\x12\x16\n" +
@@ -1790,8 +1977,13 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x04path\x18\b \x03(\fR\x04path\x12\x16\n" +
 	"\x06events\x18\n" +
 	" \x01(\fR\x06events\x12\x1b\n" +
-	"\tek_public\x18\v \x01(\fR\bekPublicJ\x04\b\t\x10\n" +
-	"R\tevent_log\"n\n" +
+	"\tek_public\x18\v \x01(\fR\bekPublic\x12@\n" +
+	"\fplatform_key\x18\f \x01(\v2\x1d.muster.attest.v1.PlatformKeyR\vplatformKeyJ\x04\b\t\x10\n" +
+	"R\tevent_log\"g\n" +
+	"\vPlatformKey\x12\"\n" +
+	"\fcertificates\x18\x01 \x03(\fR\fcertificates\x12\x16\n" +
+	"\x06attest\x18\x02 \x01(\fR\x06attest\x12\x1c\n" +
+	"\tsignature\x18\x03 \x01(\fR\tsignature\"n\n" +
 	"\bEventLog\x127\n" +
 	"\x06events\x18\x01 \x03(\v2\x1f.muster.attest.v1.MeasuredEventR\x06events\x12)\n" +
 	"\x10startup_locality\x18\x02 \x01(\rR\x0fstartupLocality\"a\n" +
@@ -1825,7 +2017,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\n" +
 	"node_cidrs\x18\x05 \x03(\tR\tnodeCidrs\x12>\n" +
 	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\x12%\n" +
-	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\xcc\x02\n" +
+	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\x93\x03\n" +
 	"\n" +
 	"Tpm2Policy\x12\x1f\n" +
 	"\vmachine_ids\x18\x01 \x03(\tR\n" +
@@ -1835,7 +2027,8 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x06images\x18\x05 \x03(\v2\x17.muster.attest.v1.ImageR\x06images\x128\n" +
 	"\aclasses\x18\x06 \x03(\v2\x1e.muster.attest.v1.MachineClassR\aclasses\x123\n" +
 	"\arevoked\x18\a \x01(\v2\x19.muster.attest.v1.RevokedR\arevoked\x12(\n" +
-	"\x10bare_machine_ids\x18\b \x03(\tR\x0ebareMachineIdsJ\x04\b\x04\x10\x05R\x04pcrs\"g\n" +
+	"\x10bare_machine_ids\x18\b \x03(\tR\x0ebareMachineIds\x12E\n" +
+	"\x0eplatform_roots\x18\t \x03(\v2\x1e.muster.attest.v1.PlatformRootR\rplatformRootsJ\x04\b\x04\x10\x05R\x04pcrs\"g\n" +
 	"\aRevoked\x12\x12\n" +
 	"\x04keys\x18\x01 \x03(\tR\x04keys\x12H\n" +
 	"\fcertificates\x18\x02 \x03(\v2$.muster.attest.v1.RevokedCertificateR\fcertificates\"K\n" +
@@ -1862,7 +2055,15 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x03pem\x18\x01 \x01(\tR\x03pem\x12\x1a\n" +
 	"\boperator\x18\x02 \x01(\bR\boperator\x12\x10\n" +
 	"\x03key\x18\x03 \x01(\tR\x03key\x120\n" +
-	"\x14min_firmware_version\x18\x04 \x01(\tR\x12minFirmwareVersion\"6\n" +
+	"\x14min_firmware_version\x18\x04 \x01(\tR\x12minFirmwareVersion\"\xa1\x01\n" +
+	"\fPlatformRoot\x12\x10\n" +
+	"\x03pem\x18\x01 \x01(\tR\x03pem\x12\x1a\n" +
+	"\bprovider\x18\x02 \x01(\tR\bprovider\x12\x10\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\x12\x1a\n" +
+	"\bprojects\x18\x04 \x03(\tR\bprojects\x12\x14\n" +
+	"\x05zones\x18\x05 \x03(\tR\x05zones\x12\x1f\n" +
+	"\vmachine_ids\x18\x06 \x03(\tR\n" +
+	"machineIds\"6\n" +
 	"\bPcrValue\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value\"\xb2\x01\n" +
@@ -1890,66 +2091,70 @@ func file_muster_attest_v1_attest_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_attest_v1_attest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
+var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(Format)(0),                 // 0: muster.attest.v1.Format
 	(*Frame)(nil),               // 1: muster.attest.v1.Frame
 	(*Offer)(nil),               // 2: muster.attest.v1.Offer
 	(*Evidence)(nil),            // 3: muster.attest.v1.Evidence
 	(*Tpm2Evidence)(nil),        // 4: muster.attest.v1.Tpm2Evidence
-	(*EventLog)(nil),            // 5: muster.attest.v1.EventLog
-	(*MeasuredEvent)(nil),       // 6: muster.attest.v1.MeasuredEvent
-	(*Challenge)(nil),           // 7: muster.attest.v1.Challenge
-	(*Response)(nil),            // 8: muster.attest.v1.Response
-	(*Verdict)(nil),             // 9: muster.attest.v1.Verdict
-	(*ErrorInfo)(nil),           // 10: muster.attest.v1.ErrorInfo
-	(*SignedPolicy)(nil),        // 11: muster.attest.v1.SignedPolicy
-	(*Policy)(nil),              // 12: muster.attest.v1.Policy
-	(*Tpm2Policy)(nil),          // 13: muster.attest.v1.Tpm2Policy
-	(*Revoked)(nil),             // 14: muster.attest.v1.Revoked
-	(*RevokedCertificate)(nil),  // 15: muster.attest.v1.RevokedCertificate
-	(*Image)(nil),               // 16: muster.attest.v1.Image
-	(*MachineClass)(nil),        // 17: muster.attest.v1.MachineClass
-	(*EventLogRules)(nil),       // 18: muster.attest.v1.EventLogRules
-	(*SecureBootRule)(nil),      // 19: muster.attest.v1.SecureBootRule
-	(*EkRoot)(nil),              // 20: muster.attest.v1.EkRoot
-	(*PcrValue)(nil),            // 21: muster.attest.v1.PcrValue
-	(*InsecureSwitches)(nil),    // 22: muster.attest.v1.InsecureSwitches
-	(Reason)(0),                 // 23: muster.attest.v1.Reason
-	(*durationpb.Duration)(nil), // 24: google.protobuf.Duration
+	(*PlatformKey)(nil),         // 5: muster.attest.v1.PlatformKey
+	(*EventLog)(nil),            // 6: muster.attest.v1.EventLog
+	(*MeasuredEvent)(nil),       // 7: muster.attest.v1.MeasuredEvent
+	(*Challenge)(nil),           // 8: muster.attest.v1.Challenge
+	(*Response)(nil),            // 9: muster.attest.v1.Response
+	(*Verdict)(nil),             // 10: muster.attest.v1.Verdict
+	(*ErrorInfo)(nil),           // 11: muster.attest.v1.ErrorInfo
+	(*SignedPolicy)(nil),        // 12: muster.attest.v1.SignedPolicy
+	(*Policy)(nil),              // 13: muster.attest.v1.Policy
+	(*Tpm2Policy)(nil),          // 14: muster.attest.v1.Tpm2Policy
+	(*Revoked)(nil),             // 15: muster.attest.v1.Revoked
+	(*RevokedCertificate)(nil),  // 16: muster.attest.v1.RevokedCertificate
+	(*Image)(nil),               // 17: muster.attest.v1.Image
+	(*MachineClass)(nil),        // 18: muster.attest.v1.MachineClass
+	(*EventLogRules)(nil),       // 19: muster.attest.v1.EventLogRules
+	(*SecureBootRule)(nil),      // 20: muster.attest.v1.SecureBootRule
+	(*EkRoot)(nil),              // 21: muster.attest.v1.EkRoot
+	(*PlatformRoot)(nil),        // 22: muster.attest.v1.PlatformRoot
+	(*PcrValue)(nil),            // 23: muster.attest.v1.PcrValue
+	(*InsecureSwitches)(nil),    // 24: muster.attest.v1.InsecureSwitches
+	(Reason)(0),                 // 25: muster.attest.v1.Reason
+	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
 }
 var file_muster_attest_v1_attest_proto_depIdxs = []int32{
 	2,  // 0: muster.attest.v1.Frame.offer:type_name -> muster.attest.v1.Offer
 	3,  // 1: muster.attest.v1.Frame.evidence:type_name -> muster.attest.v1.Evidence
-	7,  // 2: muster.attest.v1.Frame.challenge:type_name -> muster.attest.v1.Challenge
-	8,  // 3: muster.attest.v1.Frame.response:type_name -> muster.attest.v1.Response
-	9,  // 4: muster.attest.v1.Frame.verdict:type_name -> muster.attest.v1.Verdict
+	8,  // 2: muster.attest.v1.Frame.challenge:type_name -> muster.attest.v1.Challenge
+	9,  // 3: muster.attest.v1.Frame.response:type_name -> muster.attest.v1.Response
+	10, // 4: muster.attest.v1.Frame.verdict:type_name -> muster.attest.v1.Verdict
 	0,  // 5: muster.attest.v1.Offer.gives:type_name -> muster.attest.v1.Format
 	0,  // 6: muster.attest.v1.Offer.accepts:type_name -> muster.attest.v1.Format
 	0,  // 7: muster.attest.v1.Evidence.format:type_name -> muster.attest.v1.Format
 	4,  // 8: muster.attest.v1.Evidence.tpm2:type_name -> muster.attest.v1.Tpm2Evidence
-	11, // 9: muster.attest.v1.Evidence.signed_policy:type_name -> muster.attest.v1.SignedPolicy
-	6,  // 10: muster.attest.v1.EventLog.events:type_name -> muster.attest.v1.MeasuredEvent
-	23, // 11: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
-	24, // 12: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
-	23, // 13: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
-	24, // 14: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
-	13, // 15: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
-	22, // 16: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
-	20, // 17: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
-	16, // 18: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
-	17, // 19: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
-	14, // 20: muster.attest.v1.Tpm2Policy.revoked:type_name -> muster.attest.v1.Revoked
-	15, // 21: muster.attest.v1.Revoked.certificates:type_name -> muster.attest.v1.RevokedCertificate
-	21, // 22: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
-	21, // 23: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
-	18, // 24: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
-	19, // 25: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
-	26, // [26:26] is the sub-list for method output_type
-	26, // [26:26] is the sub-list for method input_type
-	26, // [26:26] is the sub-list for extension type_name
-	26, // [26:26] is the sub-list for extension extendee
-	0,  // [0:26] is the sub-list for field type_name
+	12, // 9: muster.attest.v1.Evidence.signed_policy:type_name -> muster.attest.v1.SignedPolicy
+	5,  // 10: muster.attest.v1.Tpm2Evidence.platform_key:type_name -> muster.attest.v1.PlatformKey
+	7,  // 11: muster.attest.v1.EventLog.events:type_name -> muster.attest.v1.MeasuredEvent
+	25, // 12: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
+	26, // 13: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
+	25, // 14: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
+	26, // 15: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
+	14, // 16: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
+	24, // 17: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
+	21, // 18: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
+	17, // 19: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
+	18, // 20: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
+	15, // 21: muster.attest.v1.Tpm2Policy.revoked:type_name -> muster.attest.v1.Revoked
+	22, // 22: muster.attest.v1.Tpm2Policy.platform_roots:type_name -> muster.attest.v1.PlatformRoot
+	16, // 23: muster.attest.v1.Revoked.certificates:type_name -> muster.attest.v1.RevokedCertificate
+	23, // 24: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
+	23, // 25: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
+	19, // 26: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
+	20, // 27: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
+	28, // [28:28] is the sub-list for method output_type
+	28, // [28:28] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_muster_attest_v1_attest_proto_init() }
@@ -1974,7 +2179,7 @@ func file_muster_attest_v1_attest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_attest_v1_attest_proto_rawDesc), len(file_muster_attest_v1_attest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   22,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

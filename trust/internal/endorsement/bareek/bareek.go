@@ -56,7 +56,7 @@ func (Endorsement) Verify(in endorsement.Input) (endorsement.Result, error) {
 	id := sha256.Sum256(der)
 	return endorsement.Result{
 		Endorsement: checked.Endorsement{
-			Name: Name, Machine: id, KeyKind: string(endorsement.P256),
+			EndorsedBy: Name, Machine: id, KeyKind: string(endorsement.P256),
 			Chain: []checked.Certificate{{Subject: "endorsement key without a certificate", Key: id}},
 		},
 		Activate: key,

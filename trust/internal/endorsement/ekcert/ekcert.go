@@ -49,11 +49,11 @@ func (Endorsement) Verify(in endorsement.Input) (endorsement.Result, error) {
 	leaf := path[0]
 	return endorsement.Result{
 		Endorsement: checked.Endorsement{
-			Name:    Name,
-			Machine: sha256.Sum256(leaf.RawSubjectPublicKeyInfo),
-			KeyKind: string(endorsement.KindOf(leaf.PublicKey)),
-			Root:    path[len(path)-1],
-			Chain:   endorsement.Shown(path),
+			EndorsedBy: Name,
+			Machine:    sha256.Sum256(leaf.RawSubjectPublicKeyInfo),
+			KeyKind:    string(endorsement.KindOf(leaf.PublicKey)),
+			Root:       path[len(path)-1],
+			Chain:      endorsement.Shown(path),
 		},
 		Activate: leaf.PublicKey,
 	}, nil
@@ -78,7 +78,7 @@ func Verify(ders [][]byte, roots []*x509.Certificate, now time.Time, signed func
 	if !slices.ContainsFunc(leaf.UnknownExtKeyUsage, OIDEKCertificate.Equal) {
 		return nil, endorsement.Refuse(endorsement.Untrusted, "the certificate lacks the extended key usage of endorsement keys, %s", OIDEKCertificate)
 	}
-	if err := handleSAN(leaf); err != nil {
+	if err := endorsement.HandleSAN(leaf); err != nil {
 		return nil, endorsement.Refuse(endorsement.Untrusted, "the EK certificate's subject alternative name: %w", err)
 	}
 	return h.Path(certs, roots, now)

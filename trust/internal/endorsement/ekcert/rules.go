@@ -118,7 +118,7 @@ func (r *rules) certifier(f *checked.Facts) int {
 // CheckAuthority implements [endorsement.Rules].
 func (r *rules) CheckAuthority(f *checked.Facts) error {
 	if r.certifier(f) < 0 { // A8
-		return endorsement.Refuse(endorsement.Untrusted, "the EK certificate, for a key of kind %s, leads to %q, which is no root of the policy for that kind", f.KeyKind, f.Root.Subject)
+		return endorsement.Refuse(endorsement.Untrusted, "the EK certificate, for a key of kind %s, leads to %s, which is no root of the policy for that kind", f.KeyKind, endorsement.RootName(f.Root))
 	}
 	return nil
 }

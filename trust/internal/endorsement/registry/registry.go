@@ -6,12 +6,14 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/endorsement"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/bareek"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/ekcert"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/platformak"
 )
 
 // All lists the endorsements.
 var All = []endorsement.Endorsement{
 	ekcert.Endorsement{},
 	bareek.Endorsement{},
+	platformak.Endorsement{},
 }
 
 // Of returns the one endorsement that the evidence carries. It refuses with EVIDENCE_MALFORMED if

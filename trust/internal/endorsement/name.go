@@ -1,4 +1,4 @@
-package ekcert
+package endorsement
 
 import (
 	"crypto/x509"
@@ -17,9 +17,9 @@ var (
 	oidTPMVersion      = asn1.ObjectIdentifier{2, 23, 133, 2, 3}
 )
 
-// handleSAN parses the subject alternative name if it is critical and crypto/x509 does not know it,
+// HandleSAN parses the subject alternative name if it is critical and crypto/x509 does not know it,
 // and then removes exactly that extension from the list of unhandled ones.
-func handleSAN(c *x509.Certificate) error {
+func HandleSAN(c *x509.Certificate) error {
 	i := slices.IndexFunc(c.UnhandledCriticalExtensions, oidSubjectAltName.Equal)
 	if i < 0 {
 		return nil
