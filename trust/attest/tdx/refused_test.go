@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/asn1"
 	"encoding/binary"
 	"slices"
 	"testing"
@@ -241,11 +242,16 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	add("PCK without its extension", hardware.Untrusted, nil, pck(func(c *x509.Certificate) { c.ExtraExtensions = nil }))
 	add("PCK's extension under a longer number", hardware.Untrusted, nil, pck(func(c *x509.Certificate) { c.ExtraExtensions[0].Id = hardwaretest.SGX(1) }))
 	add("TCB component under a longer number", hardware.Untrusted, nil, extension(hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 5, 13, 16)))
-	add("TCB component twice", hardware.Untrusted, nil, func(in *input) {
-		value := hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 5, 13)
-		at := bytes.Index(value, []byte{0x0D, 0x01, 0x02, 0x10, 0x02})
-		value[at+3] = 0x0F
-		extension(value)(in)
+	add("FMSPC twice", hardware.Untrusted, nil, func(in *input) {
+		var all []asn1.RawValue
+		if _, err := asn1.Unmarshal(hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 5, 13), &all); err != nil {
+			in.t.Fatal(err)
+		}
+		twice, err := asn1.Marshal(append(all, all[3]))
+		if err != nil {
+			in.t.Fatal(err)
+		}
+		extension(twice)(in)
 	})
 	add("PCK's extension with a TCB component of 256", hardware.Untrusted, nil, extension(hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 256, 13)))
 	add("PCK's extension with an FMSPC of 5 bytes", hardware.Untrusted, nil, extension(hardwaretest.PCKExtension("90c06f0000", "0000", 5, 13)))
