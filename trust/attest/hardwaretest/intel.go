@@ -89,8 +89,9 @@ type sgxAttribute struct {
 	Value asn1.RawValue
 }
 
-// PCKExtension makes the extension of a PCK's certificate, in which each TCB component is svn.
-func PCKExtension(fmspc, pceID string, svn, pceSVN int) []byte {
+// PCKExtension makes the extension of a PCK's certificate, in which each TCB component is svn. The
+// identifiers of the components in longer have one number more.
+func PCKExtension(fmspc, pceID string, svn, pceSVN int, longer ...int) []byte {
 	raw := func(v any) asn1.RawValue {
 		b, err := asn1.Marshal(v)
 		if err != nil {
@@ -107,7 +108,11 @@ func PCKExtension(fmspc, pceID string, svn, pceSVN int) []byte {
 	}
 	var tcb []sgxAttribute
 	for i := range 16 {
-		tcb = append(tcb, sgxAttribute{SGX(2, i+1), raw(svn)})
+		id := SGX(2, i+1)
+		if slices.Contains(longer, i+1) {
+			id = append(id, 0)
+		}
+		tcb = append(tcb, sgxAttribute{id, raw(svn)})
 	}
 	tcb = append(tcb, sgxAttribute{SGX(2, 17), raw(pceSVN)}, sgxAttribute{SGX(2, 18), raw(make([]byte, 16))})
 	return raw([]sgxAttribute{{SGX(1), raw(make([]byte, 16))}, {SGX(2), raw(tcb)}, {SGX(3), octets(pceID)}, {SGX(4), octets(fmspc)}}).FullBytes

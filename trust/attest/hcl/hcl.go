@@ -222,7 +222,7 @@ type Rules struct {
 // [tdx.Rules.Check].
 func (p Rules) Check(r *Report) error {
 	switch {
-	case r == nil || r.AK == nil || (r.SNP == nil) == (r.TDX == nil):
+	case r == nil:
 		return hardware.Refuse(hardware.Policy, "there is no HCL report")
 	case p.SNP.AnyMeasurement || p.TDX.AnyMRTD:
 		return hardware.Refuse(hardware.Policy, "the rules for HCL reports accept any measurement: any guest could then name any TPM's key as its own. List the paravisor's measurements, or for SEV-SNP its ID key")

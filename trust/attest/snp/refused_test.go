@@ -214,6 +214,13 @@ func TestReportsThatAreRefused(t *testing.T) {
 	add("VCEK of another product than the processor", hardware.Untrusted, nil, put(0x188, 0x19, 0x11))
 	add("unknown processor", hardware.Untrusted, nil, put(0x188, 0x1B, 0x01))
 	add("VCEK of an unknown product", hardware.Untrusted, nil, extension(hardwaretest.IA5("Milano"), 2))
+	add("VCEK of an unknown product that the caller has an authority of", hardware.Untrusted, nil, func(in *input) {
+		in.auth["Milano"] = in.auth[snp.Milan]
+		put(0x188, 0, 0, 0)(in)
+		zeros := in.chip.Report
+		in.chip.Report = func(b []byte) { zeros(b); b[0] = 2 }
+		extension(hardwaretest.IA5("Milano"), 2)(in)
+	})
 	add("product name that is no IA5String", hardware.Untrusted, nil, extension([]byte{asn1.TagUTF8String, 5, 'M', 'i', 'l', 'a', 'n'}, 2))
 	add("VLEK's certificate with a VCEK's report", hardware.Untrusted, withVLEK, put(0x48, 0))
 	add("certificate with both HWID and CSP_ID", hardware.Untrusted, withVLEK, extension(hwid, 4))

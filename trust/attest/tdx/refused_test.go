@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/asn1"
 	"encoding/binary"
 	"slices"
 	"testing"
@@ -240,19 +241,17 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	})
 	add("PCK without its extension", hardware.Untrusted, nil, pck(func(c *x509.Certificate) { c.ExtraExtensions = nil }))
 	add("PCK's extension under a longer number", hardware.Untrusted, nil, pck(func(c *x509.Certificate) { c.ExtraExtensions[0].Id = hardwaretest.SGX(1) }))
-	add("TCB component under a longer number", hardware.Untrusted, nil, func(in *input) {
-		// 2.16 becomes 2.1.0, of the same length: a reader of prefixes takes it for 2.1.
-		value := hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 5, 13)
-		oid := []byte{0x06, 0x0B, 0x2A, 0x86, 0x48, 0x86, 0xF8, 0x4D, 0x01, 0x0D, 0x01, 0x02, 0x10}
-		at := bytes.Index(value, oid)
-		copy(value[at+len(oid)-2:], []byte{0x82, 0x10})
-		extension(value)(in)
-	})
-	add("TCB component twice", hardware.Untrusted, nil, func(in *input) {
-		value := hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 5, 13)
-		at := bytes.Index(value, []byte{0x0D, 0x01, 0x02, 0x10, 0x02})
-		value[at+3] = 0x0F
-		extension(value)(in)
+	add("TCB component under a longer number", hardware.Untrusted, nil, extension(hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 5, 13, 16)))
+	add("FMSPC twice", hardware.Untrusted, nil, func(in *input) {
+		var all []asn1.RawValue
+		if _, err := asn1.Unmarshal(hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 5, 13), &all); err != nil {
+			in.t.Fatal(err)
+		}
+		twice, err := asn1.Marshal(append(all, all[3]))
+		if err != nil {
+			in.t.Fatal(err)
+		}
+		extension(twice)(in)
 	})
 	add("PCK's extension with a TCB component of 256", hardware.Untrusted, nil, extension(hardwaretest.PCKExtension(hardwaretest.FMSPC, "0000", 256, 13)))
 	add("PCK's extension with an FMSPC of 5 bytes", hardware.Untrusted, nil, extension(hardwaretest.PCKExtension("90c06f0000", "0000", 5, 13)))
@@ -350,6 +349,11 @@ func TestQuotesThatAreRefused(t *testing.T) {
 	}
 	add("SGX component below all levels", hardware.TCB, nil, levels(sgxComponent(15, 6)))
 	add("TDX component below all levels", hardware.TCB, nil, levels(hardwaretest.Level(5, 13, 4, tdx.UpToDate)))
+	add("TDX component that is not the module's below all levels", hardware.TCB, nil, func(in *input) {
+		l := hardwaretest.Level(5, 13, 3, tdx.UpToDate)
+		l["tcb"].(object)["tdxtcbcomponents"].([]any)[2] = object{"svn": 4}
+		levels(l)(in)
+	})
 	add("PCE SVN below all levels", hardware.TCB, nil, levels(hardwaretest.Level(5, 14, 3, tdx.UpToDate)))
 	add("level with 15 components", hardware.TCB, nil, func(in *input) {
 		l := hardwaretest.Level(5, 13, 3, tdx.UpToDate)
@@ -386,6 +390,11 @@ func TestQuotesThatAreRefused(t *testing.T) {
 		svns(7, 1)(in)
 		in.rules.MinModule = map[uint8]uint8{1: 7}
 	}, func(in *input) { in.td.Body = func(b []byte) { b[0], b[0x248] = 7, 6 } })
+
+	add("TD started under a module below the rules' minimum", hardware.TCB, func(in *input) {
+		svns(7, 1)(in)
+		in.rules.MinModule = map[uint8]uint8{1: 7}
+	}, func(in *input) { in.td.Body = func(b []byte) { b[0], b[0x248] = 6, 7 } })
 
 	// Rules.
 	add("debug TD", hardware.Policy, func(in *input) { in.rules.AllowAttributes = tdx.AttributeDebug }, attributes(tdx.AttributeDebug|tdx.AttributeSEPTVEDisable))
@@ -461,9 +470,9 @@ func TestALevelIsTheFirstThatFits(t *testing.T) {
 }
 
 func TestEmptyRulesAndQuotesAcceptNothing(t *testing.T) {
-	in := base(t, hardwaretest.NewIntel(t))
+	all := tdx.Rules{Statuses: tdx.Statuses, MinModule: map[uint8]uint8{0: 0}, AnyMRTD: true}
 	for name, q := range map[string]*tdx.Quote{"none": nil, "zero": {}} {
-		if err := in.rules.Check(q); attest.ReasonOf(err) != hardware.Policy {
+		if err := all.Check(q); attest.ReasonOf(err) != hardware.Policy {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
