@@ -9,7 +9,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
 type uninstallFlags struct {
@@ -23,13 +22,13 @@ func (a *app) uninstallCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "uninstall",
 		Short: "Remove Muster from a cluster, which goes on as one of plain kubeadm",
-		Long: `Gives the cluster kubeadm's permissions and configuration back, and removes Muster's admission policies, services, definitions and
+		Long: `Restores kubeadm's permissions and configuration, and removes Muster's admission policies, services, definitions and
 namespace, in this order. Pods keep running. The owner's folder stays, with a backup of Muster's objects.
 
-From then on no machine is attested: who has a bootstrap token joins, and a node renews its certificate by itself.
+From then on no machine is attested: a bootstrap token is enough to join, and kubelets renew their certificates without attestation.
 
 It refuses, and changes nothing, while a state disk is encrypted (nothing could open it), while a banned machine or a revoked certificate
-would get in again, while another command is in progress, and until each control plane's kube-controller-manager approves node
+could write again, while another command is in progress, and until each control plane's kube-controller-manager approves node
 certificates: that, and Muster's units, are changed on the machines, as docs/runbooks.md#uninstall shows. Nodes with Muster's own image have no
 login: replace them.
 
@@ -38,7 +37,7 @@ After an interruption the same command continues. What will be done is shown fir
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.uninstall(cmd, f) },
 	}
 	flags := cmd.Flags()
-	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would be done and what is in the way, and change nothing")
+	flags.BoolVar(&f.dryRun, "dry-run", false, "show the steps, and the problems that prevent them; change nothing")
 	flags.BoolVar(&f.yes, "yes", false, "don't ask")
 	flags.BoolVar(&f.letBackIn, "let-back-in", false, "accept that banned machines and revoked certificates can write again")
 	flags.StringSliceVar(&f.unencrypted, "unencrypted", nil, "nodes whose state disks are not encrypted, if that is not recorded, as of the machine that the cluster was made on")
@@ -48,15 +47,11 @@ After an interruption the same command continues. What will be done is shown fir
 }
 
 func (a *app) uninstall(cmd *cobra.Command, f uninstallFlags) error {
-	path, err := a.folder()
-	if err != nil {
-		return err
-	}
-	open := ownerdir.Open
+	open := a.open
 	if f.dryRun {
-		open = ownerdir.View
+		open = a.view
 	}
-	dir, err := open(path)
+	dir, err := open()
 	if err != nil {
 		return err
 	}

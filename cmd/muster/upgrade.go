@@ -11,7 +11,6 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
 type upgradeFlags struct {
@@ -48,15 +47,11 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 	if err != nil {
 		return err
 	}
-	path, err := a.folder()
-	if err != nil {
-		return err
-	}
-	open := ownerdir.Open
+	open := a.open
 	if f.dryRun {
-		open = ownerdir.View
+		open = a.view
 	}
-	dir, err := open(path)
+	dir, err := open()
 	if err != nil {
 		return err
 	}

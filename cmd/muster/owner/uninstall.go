@@ -43,7 +43,7 @@ type UninstallPlan struct {
 	// Problems have to be solved before anything is changed, Notes have not. Each says what to do.
 	Problems []Problem `json:"problems"`
 	Notes    []string  `json:"notes"`
-	// Machines are the nodes on whose machines something of Muster is left.
+	// Machines lists the nodes whose machines may still have Muster's units and packages.
 	Machines []UninstalledMachine `json:"machines"`
 }
 
@@ -53,7 +53,7 @@ type UninstallStep struct {
 	Detail string `json:"detail"`
 }
 
-// UninstalledMachine is a node whose machine is changed by hand, by [UninstallRunbook].
+// UninstalledMachine is a node whose machine an administrator still has to change, as [UninstallRunbook] shows.
 type UninstalledMachine struct {
 	Node string        `json:"node"`
 	Role v1alpha1.Role `json:"role"`
@@ -325,7 +325,7 @@ func (u *uninstaller) checkControlPlanes(ctx context.Context) error {
 	return nil
 }
 
-// checkDisks refuses machines whose disks no one could open at their next boot.
+// checkDisks refuses the uninstall while a state disk is encrypted: without kms, nothing could open it at the next boot.
 func (u *uninstaller) checkDisks(enrolled []v1alpha1.AttestedNode) {
 	var encrypted, unknown []string
 	for _, n := range enrolled {
@@ -348,7 +348,8 @@ func (u *uninstaller) checkDisks(enrolled []v1alpha1.AttestedNode) {
 	}
 }
 
-// checkShutOut refuses to let machines back in: Kubernetes renews each certificate of a node that has not expired.
+// checkShutOut refuses the uninstall while a machine is banned or a certificate revoked: plain Kubernetes enforces neither, and renews every node
+// certificate that has not expired.
 func (u *uninstaller) checkShutOut(ctx context.Context, enrolled []v1alpha1.AttestedNode) error {
 	list, err := u.kube.Access(ctx)
 	if err != nil {
@@ -449,7 +450,7 @@ func (u *uninstaller) ordered(key ed25519.PrivateKey, n *v1alpha1.AttestedNode) 
 	return ""
 }
 
-// machines lists the nodes whose machines may have Muster's units.
+// machines fills in the plan's Machines.
 func (u *uninstaller) machines(ctx context.Context) error {
 	nodes, err := u.kube.Nodes(ctx)
 	if err != nil {

@@ -227,8 +227,8 @@ func (r *removal) goesOn(t *testing.T) {
 	if _, err := r.as(t, joins, nil).CoreV1().Nodes().Get(t.Context(), "w1", metav1.GetOptions{}); err != nil {
 		t.Errorf("kubeadm join could not see whether the name is taken: %v", err)
 	}
-	anybody := r.as(t, rest.AnonymousClientConfig(r.api.Admin), nil)
-	m, err := anybody.CoreV1().ConfigMaps(metav1.NamespacePublic).Get(t.Context(), "cluster-info", metav1.GetOptions{})
+	anonymous := r.as(t, rest.AnonymousClientConfig(r.api.Admin), nil)
+	m, err := anonymous.CoreV1().ConfigMaps(metav1.NamespacePublic).Get(t.Context(), "cluster-info", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -102,7 +102,7 @@ func (s *Report) refused(err error) *Report {
 // challengeTo makes a challenge for the keys that the cluster has recorded of a node's machine. If they are not the machine's, it can't answer.
 func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 	if n.Status.EKPublic == "" {
-		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the cluster has no endorsement key of %s yet", n.Name), "joinservice records it when the machine attests, every five minutes: muster status shows when it did. A joinservice of an earlier version does not: muster upgrade.")
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the cluster has no endorsement key of %s yet", n.Name), "joinservice records it when the machine attests, every five minutes: muster status shows when it did. A joinservice of an earlier version does not: muster upgrade. A virtual machine that the platform key of its cloud endorses has none, and can only be verified by its address, before it joins.")
 	}
 	ek, err := base64.StdEncoding.DecodeString(n.Status.EKPublic)
 	ak, aerr := hex.DecodeString(n.Status.AKName)
@@ -111,7 +111,7 @@ func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 	}
 	// The order is for the machine of n.Spec. So evidence with this endorsement key is that machine's.
 	if id := attest.MachineIDOf(ek); id.String() != n.Spec.MachineID {
-		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the cluster has the endorsement key of machine %s for %s, whose machine is %s", id, n.Name, n.Spec.MachineID),
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "AttestedNode %s: status.ekPublic is the endorsement key of machine %s, but spec.machineID is %s", n.Name, id, n.Spec.MachineID),
 			"After muster replace, run the command again once the new machine has attested; muster status shows when. Otherwise the cluster's record was changed: don't trust it.")
 	}
 	return tpm2.NewActivation(ek, ak)
