@@ -165,6 +165,33 @@ func TestAnInitIsNotResumedFromAnOlderCopyOfItsDisk(t *testing.T) {
 	}
 }
 
+// B7: neither a join that is to be taken back nor one that is complete but for the journal's last step serves an older copy of the cluster.
+func TestAJoinIsNotResumedFromAnOlderCopyOfItsDisk(t *testing.T) {
+	for _, at := range []string{"kubeadm join is half done", "before the journal says " + journal.StepDone.String()} {
+		t.Run(at, func(t *testing.T) {
+			w, _ := joiner(t)
+			w.counter, w.image.Listen.Recover = tpmtest.SWTPM(t).Open(), "127.0.0.1:0"
+			p := plane{fixture: w}
+			w.cutOff(t, at, 0, func(*running) {})
+			older := t.TempDir()
+			if err := os.CopyFS(older, os.DirFS(w.root)); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.keeper().Advance(t.Context(), epoch.Record{Epoch: 1}); err != nil {
+				t.Fatal(err)
+			}
+			w.reboot()
+			p.restore(older)
+			r := w.boot()
+			defer r.kill(t)
+			eventually(t, "it waits for its owner, or starts", func() bool { return p.on() != "" || w.did("start "+machine.UnitKubelet) })
+			if w.exists(mayStart) || w.did("start "+machine.UnitKubelet) {
+				t.Error("the kubelet may start")
+			}
+		})
+	}
+}
+
 // B7: an older copy of an adopted control plane's disk is detected from the time before its kubelet is started.
 func TestAnAdoptionBeginsItsRecordBeforeItServes(t *testing.T) {
 	w := controlPlane(t)

@@ -21,7 +21,6 @@ import (
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
-	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -183,55 +182,6 @@ func TestControlPlanesThatAreRestoredAreNotServed(t *testing.T) {
 			t.Errorf("at the next boot: %v", err)
 		}
 	}
-}
-
-// B7: the disk is one from the middle of the init, and the owner repeats the request. The etcd and API server on it do not start.
-func TestARepeatedInitServesNoEarlierDisk(t *testing.T) {
-	w := first(t)
-	w.meta.Name, w.counter = "node1", tpmtest.SWTPM(t).Open()
-	w.image.Listen.Recover = "127.0.0.1:0"
-	p := plane{w, w.signer}
-	w.at = "after the journal says " + journal.StepKubeadmRan.String()
-	r := w.boot()
-	if out := w.init(t.Context(), r, w.request()); out.err == nil {
-		t.Fatal("the init was not interrupted")
-	}
-	r.kill(t)
-	if rec := w.record(); rec.Step != journal.StepKubeadmRan {
-		t.Fatalf("interrupted at %s", rec.Step)
-	}
-	earlier := t.TempDir()
-	if err := os.CopyFS(earlier, os.DirFS(p.root)); err != nil {
-		t.Fatal(err)
-	}
-	again := func() *running {
-		w.reboot()
-		w.dieAfter(-1)
-		w.logged = &logBuffer{}
-		return w.boot()
-	}
-	r = again()
-	if out := w.init(t.Context(), r, w.request()); out.err != nil || !w.did("start "+machine.UnitKubelet) {
-		t.Fatalf("the newest disk: %v", out.err)
-	}
-	if err := r.end(t); err != nil {
-		t.Fatal(err)
-	}
-	p.restore(earlier)
-	r = again()
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		w.init(ctx, r, w.request())
-	}()
-	eventually(t, "it waits for its owner", func() bool { return p.on() != "" })
-	if p.exists(mayStart) || p.did("start "+machine.UnitKubelet) || !strings.Contains(p.logged.String(), "CLUSTER_ROLLED_BACK") {
-		t.Errorf("something was started: %v", p.steps)
-	}
-	cancel()
-	<-ended
-	r.kill(t)
 }
 
 func TestOnlyTheOwnersOrderForThisEpochOfThisMachineIsTaken(t *testing.T) {
