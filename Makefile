@@ -58,7 +58,7 @@ vm-lock: deps kube ## Write deploy/vm/packages.lock: what the image is made of, 
 
 .PHONY: test-image
 test-image: deps kube build ## Build the disk image twice from nothing but packages, and compare (as root, 10 minutes); not part of test
-	MUSTER_VM_CONTAINERD="$$($(LAB) kube-binaries)" go test -count=1 -timeout 30m -tags image -v -run TestTwoBuilds ./deploy/vm
+	MUSTER_VM_CONTAINERD="$$($(LAB) kube-binaries --pinned)" VERSION='$(VERSION)' COMMIT='$(COMMIT)' go test -count=1 -timeout 40m -tags image -v -run TestTwoBuilds ./deploy/vm
 
 .PHONY: generate
 generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from api/

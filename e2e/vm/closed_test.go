@@ -20,15 +20,7 @@ import (
 // A machine reaches no registry, and runs the container images of its verified root (docs/air-gap.md, B9).
 func TestAMachineWithoutARegistryRunsTheImagesOfItsRoot(t *testing.T) {
 	w := bringUp(t)
-	add := t.TempDir()
-	hosts := filepath.Join(add, "etc", "containerd", "certs.d", "_default", "hosts.toml")
-	if err := errors.Join(os.MkdirAll(filepath.Dir(hosts), 0o755), os.WriteFile(hosts, []byte("[host.\"http://192.168.77.254:9\"]\n  capabilities = [\"pull\", \"resolve\"]\n"), 0o644)); err != nil {
-		t.Fatal(err)
-	}
-	image, _, err := w.buildImage(t, "-add", add, "-images", w.layout(t, versions.Pause, versions.Proxy, "podnet", "echo"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	image := w.closedImage(t, versions.Pause, versions.Proxy, "podnet", "echo")
 	w.policy(t, 9, "closed.yaml", w.image, image)
 	w.Muster(t, "policy", "apply", "closed.yaml")
 	v := w.worker("node7")
@@ -43,7 +35,22 @@ func TestAMachineWithoutARegistryRunsTheImagesOfItsRoot(t *testing.T) {
 	t.Log(w.shell(t, "node7", "images", "/usr/bin/ctr -n k8s.io images ls -q"))
 }
 
-// layout makes an OCI image layout of some of the lab's images.
+// closedImage builds an image for machines without a registry, with these container images in its root.
+func (w *fixture) closedImage(t *testing.T, names ...string) string {
+	t.Helper()
+	add := t.TempDir()
+	hosts := filepath.Join(add, "etc", "containerd", "certs.d", "_default", "hosts.toml")
+	if err := errors.Join(os.MkdirAll(filepath.Dir(hosts), 0o755), os.WriteFile(hosts, []byte("[host.\"http://192.168.77.254:9\"]\n  capabilities = [\"pull\", \"resolve\"]\n"), 0o644)); err != nil {
+		t.Fatal(err)
+	}
+	image, _, err := w.buildImage(t, "-add", add, "-images", w.layout(t, names...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return image
+}
+
+// layout makes an OCI image layout of some of the lab's and of Muster's images.
 func (w *fixture) layout(t *testing.T, names ...string) string {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join(w.Dir, "lab.json"))
@@ -56,33 +63,36 @@ func (w *fixture) layout(t *testing.T, names ...string) string {
 	if err := json.Unmarshal(b, &lab); err != nil {
 		t.Fatal(err)
 	}
-	from, err := layout.ImageIndexFromPath(lab.Layouts[0])
-	if err != nil {
-		t.Fatal(err)
-	}
-	all, err := from.IndexManifest()
-	if err != nil {
-		t.Fatal(err)
-	}
 	dir := t.TempDir()
 	to, err := layout.Write(dir, empty.Index)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, d := range all.Manifests {
-		ref := d.Annotations["io.containerd.image.name"]
-		if !slices.ContainsFunc(names, func(n string) bool { return strings.Contains(ref, "/"+n+":") }) {
-			continue
-		}
-		img, err := from.Image(d.Digest)
-		if err == nil {
-			err = to.AppendImage(img, layout.WithAnnotations(d.Annotations))
-		}
+	for _, l := range lab.Layouts {
+		from, err := layout.ImageIndexFromPath(l)
 		if err != nil {
 			t.Fatal(err)
 		}
-		t.Logf("%s has %s", dir, ref)
-		names = slices.DeleteFunc(names, func(n string) bool { return strings.Contains(ref, "/"+n+":") })
+		all, err := from.IndexManifest()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range all.Manifests {
+			ref := d.Annotations["io.containerd.image.name"]
+			named := func(n string) bool { return strings.Contains(ref, "/"+n+":") }
+			if !slices.ContainsFunc(names, named) {
+				continue
+			}
+			img, err := from.Image(d.Digest)
+			if err == nil {
+				err = to.AppendImage(img, layout.WithAnnotations(d.Annotations))
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("%s has %s", dir, ref)
+			names = slices.DeleteFunc(names, named)
+		}
 	}
 	if len(names) > 0 {
 		t.Fatalf("the lab has no image %q", names)

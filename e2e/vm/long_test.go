@@ -19,6 +19,7 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
@@ -271,10 +272,13 @@ func (w *fixture) runs(t *testing.T, name string) string {
 	return ""
 }
 
-// A virtual machine is the only control plane. When it comes back no joinservice runs, and its owner opens its disk.
+// A virtual machine is the only control plane, and reaches no registry: it runs the container images of its root (B9).
+// When it comes back no joinservice runs, and its owner opens its disk.
 func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	t.Parallel() // it mostly waits
 	w := prepare(t)
+	w.image = w.closedImage(t, append(versions.ImageNames(), "podnet", "joinservice", "kms")...)
+	w.policy(t, 1, "policy.yaml", w.image)
 	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
 	if _, err := w.AddVM(t.Context(), v); err != nil {
 		t.Fatal(err)
