@@ -14,7 +14,6 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/attest/hardware"
 	"github.com/muster-k8s/muster/trust/internal/endorsement"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/registry"
 	"github.com/muster-k8s/muster/trust/internal/hwreport"
@@ -200,13 +199,6 @@ func (p *Policy) Roots() (out []*x509.Certificate) {
 	}
 	return out
 }
-
-// CollateralEnd is when a part of what a vendor of processors has published ends.
-type CollateralEnd = hardware.End
-
-// CollateralEnds returns when each part of the policy's collateral ends. After that, hardware reports
-// that need it are refused with HARDWARE_COLLATERAL.
-func (p *Policy) CollateralEnds() []CollateralEnd { return p.hardware.Ends() }
 
 // Bank returns the PCR bank that the policy appraises; 0 if the policy accepts no TPM.
 func (p *Policy) Bank() crypto.Hash { return p.bank }

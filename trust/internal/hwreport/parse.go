@@ -1,14 +1,11 @@
 package hwreport
 
 import (
-	"bytes"
 	"crypto/x509"
-	"fmt"
 	"maps"
 	"slices"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/attest/hardware"
 	"github.com/muster-k8s/muster/trust/attest/hcl"
 	"github.com/muster-k8s/muster/trust/attest/snp"
 	"github.com/muster-k8s/muster/trust/attest/tdx"
@@ -261,40 +258,4 @@ func (r *Rules) parseCollateral(m *attestv1.Collateral, v Vendors) error {
 	}
 	r.amd, r.intel, r.collateral = c.AMD, v.Intel, c.Intel
 	return nil
-}
-
-// Collateral is what both vendors have published, in the form of packages snp and tdx.
-type Collateral struct {
-	AMD   snp.Authorities
-	Intel tdx.Collateral
-	lists [][]byte // all of AMD
-}
-
-// CollateralOf gives each of AMD's lists to the lines of processors whose root has issued it.
-func CollateralOf(m *attestv1.Collateral, v Vendors) Collateral {
-	c := Collateral{AMD: maps.Clone(v.AMD), lists: m.GetAmdCrls(), Intel: tdx.Collateral{
-		TCBInfo: m.GetTcbInfos(), TCBInfoChain: m.GetTcbInfoChain(), QEIdentity: m.GetQeIdentity(), QEIdentityChain: m.GetQeIdentityChain(), CRLs: m.GetIntelCrls(),
-	}}
-	for product, a := range c.AMD {
-		for _, der := range c.lists {
-			if l, err := x509.ParseRevocationList(der); err == nil && bytes.Equal(l.RawIssuer, a.Root.RawSubject) {
-				a.RevocationList = der
-			}
-		}
-		c.AMD[product] = a
-	}
-	return c
-}
-
-// Ends returns when each part ends. The error names a part that cannot be read.
-func (c Collateral) Ends() ([]hardware.End, error) {
-	out, err := hardware.CRLEnds(c.lists)
-	if err != nil {
-		return nil, fmt.Errorf("AMD: %w", err)
-	}
-	intel, err := c.Intel.Ends()
-	if err != nil {
-		return nil, fmt.Errorf("Intel: %w", err)
-	}
-	return append(out, intel...), nil
 }

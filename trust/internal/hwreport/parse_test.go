@@ -148,16 +148,3 @@ func TestRulesThatAreRefused(t *testing.T) {
 		}
 	}
 }
-
-func TestListsOfAMDGoToTheLinesThatTheyAreOf(t *testing.T) {
-	v := hwreport.RealVendors()
-	c := hwreport.CollateralOf(&attestv1.Collateral{AmdCrls: collateral(t).GetIntelCrls()}, v)
-	for p, a := range c.AMD {
-		if a.RevocationList != nil {
-			t.Errorf("%s got a list of Intel", p)
-		}
-	}
-	if len(v.AMD) != 3 || len(c.AMD) != 3 {
-		t.Errorf("%d and %d lines", len(v.AMD), len(c.AMD))
-	}
-}
