@@ -279,18 +279,34 @@ func (d *doctor) known(ctx context.Context) error {
 
 func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public []byte, other string) {
 	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
+	var inForce *attest.Policy
 	if err == nil {
-		_, err = attest.OpenPolicy(public, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
+		inForce, err = attest.OpenPolicy(public, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
 	}
 	if err != nil {
 		d.Add(CheckOwnerKey, checkup.Fail, other, "the cluster's policy: %v", err)
 		return
 	}
+	d.collateral(inForce.CollateralEnds())
 	if own, signed, err := owner.SignedPolicy(d.dir); err == nil && string(signed.GetPolicy()) != p.Spec.Policy {
 		d.Add(CheckPolicy, checkup.Warn, "Run muster policy apply, if you have finished editing it.", "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), p.Status.Serial)
 	}
 	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
 		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
+	}
+}
+
+// collateral reports what has ended or ends soon of the processor vendors' data: without them, hardware reports are refused.
+func (d *doctor) collateral(ends []attest.CollateralEnd) {
+	const remedy = "Run muster collateral fetch, then muster collateral apply --dry-run, then muster collateral apply."
+	for _, e := range ends {
+		end := e.Time.UTC().Format(time.DateTime)
+		switch left := e.Time.Sub(d.Now()); {
+		case left <= 0:
+			d.Add(CheckPolicy, checkup.Fail, remedy, "the %s in the policy ended at %s UTC: hardware reports that need it are refused with HARDWARE_COLLATERAL", e.Name, end)
+		case left < policyfile.CollateralSoon:
+			d.Add(CheckPolicy, checkup.Warn, remedy, "the %s in the policy ends at %s UTC", e.Name, end)
+		}
 	}
 }
 
