@@ -273,7 +273,7 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, err
 	}
 	var err error
-	if a.Hardware, err = p.hardware.Check(c.hardware()); err != nil { // last: it costs most
+	if a.Hardware, err = p.hardware.Check(c.hardware()); err != nil { // A10; last: it costs most
 		return Appraisal{}, err
 	}
 	return a, nil

@@ -142,7 +142,7 @@ func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, en
 		Safe:            q.Safe,
 		FirmwareVersion: q.FirmwareVersion,
 		Hardware:        ev.GetTpm2().GetHardware(),
-		HardwareData:    hardware.NewReportData(ak.Name, top), // A1: as fresh as the quote
+		HardwareData:    hardware.NewReportData(ak.Name, top), // A1, A10: as fresh as the quote
 		At:              v.now(),
 		SignedPolicy:    ev.GetSignedPolicy(),
 	}

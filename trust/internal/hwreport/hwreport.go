@@ -156,7 +156,7 @@ func (r Rules) checkAzure(e Evidence, kind Kind) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	// A1: the quote of this session is by the attestation key, which this key has certified for it.
+	// A10: the quote of this session is by the attestation key, which this key has certified for it.
 	spki, err := x509.MarshalPKIXPublicKey(got.AK)
 	if err != nil || sha256.Sum256(spki) != e.PlatformKey {
 		return "", hardware.Refuse(hardware.Binding, "the hardware report is bound to another key than the platform key that certifies the machine's attestation key")
