@@ -283,6 +283,10 @@ func TestEvidenceWithHardwareReportsThatIsRefused(t *testing.T) {
 	add("Azure's TDREPORT with the certificate of an SEV-SNP report", hardware.Malformed, hwreport.AzureTDX, sent(func(r *attestv1.HardwareReport) {
 		r.GetAzure().Quote, r.GetAzure().Certificate = nil, []byte{1}
 	}))
+	add("Azure's quote beside an HCL report that says SEV-SNP", hardware.Malformed, hwreport.AzureTDX, sent(func(r *attestv1.HardwareReport) {
+		clear(r.GetAzure().GetHclReport()[0x4C0+8:][:4])
+		r.GetAzure().HclReport[0x4C0+8] = byte(hcl.SNP)
+	}))
 	add("SEV-SNP report over another session", hardware.Binding, hwreport.SevSnp, data)
 	add("SEV-SNP report over zeros", hardware.Binding, hwreport.SevSnp, zeros)
 	add("TDX quote over another session", hardware.Binding, hwreport.TDX, data)
