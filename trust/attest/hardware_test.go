@@ -271,7 +271,7 @@ func TestEvidenceWithHardwareReportsThatIsRefused(t *testing.T) {
 	add("report of a kind that is not required", hardware.Policy, hwreport.TDX, rule(func(p *attestv1.HardwarePolicy) { p.Require = []string{"sev-snp"} }))
 	add("Azure's report where the guest's own is required", hardware.Policy, hwreport.AzureSevSnp, rule(func(p *attestv1.HardwarePolicy) { p.Require = []string{"sev-snp"} }))
 	add("report of no kind", hardware.Malformed, hwreport.SevSnp, sent(func(r *attestv1.HardwareReport) { r.Report = nil }))
-	add("SEV-SNP report without a certificate", hardware.Malformed, hwreport.SevSnp, sent(func(r *attestv1.HardwareReport) { r.GetSevSnp().Certificate = nil }))
+	add("SEV-SNP report without a certificate", hardware.Untrusted, hwreport.SevSnp, sent(func(r *attestv1.HardwareReport) { r.GetSevSnp().Certificate = nil }))
 	add("certificate of more than 4 KiB", hardware.Malformed, hwreport.SevSnp, sent(func(r *attestv1.HardwareReport) { r.GetSevSnp().Certificate = make([]byte, 4097) }))
 	add("SEV-SNP report of 1185 bytes", hardware.Malformed, hwreport.SevSnp, sent(func(r *attestv1.HardwareReport) { r.GetSevSnp().Report = make([]byte, 1185) }))
 	add("empty TDX quote", hardware.Malformed, hwreport.TDX, sent(func(r *attestv1.HardwareReport) { r.GetTdx().Quote = nil }))

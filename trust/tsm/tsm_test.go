@@ -228,6 +228,20 @@ type noDriver struct{ *kernel }
 
 func (noDriver) mkdir(string) error { return &os.PathError{Op: "mkdir", Err: syscall.ENXIO} }
 
+// TestAHostWithoutCertificatesDoesNotStopAMachine: a policy may require no report.
+func TestAHostWithoutCertificatesDoesNotStopAMachine(t *testing.T) {
+	for name, aux := range map[string][]byte{
+		"no table": nil, "empty table": table(), "table of the issuer alone": table([2]string{other, "issuer"}),
+		"key after the end of the table": append(make([]byte, 24), table([2]string{tableKeys[0], "certificate"})...),
+	} {
+		k := newSNP(t)
+		k.aux = aux
+		if r, err := (&Reports{k}).Report(t.Context(), value()); err != nil || len(r.GetSevSnp().GetReport()) != 1184 || r.GetSevSnp().GetCertificate() != nil {
+			t.Errorf("%s: %q, %v", name, r.GetSevSnp().GetCertificate(), err)
+		}
+	}
+}
+
 // TestErrorsOfThePlatformAreReported: a machine that has the hardware never leaves its report out.
 func TestErrorsOfThePlatformAreReported(t *testing.T) {
 	short := func(n int) func([]byte) ([]byte, error) {
@@ -247,10 +261,6 @@ func TestErrorsOfThePlatformAreReported(t *testing.T) {
 		"quote of more than 16 KiB":          {newTDX, func(k *kernel) { k.report = short(16<<10 + 1) }, "has 16385 bytes"},
 		"report of more than 32 KiB":         {newTDX, func(k *kernel) { k.report = short(32<<10 + 1) }, "more than 32768"},
 		"another program's write":            {newSNP, func(k *kernel) { k.interfere = true }, "another program has written"},
-		"no table of certificates":           {newSNP, func(k *kernel) { k.aux = nil }, "no certificate of the key"},
-		"empty table of certificates":        {newSNP, func(k *kernel) { k.aux = table() }, "no certificate of the key"},
-		"table of the issuer alone":          {newSNP, func(k *kernel) { k.aux = table([2]string{other, "issuer"}) }, "no certificate of the key"},
-		"key after the end of the table":     {newSNP, func(k *kernel) { k.aux = append(make([]byte, 24), cut...) }, "no certificate of the key"},
 		"certificate beyond the table":       {newSNP, func(k *kernel) { k.aux = cut[:len(cut)-1] }, "an entry for the SEV-SNP key"},
 		"empty certificate":                  {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[0], ""}) }, "an entry for the SEV-SNP key"},
 		"certificate of more than 4 KiB":     {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[0], strings.Repeat("x", 4097)}) }, "an entry for the SEV-SNP key"},

@@ -48,7 +48,7 @@ func KindOf(r *attestv1.HardwareReport) (Kind, error) {
 	switch m := r.GetReport().(type) {
 	case *attestv1.HardwareReport_SevSnp:
 		limit("report", m.SevSnp.GetReport(), snp.ReportSize, snp.ReportSize)
-		limit("certificate", m.SevSnp.GetCertificate(), 1, snp.MaxCertificate)
+		limit("certificate", m.SevSnp.GetCertificate(), 0, snp.MaxCertificate)
 		return SevSnp, err
 	case *attestv1.HardwareReport_Tdx:
 		limit("quote", m.Tdx.GetQuote(), 1, tdx.MaxQuote)
@@ -121,6 +121,9 @@ func (r Rules) Check(e Evidence) (string, error) {
 	switch kind {
 	case SevSnp:
 		m := e.Report.GetSevSnp()
+		if len(m.GetCertificate()) == 0 {
+			return "", hardware.Refuse(hardware.Untrusted, "the machine's host gives its guests no certificate of the key that signs SEV-SNP reports: configure it to pass that of the VCEK or VLEK (extended guest requests)")
+		}
 		got, err := snp.Verify(snp.Evidence{Report: m.GetReport(), Certificate: m.GetCertificate()}, e.Want, r.amd, e.Now)
 		if err == nil {
 			err = r.snp.Check(got)

@@ -715,8 +715,9 @@ type SevSnpReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// ATTESTATION_REPORT, 1184 bytes, otherwise EVIDENCE_MALFORMED.
 	Report []byte `protobuf:"bytes,1,opt,name=report,proto3" json:"report,omitempty"`
-	// The X.509 certificate in DER of the VCEK or VLEK that signed it, 1 byte to 4 KiB,
-	// otherwise EVIDENCE_MALFORMED.
+	// The X.509 certificate in DER of the VCEK or VLEK that signed it, at most 4 KiB,
+	// otherwise EVIDENCE_MALFORMED. Empty: the host gives its guests none. Then rules for
+	// such reports refuse with HARDWARE_UNTRUSTED.
 	Certificate   []byte `protobuf:"bytes,2,opt,name=certificate,proto3" json:"certificate,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
