@@ -46,11 +46,11 @@ func issued(der []byte, issuer *x509.Certificate) bool {
 func (c Collateral) Ends() ([]hardware.End, error) {
 	out, err := hardware.CRLEnds(c.lists)
 	if err != nil {
-		return nil, fmt.Errorf("AMD: %w", err)
+		return nil, fmt.Errorf("from AMD: %w", err)
 	}
 	intel, err := c.Intel.Ends()
 	if err != nil {
-		return nil, fmt.Errorf("Intel: %w", err)
+		return nil, fmt.Errorf("from Intel: %w", err)
 	}
 	return append(out, intel...), nil
 }

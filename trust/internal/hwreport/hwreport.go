@@ -135,6 +135,7 @@ func (r Rules) Check(e Evidence) (string, error) {
 			err = r.tdx.Check(got)
 		}
 		return describeTDX(got), err
+	case AzureSevSnp, AzureTDX:
 	}
 	return r.checkAzure(e, kind)
 }
