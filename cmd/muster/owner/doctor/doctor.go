@@ -296,16 +296,12 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public []byte, other s
 	}
 }
 
-// collateral reports what has ended or ends soon of the processor vendors' data: without them, hardware reports are refused.
+// collateral reports what has ended of the processor vendors' data in the cluster's policy. The check of the folder's policy warns before.
 func (d *doctor) collateral(ends []attest.CollateralEnd) {
-	const remedy = "Run muster collateral fetch, then muster collateral apply --dry-run, then muster collateral apply."
 	for _, e := range ends {
-		end := e.Time.UTC().Format(time.DateTime)
-		switch left := e.Time.Sub(d.Now()); {
-		case left <= 0:
-			d.Add(CheckPolicy, checkup.Fail, remedy, "the %s in the policy ended at %s UTC: hardware reports that need it are refused with HARDWARE_COLLATERAL", e.Name, end)
-		case left < policyfile.CollateralSoon:
-			d.Add(CheckPolicy, checkup.Warn, remedy, "the %s in the policy ends at %s UTC", e.Name, end)
+		if d.Now().After(e.Time) {
+			d.Add(CheckPolicy, checkup.Fail, "Run muster collateral fetch, then muster collateral apply --dry-run, then muster collateral apply.",
+				"the %s in the cluster's policy ended at %s UTC: hardware reports that need it are refused with HARDWARE_COLLATERAL", e.Name, e.Time.UTC().Format(time.DateTime))
 		}
 	}
 }
