@@ -20,9 +20,7 @@ var elsewhere = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_UNSPECIFIED: "never sent on purpose",
 	attestv1.Reason_REASON_ACCEPTED:    "no refusal",
 
-	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:  "no evidence has a hardware report yet; packages snp, tdx and hcl test the refusal",
-	attestv1.Reason_REASON_HARDWARE_COLLATERAL: "the same",
-	attestv1.Reason_REASON_HARDWARE_TCB:        "the same",
+	attestv1.Reason_REASON_HARDWARE_TCB: "a service would need TCB data that Intel has signed and that are valid today, or AMD's present list; trust/attest tests it by the whole path of evidence",
 }
 
 // asserted returns for each test function the reasons that it checks in all places: those named in a test, or in a

@@ -23,6 +23,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
+	"github.com/muster-k8s/muster/services/bootstrapper/hwreport"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -171,12 +172,12 @@ func openTPM(img *metadata.Image, lock string) (*tpm.TPM, error) {
 	return tpm.Open(img.TPM.Device, tpm.WithLock(lock)), nil
 }
 
-func newAttester(img *metadata.Image, device tpm.Device, p attest.Purpose) (*tpm2.Attester, error) {
+func newAttester(img *metadata.Image, device *tpm.TPM, p attest.Purpose) (*tpm2.Attester, error) {
 	bank, err := tpm.ParseBank(img.TPM.Bank)
 	if err != nil {
 		return nil, err
 	}
-	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank}
+	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank, Hardware: hwreport.New(device)}
 	// A machine without the file has no event log; policies check PCRs, not logs.
 	if _, err := os.Stat(img.TPM.EventLog); err == nil {
 		cfg.EventLog = img.TPM.EventLog

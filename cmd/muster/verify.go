@@ -160,8 +160,8 @@ func (a *app) show(s *owner.Report, events bool) error {
 		return errors.Join(a.json(s), s.Err)
 	}
 	if s.Machine != "" {
-		fmt.Fprintf(a.stdout, "Machine        %s\nEndorsement    %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
-			s.Machine, endorsement(s), named(s.Image), named(s.Class), dash(s.Root), s.EKKind, s.Lock, s.SecureBoot, s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
+		fmt.Fprintf(a.stdout, "Machine        %s\nEndorsement    %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nHardware       %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
+			s.Machine, endorsement(s), named(s.Image), named(s.Class), dash(s.Root), s.EKKind, s.Lock, s.SecureBoot, dash(s.Hardware), s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
 		rows := [][]string{{"EK CERTIFICATE CHAIN", "SERIAL NUMBER", "SHA-256 OF ITS KEY"}}
 		for _, c := range s.Chain {
 			rows = append(rows, []string{c.Subject, c.Serial, c.Key})

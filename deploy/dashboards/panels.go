@@ -35,6 +35,7 @@ var dashboards = []dashboard{
 		{"Policy in force", "none", "Generation of the AttestationPolicy and serial of the owner. Replicas should agree.", []query{
 			{"muster_policy_generation", "generation {{job}} {{instance}}"}, {"max(muster_policy_serial)", "serial"},
 		}},
+		{"Processor vendors' data", "s", "How long each part of the policy's collateral is valid. At 0, hardware reports that need it are refused.", one(`min by (part) (muster_collateral_end_seconds) - time()`, "{{part}}")},
 		{"Newest policy refused", "none", "1 while it is; the reason is in the legend.", one(`max by (reason) (muster_policy_rejected)`, "{{reason}}")},
 		{"Connections that were set up", "cps", "By side and outcome.", one(rate("muster_atls_setups_total", "side, outcome"), "{{side}} {{outcome}}")},
 

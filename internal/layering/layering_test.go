@@ -64,7 +64,7 @@ func list(t *testing.T, dir string, args ...string) []pkg {
 
 func TestTrustedPackagesAreTheListedOnes(t *testing.T) {
 	var got []string
-	for _, p := range list(t, filepath.Join(root(t), "trust"), "-deps", "./attest/...", "./atls/...", "./keys/...", "./tpm/...") {
+	for _, p := range list(t, filepath.Join(root(t), "trust"), "-deps", "./attest/...", "./atls/...", "./keys/...", "./tpm/...", "./tsm/...") {
 		// Test helpers are in the module, but not in released programs; see below.
 		if !p.Standard && !isTestPackage(p.ImportPath) {
 			got = append(got, p.ImportPath)

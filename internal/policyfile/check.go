@@ -86,6 +86,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 			add(Warning, fmt.Sprintf("tpm2.ekRoots[%d].minFirmwareVersion", i), "not set: TPMs of this vendor with firmware that has known weaknesses are accepted; muster verify shows a machine's version, the vendor's advisories say which one is repaired")
 		}
 	}
+	checkHardware(m.GetHardware(), p.CollateralEnds(), now, func(field, format string, args ...any) { add(Warning, field, format, args...) })
 	found = append(found, checkRoots(p.Authorities(), now)...)
 	return p, found, nil
 }

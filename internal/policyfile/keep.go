@@ -12,7 +12,8 @@ import (
 
 // KeepRules returns text, a new policy, with those rules of the previous policy that [Build] does not write, and a
 // description of them. Classes are kept if text has none and does not accept any firmware; revocations, if text has no
-// tpm2.revoked; the minimum firmware version of a root's TPMs, if text has none for this root.
+// tpm2.revoked; the minimum firmware version of a root's TPMs, if text has none for this root; rules for hardware reports
+// and their collateral, if text has none.
 func KeepRules(text, before []byte) (kept []byte, what []string, err error) {
 	m, err := message(text)
 	if err != nil {
@@ -33,13 +34,19 @@ func KeepRules(text, before []byte) (kept []byte, what []string, err error) {
 		}
 		what = append(what, fmt.Sprintf("%d machine classes", len(classes)))
 	}
-	tpm := tpmRules(m.GetTpm2(), old.GetTpm2())
-	if len(tpm) == 0 {
-		return text, what, nil
-	}
 	doc, err := document(text)
 	if err != nil {
 		return nil, nil, err
+	}
+	tpm := tpmRules(m.GetTpm2(), old.GetTpm2())
+	hardware, err := keepHardware(doc.Content[0], m, old)
+	if err != nil {
+		return nil, nil, err
+	}
+	if hardware != "" {
+		what = append(what, hardware)
+	} else if len(tpm) == 0 {
+		return text, what, nil
 	}
 	for _, k := range tpm {
 		if err := k.write(field(doc.Content[0], "tpm2")); err != nil {

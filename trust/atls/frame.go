@@ -96,18 +96,27 @@ const (
 	lastMessageField = 5 // Frame's oneof has the fields 1 to 5
 	evidenceField    = 2 // Frame.evidence
 	tpm2Field        = 2 // Evidence.tpm2
+	// Tpm2Evidence.platform_key and hardware: messages with fields of their own.
+	platformKeyField = 12
+	hardwareField    = 13
 )
 
 // checkFields bounds the memory that decoding can allocate, before decoding: it counts the fields
-// of the frame, of its evidence, and of the evidence's body, which has the lists. It refuses a
+// of the frame, of its evidence, of the evidence's body and of the messages in it. It refuses a
 // second message in one frame, because protobuf would merge it with the first one or replace the
 // first one.
 func checkFields(body []byte) error {
 	fields := 0
 	messages := 0
+	inTPM2 := func(num protowire.Number, value []byte) error {
+		if num == platformKeyField || num == hardwareField {
+			return eachField(value, &fields, nil)
+		}
+		return nil
+	}
 	evidenceBody := func(num protowire.Number, value []byte) error {
 		if num == tpm2Field {
-			return eachField(value, &fields, nil)
+			return eachField(value, &fields, inTPM2)
 		}
 		return nil
 	}

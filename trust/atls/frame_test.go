@@ -42,6 +42,11 @@ func TestFramesThatAreNotAsSpecifiedAreRefused(t *testing.T) {
 	}
 	emptyPCRs := protowire.AppendTag(nil, 2, protowire.BytesType) // Evidence.tpm2
 	emptyPCRs = protowire.AppendBytes(emptyPCRs, bytes.Repeat([]byte{6<<3 | 2, 0}, maxFields+1))
+	nested := func(field int32, n int) []byte { // a list in a message in Evidence.tpm2
+		b := protowire.AppendBytes(protowire.AppendTag(nil, protowire.Number(field), protowire.BytesType), bytes.Repeat([]byte{1<<3 | 2, 0}, n))
+		b = protowire.AppendBytes(protowire.AppendTag(nil, 2, protowire.BytesType), b)
+		return lengthPrefixed(protowire.AppendBytes(protowire.AppendTag(nil, 2, protowire.BytesType), b))
+	}
 	for name, tt := range map[string]struct {
 		raw   []byte
 		limit int
@@ -62,6 +67,10 @@ func TestFramesThatAreNotAsSpecifiedAreRefused(t *testing.T) {
 		"a response as long as evidence":          {raw: lengthPrefixed(marshalled(t, responseFrame(make([]byte, maxFrame+1)))), limit: maxEvidenceFrame},
 		"evidence of more than 64 KiB not due":    {raw: lengthPrefixed(marshalled(t, evidenceOf(maxFrame+1)))},
 		"a list that would take more than it has": {raw: lengthPrefixed(protowire.AppendBytes(protowire.AppendTag(nil, 2, protowire.BytesType), emptyPCRs))},
+		"a list in a platform key that would":     {raw: nested(12, maxFields)},
+		"a hardware report of too many fields":    {raw: nested(13, maxFields)},
+		"a platform key's list that is allowed":   {raw: nested(12, maxFields-3), want: attestv1.Reason_REASON_ACCEPTED},
+		"a hardware report that is allowed":       {raw: nested(13, maxFields-3), want: attestv1.Reason_REASON_ACCEPTED},
 		"a nested message that ends early":        {raw: lengthPrefixed([]byte{2<<3 | 2, 2, 2<<3 | 2, 200})},
 
 		"the offer repaired":        {raw: lengthPrefixed(marshalled(t, offerFrame(&attestv1.Offer{Gives: manyFormats[1:], Accepts: manyFormats[1:]}))), want: attestv1.Reason_REASON_ACCEPTED},

@@ -18,6 +18,7 @@ var verdictCodes = map[attestv1.Reason]bool{
 	attestv1.Reason_REASON_POLICY_REFUSED: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_SERVER_NOT_LISTED: true,
 	attestv1.Reason_REASON_POLICY_INVALID: true, attestv1.Reason_REASON_POLICY_SIGNATURE: true, attestv1.Reason_REASON_NOT_READY: true,
 	attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_BUSY: true, attestv1.Reason_REASON_DEADLINE: true, attestv1.Reason_REASON_INTERNAL: true,
+	attestv1.Reason_REASON_HARDWARE_UNTRUSTED: true, attestv1.Reason_REASON_HARDWARE_COLLATERAL: true, attestv1.Reason_REASON_HARDWARE_TCB: true,
 }
 
 // verdictCode returns the reason that is sent to the peer for our refusal: INTERNAL

@@ -137,6 +137,9 @@ type Appraisal struct {
 	// Image and Class are the policy's names of the booted image and of the firmware; empty if no
 	// policy accepted the peer, or if the policy accepts any firmware.
 	Image, Class string
+	// Hardware describes the hardware report that was accepted; empty if there was none, or if the
+	// policy has no rules for its kind.
+	Hardware string
 }
 
 // ErrNoPeer means that a context comes from no attested connection.

@@ -14,6 +14,8 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/internal/checked"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/platformak"
+	"github.com/muster-k8s/muster/trust/internal/hwreport"
 )
 
 // Claims is the content of genuine evidence. Only a verifier of this module can make non-empty
@@ -214,6 +216,25 @@ func (c Claims) Events() []Event {
 		return nil
 	}
 	return append([]Event(nil), c.facts.Events...)
+}
+
+// HardwareKind returns the kind of the hardware report that the machine has sent, as policies name it;
+// empty if it sent none. Nothing about the report is verified: [Policy.Appraise] does that.
+func (c Claims) HardwareKind() string {
+	if !c.valid() {
+		return ""
+	}
+	kind, _ := hwreport.KindOf(c.facts.Hardware) // the verifier has checked the sizes
+	return string(kind)
+}
+
+// hardware returns the hardware report with what it must be bound to.
+func (c Claims) hardware() hwreport.Evidence {
+	e := hwreport.Evidence{Report: c.facts.Hardware, Want: c.facts.HardwareData, Now: c.facts.At}
+	if c.facts.EndorsedBy == platformak.Name {
+		e.PlatformKey = c.facts.Chain[0].Key
+	}
+	return e
 }
 
 // EvidenceDigest returns the SHA-256 of the evidence's bytes as received, an encoded

@@ -16,6 +16,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/internal/endorsement"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/registry"
+	"github.com/muster-k8s/muster/trust/internal/hwreport"
 )
 
 // MaxPolicySize is the limit of a policy's JSON, in bytes.
@@ -36,6 +37,7 @@ type Policy struct {
 	message     *attestv1.Policy
 	bank        crypto.Hash
 	rules       registry.Rules // of the endorsements
+	hardware    hwreport.Rules // of hardware reports
 	servers     []MachineID    // control planes; empty: none
 	revoked     revoked
 	images      []boot
@@ -53,7 +55,9 @@ const (
 
 // ParsePolicy reads a policy in protobuf's JSON mapping. It refuses unknown fields, missing rules
 // and contradictions with POLICY_INVALID.
-func ParsePolicy(json []byte) (*Policy, error) {
+func ParsePolicy(json []byte) (*Policy, error) { return parsePolicy(json, hwreport.RealVendors()) }
+
+func parsePolicy(json []byte, vendors hwreport.Vendors) (*Policy, error) {
 	if len(json) > MaxPolicySize {
 		return nil, invalid("it has %d bytes, more than %d", len(json), MaxPolicySize)
 	}
@@ -81,6 +85,10 @@ func ParsePolicy(json []byte) (*Policy, error) {
 		p.nodeCIDRs = append(p.nodeCIDRs, c)
 	}
 	if err := p.parseControlPlanes(m.GetControlPlanes()); err != nil {
+		return nil, err
+	}
+	var err error
+	if p.hardware, err = hwreport.Parse(m.GetHardware(), vendors); err != nil {
 		return nil, err
 	}
 	if m.GetTpm2() == nil {
@@ -228,7 +236,8 @@ func (p *Policy) Insecure() []string {
 
 // Appraise checks that the claims are acceptable and that the node lock is in one of the states.
 // Refusals: FORMAT_NONE, EK_UNTRUSTED, POLICY_REFUSED (with a [MismatchError] if PCRs differ),
-// LOCK_FOREIGN.
+// LOCK_FOREIGN; for the hardware report also EVIDENCE_MALFORMED, BINDING_MISMATCH, SIGNATURE_INVALID,
+// HARDWARE_UNTRUSTED, HARDWARE_COLLATERAL, HARDWARE_TCB.
 func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
@@ -261,6 +270,10 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, &Refusal{Reason: attestv1.Reason_REASON_POLICY_REFUSED, Err: bad}
 	}
 	if err := CheckLock(c, locks...); err != nil {
+		return Appraisal{}, err
+	}
+	var err error
+	if a.Hardware, err = p.hardware.Check(c.hardware()); err != nil { // A10; last: it costs most
 		return Appraisal{}, err
 	}
 	return a, nil

@@ -44,14 +44,16 @@ type Report struct {
 	Chain []EKCertificate `json:"ekChain,omitempty"`
 	// Image and Class are the names, in the policy, of the measured image and class, or of the closest ones; Firmware
 	// describes the measurements of its firmware.
-	Image          string    `json:"image,omitempty"`
-	Class          string    `json:"class,omitempty"`
-	Firmware       []string  `json:"firmware,omitempty"`
-	SecureBoot     string    `json:"secureBoot,omitempty"`
-	EvidenceDigest string    `json:"evidenceDigest,omitempty"`
-	PolicySerial   uint64    `json:"policySerial,omitempty"`
-	Events         []string  `json:"events,omitempty"`
-	At             time.Time `json:"time"`
+	Image          string   `json:"image,omitempty"`
+	Class          string   `json:"class,omitempty"`
+	Firmware       []string `json:"firmware,omitempty"`
+	SecureBoot     string   `json:"secureBoot,omitempty"`
+	EvidenceDigest string   `json:"evidenceDigest,omitempty"`
+	PolicySerial   uint64   `json:"policySerial,omitempty"`
+	// Hardware describes the hardware report.
+	Hardware string    `json:"hardware,omitempty"`
+	Events   []string  `json:"events,omitempty"`
+	At       time.Time `json:"time"`
 }
 
 // EKCertificate is one certificate of an endorsement key's chain.
@@ -137,6 +139,15 @@ func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 		s.Chain = append(s.Chain, EKCertificate{Subject: e.Subject, Key: hex.EncodeToString(e.Key[:]), Serial: e.Serial})
 	}
 	s.PolicySerial = j.Appraisal.PolicySerial
+	switch kind := c.HardwareKind(); {
+	case kind == "":
+	case j.Appraisal.Hardware != "":
+		s.Hardware = kind + ", accepted: " + j.Appraisal.Hardware
+	case j.Err == nil:
+		s.Hardware = kind + ", not verified: the policy has no rules for it"
+	default:
+		s.Hardware = kind + ", not accepted"
+	}
 	if r := c.Root(); r != nil {
 		s.Root = r.Subject.String()
 	}

@@ -95,6 +95,7 @@ type metrics struct {
 	serial     prometheus.Gauge
 	rejected   *prometheus.GaugeVec
 	insecure   *prometheus.GaugeVec
+	collateral *prometheus.GaugeVec
 }
 
 // New returns a Store without a policy, or an error that names the missing field of cfg.
@@ -110,8 +111,9 @@ func New(cfg Config) (*Store, error) {
 		serial:     prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_policy_serial", Help: "Serial that the owner gave the policy in force."}),
 		rejected:   prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_policy_rejected", Help: "1 as long as the newest AttestationPolicy is refused for that reason."}, []string{"reason"}),
 		insecure:   prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_insecure_config", Help: "1 for each setting in force that weakens the cluster."}, []string{"reason"}),
+		collateral: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_collateral_end_seconds", Help: "When a part of the processor vendors' data in the policy ends, in Unix time."}, []string{"part"}),
 	}
-	for _, c := range []prometheus.Collector{m.generation, m.serial, m.rejected, m.insecure} {
+	for _, c := range []prometheus.Collector{m.generation, m.serial, m.rejected, m.insecure, m.collateral} {
 		if err := cfg.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("policy: %w", err)
 		}
@@ -213,6 +215,7 @@ func digest(s *attestv1.SignedPolicy) string {
 func (s *Store) publish(r Report) {
 	s.metrics.rejected.Reset()
 	s.metrics.insecure.Reset()
+	s.metrics.collateral.Reset()
 	s.metrics.generation.Set(0)
 	s.metrics.serial.Set(0)
 	if r.InForce != nil {
@@ -220,6 +223,9 @@ func (s *Store) publish(r Report) {
 		s.metrics.serial.Set(float64(r.InForce.Policy.Serial()))
 		for _, name := range r.InForce.Policy.Insecure() {
 			s.metrics.insecure.WithLabelValues(name).Set(1)
+		}
+		for _, e := range r.InForce.Policy.CollateralEnds() {
+			s.metrics.collateral.WithLabelValues(e.Name).Set(float64(e.Time.Unix()))
 		}
 	}
 	if r.Err != nil {

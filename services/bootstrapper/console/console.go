@@ -183,6 +183,9 @@ func words(m map[attestv1.Reason]string, r attestv1.Reason) string {
 var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_POLICY_REFUSED:      "this machine's measurements are not in the owner's policy",
 	attestv1.Reason_REASON_EK_UNTRUSTED:        "no root in the owner's policy certifies this machine's TPM, or the policy revokes it",
+	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:  "this machine's hardware report is not by a genuine processor",
+	attestv1.Reason_REASON_HARDWARE_COLLATERAL: "the owner's policy lacks current data of the processor's vendor",
+	attestv1.Reason_REASON_HARDWARE_TCB:        "the firmware below this virtual machine is older than the owner's policy accepts",
 	attestv1.Reason_REASON_FORMAT_NONE:         "the owner's policy has no rules for machines like this one",
 	attestv1.Reason_REASON_LOCK_FOREIGN:        "this machine is locked already; reboot it",
 	attestv1.Reason_REASON_CLOCK_WENT_BACK:     "this machine's TPM was cleared, or was put back to an earlier time: reboot the machine",

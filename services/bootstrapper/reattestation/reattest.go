@@ -160,6 +160,7 @@ func (r *Attester) Run(ctx context.Context) error {
 var refusesNode = map[attestv1.Reason]bool{
 	attestv1.Reason_REASON_POLICY_REFUSED: true, attestv1.Reason_REASON_BANNED: true, attestv1.Reason_REASON_NOT_ENROLLED: true,
 	attestv1.Reason_REASON_CLOCK_WENT_BACK: true, attestv1.Reason_REASON_MACHINE_CLONED: true, attestv1.Reason_REASON_LOCK_FOREIGN: true, attestv1.Reason_REASON_EK_UNTRUSTED: true,
+	attestv1.Reason_REASON_HARDWARE_UNTRUSTED: true, attestv1.Reason_REASON_HARDWARE_COLLATERAL: true, attestv1.Reason_REASON_HARDWARE_TCB: true,
 }
 
 // labelOf returns the metric's reason. Alerts take a plain name of [refusesNode] as the cluster's refusal of this machine, so no other peer may cause

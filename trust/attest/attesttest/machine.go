@@ -47,6 +47,8 @@ type Options struct {
 	// TPM is a machine that has the same TPM, and so the same attestation key; nil: none. With
 	// another endorsement key it is another machine.
 	TPM *Machine
+	// Hardware makes its hardware reports; nil: it has none.
+	Hardware tpm2.Hardware
 	// Tamper makes the machine's evidence differ from genuine evidence.
 	Tamper Tamper
 }
@@ -232,7 +234,7 @@ func (m *Machine) BootImage(image string) {
 // Attester returns the real attester of one purpose, on this machine.
 func (m *Machine) Attester(p attest.Purpose) attest.Attester {
 	m.t.Helper()
-	a, err := tpm2.NewAttester(tpm2.Config{TPM: m, Purpose: p, Bank: m.opts.Bank, EventLog: m.log})
+	a, err := tpm2.NewAttester(tpm2.Config{TPM: m, Purpose: p, Bank: m.opts.Bank, EventLog: m.log, Hardware: m.opts.Hardware})
 	if err != nil {
 		m.t.Fatal(err)
 	}

@@ -139,3 +139,24 @@ func CheckRevoked(der []byte, issuer *x509.Certificate, now time.Time, certs ...
 	}
 	return nil
 }
+
+// End is when a part of a vendor's data ends.
+type End struct {
+	// Name of the part, for texts and metrics: "revocation list of ARK-Milan".
+	Name string
+	// Time of the end: with a list, that of its next update.
+	Time time.Time
+}
+
+// CRLEnds returns when revocation lists in DER end. It checks no signatures. The error says which list
+// cannot be read.
+func CRLEnds(lists [][]byte) (out []End, err error) {
+	for i, der := range lists {
+		l, err := x509.ParseRevocationList(der)
+		if err != nil {
+			return nil, fmt.Errorf("revocation list %d: %w", i, err)
+		}
+		out = append(out, End{"revocation list of " + l.Issuer.CommonName, l.NextUpdate})
+	}
+	return out, nil
+}

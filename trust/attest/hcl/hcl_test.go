@@ -223,18 +223,7 @@ func (m *made) report(t testing.TB) (*hcl.Report, error) {
 		e = m.amd.Report(t, m.chip, data)
 		inner = e.Report
 	}
-	le := binary.LittleEndian
-	b := make([]byte, 0x20, 2600)
-	copy(b, "HCLA")
-	n := uint32(len(m.runtime))
-	le.PutUint32(b[4:], 2)
-	le.PutUint32(b[8:], 0x4C0+20+n)
-	le.PutUint32(b[12:], 2)
-	b = append(b, inner...)
-	for _, v := range []uint32{n + 20, 1, uint32(kind), 1, n} {
-		b = le.AppendUint32(b, v)
-	}
-	b = append(append(b, m.runtime...), make([]byte, 10)...)
+	b := hardwaretest.HCL(kind, inner, m.runtime)
 	if m.hcl != nil {
 		b = m.hcl(b)
 	}

@@ -5,12 +5,12 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
-
 	"sync"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/hardware"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -28,6 +28,14 @@ type Config struct {
 	// /sys/kernel/security/tpm0/binary_bios_measurements. Empty: the machine has none, and none is
 	// sent.
 	EventLog string
+	// Hardware makes hardware reports; nil: the machine has none.
+	Hardware Hardware
+}
+
+// Hardware makes the hardware reports of a machine. Implementations are safe for concurrent use.
+type Hardware interface {
+	// Report returns a report over data, or nil if the machine has no hardware that makes one.
+	Report(ctx context.Context, data hardware.ReportData) (*attestv1.HardwareReport, error)
 }
 
 // Attester implements [attest.Attester] with a TPM. One quote runs at a time, and callers that come
@@ -53,6 +61,7 @@ type batch struct {
 	done    chan struct{} // closed when quote and err are set
 	quote   tpm.Quote
 	by      endorsed
+	report  *attestv1.HardwareReport // nil: the machine makes none
 	err     error
 }
 
@@ -144,6 +153,7 @@ func (a *Attester) evidence(batch *batch, i int, events []byte) *attestv1.Eviden
 		Pcrs:           batch.quote.PCRs,
 		LeafIndex:      uint32(i),
 		Events:         events,
+		Hardware:       batch.report,
 	}
 	for _, h := range path(batch.leaves, i) {
 		e.Path = append(e.Path, h[:])
@@ -217,7 +227,14 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 	if b.by, b.err = a.endorse(ctx, top); b.err != nil {
 		return
 	}
-	b.quote, b.err = a.cfg.TPM.Quote(ctx, top, a.cfg.Bank)
+	if b.quote, b.err = a.cfg.TPM.Quote(ctx, top, a.cfg.Bank); b.err != nil || a.cfg.Hardware == nil {
+		return
+	}
+	ak := sha256.Sum256(b.quote.AKPublic)
+	name := append([]byte{0x00, 0x0B}, ak[:]...)
+	if b.report, b.err = a.cfg.Hardware.Report(ctx, hardware.NewReportData(name, top)); b.err != nil {
+		b.err = fmt.Errorf("hardware report: %w", b.err)
+	}
 }
 
 // readLog returns the quoted bank's event log as evidence carries it. It returns nil if the machine

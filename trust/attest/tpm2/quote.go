@@ -16,6 +16,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/internal/hwreport"
 	"github.com/muster-k8s/muster/trust/internal/wire"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -62,7 +63,8 @@ func checkSizes(e *attestv1.Tpm2Evidence) error {
 			return refuse(malformed, "a hash of %d bytes in the path", len(h))
 		}
 	}
-	return nil
+	_, err := hwreport.KindOf(e.GetHardware())
+	return err
 }
 
 // akPrefix is the marshaled template up to its unique part, by kind of key.

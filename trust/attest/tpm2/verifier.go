@@ -14,6 +14,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/hardware"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/internal/checked"
 	"github.com/muster-k8s/muster/trust/internal/endorsement"
@@ -106,7 +107,7 @@ func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.S
 	if err != nil {
 		return nil, err
 	}
-	facts, err := v.facts(ev, ak, q, endorsed)
+	facts, err := v.facts(ev, ak, q, endorsed, top)
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +126,7 @@ func (v *Verifier) Verify(ctx context.Context, ev *attestv1.Evidence, s attest.S
 }
 
 // facts collects the checked values. It is the only function that makes [checked.Facts].
-func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, endorsed endorsement.Result) (*checked.Facts, error) {
+func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, endorsed endorsement.Result, top digest) (*checked.Facts, error) {
 	bank := tpm.Bank(ev.GetTpm2().GetBank())
 	hash, _ := bank.Hash() // checkSizes accepts known banks only
 	f := &checked.Facts{
@@ -140,6 +141,9 @@ func (v *Verifier) facts(ev *attestv1.Evidence, ak AttestationKey, q *Quoted, en
 		Clock:           q.Clock,
 		Safe:            q.Safe,
 		FirmwareVersion: q.FirmwareVersion,
+		Hardware:        ev.GetTpm2().GetHardware(),
+		HardwareData:    hardware.NewReportData(ak.Name, top), // A1, A10: as fresh as the quote
+		At:              v.now(),
 		SignedPolicy:    ev.GetSignedPolicy(),
 	}
 	if events := ev.GetTpm2().GetEvents(); len(events) > 0 {

@@ -27,7 +27,7 @@ func Open[T any](s Sealed[T]) *T { return s.content }
 
 // Facts holds the values that a verifier has checked. Every field is covered by the signature of a
 // quote over this session's statement, by a certificate that chains to a trusted root, or by a
-// computation over such values. Only SignedPolicy is not checked.
+// computation over such values. Only SignedPolicy and Hardware are not checked.
 type Facts struct {
 	_ [0]func() // keeps an unnamed struct from being assignable
 
@@ -54,6 +54,13 @@ type Facts struct {
 	// set: then no part of the log can be trusted.
 	Firmware    *Firmware
 	FirmwareErr error
+	// Hardware is the hardware report that was sent; nil if none was. Its size is checked. The policy
+	// that appraises it verifies it, at the time At, by HardwareData: the report data that follow from
+	// the quote.
+	Hardware     *attestv1.HardwareReport
+	HardwareData [64]byte
+	// At is when the evidence was verified.
+	At time.Time
 	// SignedPolicy is the policy that a joinservice presents; its signature is not checked here.
 	SignedPolicy *attestv1.SignedPolicy
 }

@@ -279,18 +279,30 @@ func (d *doctor) known(ctx context.Context) error {
 
 func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public []byte, other string) {
 	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
+	var inForce *attest.Policy
 	if err == nil {
-		_, err = attest.OpenPolicy(public, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
+		inForce, err = attest.OpenPolicy(public, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
 	}
 	if err != nil {
 		d.Add(CheckOwnerKey, checkup.Fail, other, "the cluster's policy: %v", err)
 		return
 	}
+	d.collateral(inForce.CollateralEnds())
 	if own, signed, err := owner.SignedPolicy(d.dir); err == nil && string(signed.GetPolicy()) != p.Spec.Policy {
 		d.Add(CheckPolicy, checkup.Warn, "Run muster policy apply, if you have finished editing it.", "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), p.Status.Serial)
 	}
 	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
 		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
+	}
+}
+
+// collateral reports what has ended of the processor vendors' data in the cluster's policy. The check of the folder's policy warns before.
+func (d *doctor) collateral(ends []attest.CollateralEnd) {
+	for _, e := range ends {
+		if d.Now().After(e.Time) {
+			d.Add(CheckPolicy, checkup.Fail, "Run muster collateral fetch, then muster collateral apply --dry-run, then muster collateral apply.",
+				"the %s in the cluster's policy ended at %s UTC: hardware reports that need it are refused with HARDWARE_COLLATERAL", e.Name, e.Time.UTC().Format(time.DateTime))
+		}
 	}
 }
 

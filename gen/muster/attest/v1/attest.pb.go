@@ -413,7 +413,11 @@ type Tpm2Evidence struct {
 	// bare_machine_ids.
 	EkPublic []byte `protobuf:"bytes,11,opt,name=ek_public,json=ekPublic,proto3" json:"ek_public,omitempty"`
 	// The platform's own attestation key, which certifies the one of ak_public.
-	PlatformKey   *PlatformKey `protobuf:"bytes,12,opt,name=platform_key,json=platformKey,proto3" json:"platform_key,omitempty"`
+	PlatformKey *PlatformKey `protobuf:"bytes,12,opt,name=platform_key,json=platformKey,proto3" json:"platform_key,omitempty"`
+	// The report of the processor below a confidential virtual machine; unset if the
+	// machine has none. It adds nothing to the machine's ID. Verified only if the policy has
+	// rules for its kind, and only after everything else was accepted.
+	Hardware      *HardwareReport `protobuf:"bytes,13,opt,name=hardware,proto3" json:"hardware,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -525,6 +529,13 @@ func (x *Tpm2Evidence) GetPlatformKey() *PlatformKey {
 	return nil
 }
 
+func (x *Tpm2Evidence) GetHardware() *HardwareReport {
+	if x != nil {
+		return x.Hardware
+	}
+	return nil
+}
+
 // PlatformKey is the attestation key of a virtual machine that its cloud has certified,
 // and what it has signed: that the key of ak_public is in the same TPM.
 type PlatformKey struct {
@@ -593,6 +604,282 @@ func (x *PlatformKey) GetSignature() []byte {
 	return nil
 }
 
+// HardwareReport is the report of a processor (docs/hardware-reports.md). Those of sev_snp
+// and tdx are over SHA-512("muster-atls/1 hardware report" || 0x00 || name of the key of
+// ak_public || extraData of the quote), otherwise BINDING_MISMATCH.
+type HardwareReport struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Exactly one is set, otherwise EVIDENCE_MALFORMED.
+	//
+	// Types that are valid to be assigned to Report:
+	//
+	//	*HardwareReport_SevSnp
+	//	*HardwareReport_Tdx
+	//	*HardwareReport_Azure
+	Report        isHardwareReport_Report `protobuf_oneof:"report"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HardwareReport) Reset() {
+	*x = HardwareReport{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HardwareReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HardwareReport) ProtoMessage() {}
+
+func (x *HardwareReport) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HardwareReport.ProtoReflect.Descriptor instead.
+func (*HardwareReport) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *HardwareReport) GetReport() isHardwareReport_Report {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
+func (x *HardwareReport) GetSevSnp() *SevSnpReport {
+	if x != nil {
+		if x, ok := x.Report.(*HardwareReport_SevSnp); ok {
+			return x.SevSnp
+		}
+	}
+	return nil
+}
+
+func (x *HardwareReport) GetTdx() *TdxQuote {
+	if x != nil {
+		if x, ok := x.Report.(*HardwareReport_Tdx); ok {
+			return x.Tdx
+		}
+	}
+	return nil
+}
+
+func (x *HardwareReport) GetAzure() *AzureReport {
+	if x != nil {
+		if x, ok := x.Report.(*HardwareReport_Azure); ok {
+			return x.Azure
+		}
+	}
+	return nil
+}
+
+type isHardwareReport_Report interface {
+	isHardwareReport_Report()
+}
+
+type HardwareReport_SevSnp struct {
+	// By an AMD processor, for this guest.
+	SevSnp *SevSnpReport `protobuf:"bytes,1,opt,name=sev_snp,json=sevSnp,proto3,oneof"`
+}
+
+type HardwareReport_Tdx struct {
+	// By an Intel processor, for this trust domain.
+	Tdx *TdxQuote `protobuf:"bytes,2,opt,name=tdx,proto3,oneof"`
+}
+
+type HardwareReport_Azure struct {
+	// By either, for the paravisor of an Azure virtual machine.
+	Azure *AzureReport `protobuf:"bytes,3,opt,name=azure,proto3,oneof"`
+}
+
+func (*HardwareReport_SevSnp) isHardwareReport_Report() {}
+
+func (*HardwareReport_Tdx) isHardwareReport_Report() {}
+
+func (*HardwareReport_Azure) isHardwareReport_Report() {}
+
+// SevSnpReport is a report of AMD SEV-SNP (AMD publication 56860, SEV-SNP Firmware ABI).
+type SevSnpReport struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// ATTESTATION_REPORT, 1184 bytes, otherwise EVIDENCE_MALFORMED.
+	Report []byte `protobuf:"bytes,1,opt,name=report,proto3" json:"report,omitempty"`
+	// The X.509 certificate in DER of the VCEK or VLEK that signed it, at most 4 KiB,
+	// otherwise EVIDENCE_MALFORMED. Empty: the host gives its guests none. Then rules for
+	// such reports refuse with HARDWARE_UNTRUSTED.
+	Certificate   []byte `protobuf:"bytes,2,opt,name=certificate,proto3" json:"certificate,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SevSnpReport) Reset() {
+	*x = SevSnpReport{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SevSnpReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SevSnpReport) ProtoMessage() {}
+
+func (x *SevSnpReport) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SevSnpReport.ProtoReflect.Descriptor instead.
+func (*SevSnpReport) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *SevSnpReport) GetReport() []byte {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
+func (x *SevSnpReport) GetCertificate() []byte {
+	if x != nil {
+		return x.Certificate
+	}
+	return nil
+}
+
+// TdxQuote is a quote of Intel TDX (Intel TDX DCAP Quoting Library API, appendix A).
+type TdxQuote struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The quote, of version 4 or 5, with the certificates of its processor's key; 1 byte to
+	// 16 KiB, otherwise EVIDENCE_MALFORMED.
+	Quote         []byte `protobuf:"bytes,1,opt,name=quote,proto3" json:"quote,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TdxQuote) Reset() {
+	*x = TdxQuote{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TdxQuote) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TdxQuote) ProtoMessage() {}
+
+func (x *TdxQuote) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TdxQuote.ProtoReflect.Descriptor instead.
+func (*TdxQuote) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *TdxQuote) GetQuote() []byte {
+	if x != nil {
+		return x.Quote
+	}
+	return nil
+}
+
+// AzureReport is what the paravisor of an Azure confidential virtual machine has put into
+// the TPM at boot. It is bound to the platform key, not to the session.
+type AzureReport struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The content of the NV index 0x01400001, at most 8 KiB: an SEV-SNP report or a
+	// TDREPORT, and the JSON text that it is bound to.
+	HclReport []byte `protobuf:"bytes,1,opt,name=hcl_report,json=hclReport,proto3" json:"hcl_report,omitempty"`
+	// With SEV-SNP: the certificate in DER of the VCEK, 1 byte to 4 KiB. Otherwise empty.
+	Certificate []byte `protobuf:"bytes,2,opt,name=certificate,proto3" json:"certificate,omitempty"`
+	// With TDX: the quote of the TDREPORT, 1 byte to 16 KiB. Otherwise empty.
+	Quote         []byte `protobuf:"bytes,3,opt,name=quote,proto3" json:"quote,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AzureReport) Reset() {
+	*x = AzureReport{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AzureReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AzureReport) ProtoMessage() {}
+
+func (x *AzureReport) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AzureReport.ProtoReflect.Descriptor instead.
+func (*AzureReport) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *AzureReport) GetHclReport() []byte {
+	if x != nil {
+		return x.HclReport
+	}
+	return nil
+}
+
+func (x *AzureReport) GetCertificate() []byte {
+	if x != nil {
+		return x.Certificate
+	}
+	return nil
+}
+
+func (x *AzureReport) GetQuote() []byte {
+	if x != nil {
+		return x.Quote
+	}
+	return nil
+}
+
 // EventLog lists the measurements of firmware, boot loader and kernel: the quoted bank's
 // part of the TCG2 crypto-agile event log (TCG PC Client Platform Firmware Profile,
 // section 10).
@@ -609,7 +896,7 @@ type EventLog struct {
 
 func (x *EventLog) Reset() {
 	*x = EventLog{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -621,7 +908,7 @@ func (x *EventLog) String() string {
 func (*EventLog) ProtoMessage() {}
 
 func (x *EventLog) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[5]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -634,7 +921,7 @@ func (x *EventLog) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventLog.ProtoReflect.Descriptor instead.
 func (*EventLog) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{5}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *EventLog) GetEvents() []*MeasuredEvent {
@@ -670,7 +957,7 @@ type MeasuredEvent struct {
 
 func (x *MeasuredEvent) Reset() {
 	*x = MeasuredEvent{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -682,7 +969,7 @@ func (x *MeasuredEvent) String() string {
 func (*MeasuredEvent) ProtoMessage() {}
 
 func (x *MeasuredEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[6]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -695,7 +982,7 @@ func (x *MeasuredEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MeasuredEvent.ProtoReflect.Descriptor instead.
 func (*MeasuredEvent) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{6}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *MeasuredEvent) GetPcr() uint32 {
@@ -745,7 +1032,7 @@ type Challenge struct {
 
 func (x *Challenge) Reset() {
 	*x = Challenge{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -757,7 +1044,7 @@ func (x *Challenge) String() string {
 func (*Challenge) ProtoMessage() {}
 
 func (x *Challenge) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[7]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -770,7 +1057,7 @@ func (x *Challenge) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Challenge.ProtoReflect.Descriptor instead.
 func (*Challenge) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{7}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Challenge) GetCredentialBlob() []byte {
@@ -800,7 +1087,7 @@ type Response struct {
 
 func (x *Response) Reset() {
 	*x = Response{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -812,7 +1099,7 @@ func (x *Response) String() string {
 func (*Response) ProtoMessage() {}
 
 func (x *Response) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[8]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -825,7 +1112,7 @@ func (x *Response) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Response.ProtoReflect.Descriptor instead.
 func (*Response) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{8}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Response) GetMac() []byte {
@@ -852,7 +1139,7 @@ type Verdict struct {
 
 func (x *Verdict) Reset() {
 	*x = Verdict{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -864,7 +1151,7 @@ func (x *Verdict) String() string {
 func (*Verdict) ProtoMessage() {}
 
 func (x *Verdict) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[9]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -877,7 +1164,7 @@ func (x *Verdict) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Verdict.ProtoReflect.Descriptor instead.
 func (*Verdict) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{9}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Verdict) GetReason() Reason {
@@ -911,7 +1198,7 @@ type ErrorInfo struct {
 
 func (x *ErrorInfo) Reset() {
 	*x = ErrorInfo{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -923,7 +1210,7 @@ func (x *ErrorInfo) String() string {
 func (*ErrorInfo) ProtoMessage() {}
 
 func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[10]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -936,7 +1223,7 @@ func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorInfo.ProtoReflect.Descriptor instead.
 func (*ErrorInfo) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{10}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ErrorInfo) GetReason() Reason {
@@ -974,7 +1261,7 @@ type SignedPolicy struct {
 
 func (x *SignedPolicy) Reset() {
 	*x = SignedPolicy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -986,7 +1273,7 @@ func (x *SignedPolicy) String() string {
 func (*SignedPolicy) ProtoMessage() {}
 
 func (x *SignedPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[11]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -999,7 +1286,7 @@ func (x *SignedPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SignedPolicy.ProtoReflect.Descriptor instead.
 func (*SignedPolicy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{11}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SignedPolicy) GetPolicy() []byte {
@@ -1045,13 +1332,15 @@ type Policy struct {
 	// machine that is not listed is refused with SERVER_NOT_LISTED. Empty: no machine may
 	// serve.
 	ControlPlanes []string `protobuf:"bytes,7,rep,name=control_planes,json=controlPlanes,proto3" json:"control_planes,omitempty"`
+	// Rules for hardware reports. Unset: reports are neither required nor verified.
+	Hardware      *HardwarePolicy `protobuf:"bytes,8,opt,name=hardware,proto3" json:"hardware,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Policy) Reset() {
 	*x = Policy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1063,7 +1352,7 @@ func (x *Policy) String() string {
 func (*Policy) ProtoMessage() {}
 
 func (x *Policy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[12]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1076,7 +1365,7 @@ func (x *Policy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Policy.ProtoReflect.Descriptor instead.
 func (*Policy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{12}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Policy) GetVersion() uint32 {
@@ -1128,6 +1417,13 @@ func (x *Policy) GetControlPlanes() []string {
 	return nil
 }
 
+func (x *Policy) GetHardware() *HardwarePolicy {
+	if x != nil {
+		return x.Hardware
+	}
+	return nil
+}
+
 // Tpm2Policy defines which TPMs and which boot measurements are acceptable.
 type Tpm2Policy struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1170,7 +1466,7 @@ type Tpm2Policy struct {
 
 func (x *Tpm2Policy) Reset() {
 	*x = Tpm2Policy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1182,7 +1478,7 @@ func (x *Tpm2Policy) String() string {
 func (*Tpm2Policy) ProtoMessage() {}
 
 func (x *Tpm2Policy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[13]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1195,7 +1491,7 @@ func (x *Tpm2Policy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tpm2Policy.ProtoReflect.Descriptor instead.
 func (*Tpm2Policy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{13}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Tpm2Policy) GetMachineIds() []string {
@@ -1272,7 +1568,7 @@ type Revoked struct {
 
 func (x *Revoked) Reset() {
 	*x = Revoked{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1284,7 +1580,7 @@ func (x *Revoked) String() string {
 func (*Revoked) ProtoMessage() {}
 
 func (x *Revoked) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[14]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1297,7 +1593,7 @@ func (x *Revoked) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoked.ProtoReflect.Descriptor instead.
 func (*Revoked) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{14}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Revoked) GetKeys() []string {
@@ -1330,7 +1626,7 @@ type RevokedCertificate struct {
 
 func (x *RevokedCertificate) Reset() {
 	*x = RevokedCertificate{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1342,7 +1638,7 @@ func (x *RevokedCertificate) String() string {
 func (*RevokedCertificate) ProtoMessage() {}
 
 func (x *RevokedCertificate) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[15]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1355,7 +1651,7 @@ func (x *RevokedCertificate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevokedCertificate.ProtoReflect.Descriptor instead.
 func (*RevokedCertificate) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{15}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *RevokedCertificate) GetIssuerKey() string {
@@ -1388,7 +1684,7 @@ type Image struct {
 
 func (x *Image) Reset() {
 	*x = Image{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1400,7 +1696,7 @@ func (x *Image) String() string {
 func (*Image) ProtoMessage() {}
 
 func (x *Image) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[16]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1413,7 +1709,7 @@ func (x *Image) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Image.ProtoReflect.Descriptor instead.
 func (*Image) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{16}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Image) GetName() string {
@@ -1451,7 +1747,7 @@ type MachineClass struct {
 
 func (x *MachineClass) Reset() {
 	*x = MachineClass{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1463,7 +1759,7 @@ func (x *MachineClass) String() string {
 func (*MachineClass) ProtoMessage() {}
 
 func (x *MachineClass) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[17]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1476,7 +1772,7 @@ func (x *MachineClass) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MachineClass.ProtoReflect.Descriptor instead.
 func (*MachineClass) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{17}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *MachineClass) GetName() string {
@@ -1517,7 +1813,7 @@ type EventLogRules struct {
 
 func (x *EventLogRules) Reset() {
 	*x = EventLogRules{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1529,7 +1825,7 @@ func (x *EventLogRules) String() string {
 func (*EventLogRules) ProtoMessage() {}
 
 func (x *EventLogRules) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[18]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1542,7 +1838,7 @@ func (x *EventLogRules) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventLogRules.ProtoReflect.Descriptor instead.
 func (*EventLogRules) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{18}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *EventLogRules) GetDrivers() []string {
@@ -1577,7 +1873,7 @@ type SecureBootRule struct {
 
 func (x *SecureBootRule) Reset() {
 	*x = SecureBootRule{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1589,7 +1885,7 @@ func (x *SecureBootRule) String() string {
 func (*SecureBootRule) ProtoMessage() {}
 
 func (x *SecureBootRule) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[19]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1602,7 +1898,7 @@ func (x *SecureBootRule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SecureBootRule.ProtoReflect.Descriptor instead.
 func (*SecureBootRule) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{19}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *SecureBootRule) GetPk() string {
@@ -1657,7 +1953,7 @@ type EkRoot struct {
 
 func (x *EkRoot) Reset() {
 	*x = EkRoot{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1669,7 +1965,7 @@ func (x *EkRoot) String() string {
 func (*EkRoot) ProtoMessage() {}
 
 func (x *EkRoot) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[20]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1682,7 +1978,7 @@ func (x *EkRoot) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EkRoot.ProtoReflect.Descriptor instead.
 func (*EkRoot) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{20}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *EkRoot) GetPem() string {
@@ -1743,7 +2039,7 @@ type PlatformRoot struct {
 
 func (x *PlatformRoot) Reset() {
 	*x = PlatformRoot{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1755,7 +2051,7 @@ func (x *PlatformRoot) String() string {
 func (*PlatformRoot) ProtoMessage() {}
 
 func (x *PlatformRoot) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[21]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1768,7 +2064,7 @@ func (x *PlatformRoot) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlatformRoot.ProtoReflect.Descriptor instead.
 func (*PlatformRoot) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{21}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *PlatformRoot) GetPem() string {
@@ -1827,7 +2123,7 @@ type PcrValue struct {
 
 func (x *PcrValue) Reset() {
 	*x = PcrValue{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[22]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1839,7 +2135,7 @@ func (x *PcrValue) String() string {
 func (*PcrValue) ProtoMessage() {}
 
 func (x *PcrValue) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[22]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1852,7 +2148,7 @@ func (x *PcrValue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PcrValue.ProtoReflect.Descriptor instead.
 func (*PcrValue) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{22}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PcrValue) GetIndex() uint32 {
@@ -1867,6 +2163,632 @@ func (x *PcrValue) GetValue() string {
 		return x.Value
 	}
 	return ""
+}
+
+// HardwarePolicy defines which hardware reports are required and acceptable. A report of a
+// kind that has rules must be acceptable by them, whether it is required or not; one of
+// another kind is ignored.
+type HardwarePolicy struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Kinds of reports: "sev-snp", "tdx", "azure-sev-snp", "azure-tdx", none twice. A
+	// machine without an acceptable report of one of them is refused with POLICY_REFUSED. A
+	// kind without rules is refused with POLICY_INVALID. Empty: no report is required.
+	Require []string `protobuf:"bytes,1,rep,name=require,proto3" json:"require,omitempty"`
+	// Rules for SEV-SNP reports.
+	SevSnp *SevSnpRules `protobuf:"bytes,2,opt,name=sev_snp,json=sevSnp,proto3" json:"sev_snp,omitempty"`
+	// Rules for TDX quotes.
+	Tdx *TdxRules `protobuf:"bytes,3,opt,name=tdx,proto3" json:"tdx,omitempty"`
+	// Rules for reports with the paravisor of Azure, on SEV-SNP. Without any_measurement,
+	// otherwise POLICY_INVALID: any guest could name any TPM's key as its own.
+	AzureSevSnp *SevSnpRules `protobuf:"bytes,4,opt,name=azure_sev_snp,json=azureSevSnp,proto3" json:"azure_sev_snp,omitempty"`
+	// The same on TDX. Without any_mrtd, otherwise POLICY_INVALID.
+	AzureTdx *TdxRules `protobuf:"bytes,5,opt,name=azure_tdx,json=azureTdx,proto3" json:"azure_tdx,omitempty"`
+	// Accept virtual machines of Azure whose firmware reports that Secure Boot is off.
+	// Otherwise they are refused with POLICY_REFUSED.
+	AzureAllowNoSecureBoot bool `protobuf:"varint,6,opt,name=azure_allow_no_secure_boot,json=azureAllowNoSecureBoot,proto3" json:"azure_allow_no_secure_boot,omitempty"`
+	// What the vendors have published about their processors. What a report needs and is
+	// missing or expired is refused with HARDWARE_COLLATERAL.
+	Collateral    *Collateral `protobuf:"bytes,7,opt,name=collateral,proto3" json:"collateral,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HardwarePolicy) Reset() {
+	*x = HardwarePolicy{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HardwarePolicy) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HardwarePolicy) ProtoMessage() {}
+
+func (x *HardwarePolicy) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HardwarePolicy.ProtoReflect.Descriptor instead.
+func (*HardwarePolicy) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *HardwarePolicy) GetRequire() []string {
+	if x != nil {
+		return x.Require
+	}
+	return nil
+}
+
+func (x *HardwarePolicy) GetSevSnp() *SevSnpRules {
+	if x != nil {
+		return x.SevSnp
+	}
+	return nil
+}
+
+func (x *HardwarePolicy) GetTdx() *TdxRules {
+	if x != nil {
+		return x.Tdx
+	}
+	return nil
+}
+
+func (x *HardwarePolicy) GetAzureSevSnp() *SevSnpRules {
+	if x != nil {
+		return x.AzureSevSnp
+	}
+	return nil
+}
+
+func (x *HardwarePolicy) GetAzureTdx() *TdxRules {
+	if x != nil {
+		return x.AzureTdx
+	}
+	return nil
+}
+
+func (x *HardwarePolicy) GetAzureAllowNoSecureBoot() bool {
+	if x != nil {
+		return x.AzureAllowNoSecureBoot
+	}
+	return false
+}
+
+func (x *HardwarePolicy) GetCollateral() *Collateral {
+	if x != nil {
+		return x.Collateral
+	}
+	return nil
+}
+
+// SevSnpRules define which SEV-SNP reports are acceptable. What is not listed is refused
+// with POLICY_REFUSED, unless a field names another reason.
+type SevSnpRules struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The lowest TCB of each accepted line of processors, at least one and none twice,
+	// otherwise POLICY_INVALID. A lower one is refused with HARDWARE_TCB.
+	MinTcb []*SevSnpTcb `protobuf:"bytes,1,rep,name=min_tcb,json=minTcb,proto3" json:"min_tcb,omitempty"`
+	// Accepted kinds of keys: "vcek" (of one chip), "vlek" (of a cloud provider), at least
+	// one, otherwise POLICY_INVALID.
+	Keys []string `protobuf:"bytes,2,rep,name=keys,proto3" json:"keys,omitempty"`
+	// Cloud providers whose VLEK is accepted, as its certificate names them, at most 64; at
+	// least one with the key "vlek", otherwise POLICY_INVALID.
+	Providers []string `protobuf:"bytes,3,rep,name=providers,proto3" json:"providers,omitempty"`
+	// IDs of accepted chips, for VCEKs, at most 1024: 128 lower-case hexadecimal digits, 16
+	// for Turin. With the key "vcek", either they or any_chip must be set, otherwise
+	// POLICY_INVALID.
+	Chips []string `protobuf:"bytes,4,rep,name=chips,proto3" json:"chips,omitempty"`
+	// Accept VCEKs of all chips, also of one that an attacker has bought.
+	AnyChip bool `protobuf:"varint,5,opt,name=any_chip,json=anyChip,proto3" json:"any_chip,omitempty"`
+	// Accepted launch measurements, 96 lower-case hexadecimal digits each, at most 1024.
+	// Either measurements or id_keys, or any_measurement must be set, otherwise
+	// POLICY_INVALID.
+	Measurements []string `protobuf:"bytes,6,rep,name=measurements,proto3" json:"measurements,omitempty"`
+	// Digests of keys that may have signed the guest's ID block, as measurements.
+	IdKeys []string `protobuf:"bytes,7,rep,name=id_keys,json=idKeys,proto3" json:"id_keys,omitempty"`
+	// Accept all measurements: a report then shows only that some guest runs on such a
+	// processor.
+	AnyMeasurement bool `protobuf:"varint,8,opt,name=any_measurement,json=anyMeasurement,proto3" json:"any_measurement,omitempty"`
+	// The least privileged level (VMPL) that may have asked for the report, 0 to 3,
+	// otherwise POLICY_INVALID.
+	MaxVmpl uint32 `protobuf:"varint,9,opt,name=max_vmpl,json=maxVmpl,proto3" json:"max_vmpl,omitempty"`
+	// The lowest security version of the guest.
+	MinGuestSvn uint32 `protobuf:"varint,10,opt,name=min_guest_svn,json=minGuestSvn,proto3" json:"min_guest_svn,omitempty"`
+	// What the guest's policy may allow the host: "SMT", "MIGRATE_MA", "CXL", otherwise
+	// POLICY_INVALID. Debugging is always refused.
+	AllowGuestPolicy []string `protobuf:"bytes,11,rep,name=allow_guest_policy,json=allowGuestPolicy,proto3" json:"allow_guest_policy,omitempty"`
+	// What the guest's policy must deny the host: "SINGLE_SOCKET", "MEM_AES_256_XTS",
+	// "RAPL_DIS", "CIPHERTEXT_HIDING", "PAGE_SWAP_DISABLE", otherwise POLICY_INVALID.
+	RequireGuestPolicy []string `protobuf:"bytes,12,rep,name=require_guest_policy,json=requireGuestPolicy,proto3" json:"require_guest_policy,omitempty"`
+	// Bits of PLATFORM_INFO that must be set, such as 32 for the completed check for aliased
+	// memory.
+	RequirePlatformInfo uint64 `protobuf:"varint,13,opt,name=require_platform_info,json=requirePlatformInfo,proto3" json:"require_platform_info,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
+}
+
+func (x *SevSnpRules) Reset() {
+	*x = SevSnpRules{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SevSnpRules) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SevSnpRules) ProtoMessage() {}
+
+func (x *SevSnpRules) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SevSnpRules.ProtoReflect.Descriptor instead.
+func (*SevSnpRules) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *SevSnpRules) GetMinTcb() []*SevSnpTcb {
+	if x != nil {
+		return x.MinTcb
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetKeys() []string {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetProviders() []string {
+	if x != nil {
+		return x.Providers
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetChips() []string {
+	if x != nil {
+		return x.Chips
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetAnyChip() bool {
+	if x != nil {
+		return x.AnyChip
+	}
+	return false
+}
+
+func (x *SevSnpRules) GetMeasurements() []string {
+	if x != nil {
+		return x.Measurements
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetIdKeys() []string {
+	if x != nil {
+		return x.IdKeys
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetAnyMeasurement() bool {
+	if x != nil {
+		return x.AnyMeasurement
+	}
+	return false
+}
+
+func (x *SevSnpRules) GetMaxVmpl() uint32 {
+	if x != nil {
+		return x.MaxVmpl
+	}
+	return 0
+}
+
+func (x *SevSnpRules) GetMinGuestSvn() uint32 {
+	if x != nil {
+		return x.MinGuestSvn
+	}
+	return 0
+}
+
+func (x *SevSnpRules) GetAllowGuestPolicy() []string {
+	if x != nil {
+		return x.AllowGuestPolicy
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetRequireGuestPolicy() []string {
+	if x != nil {
+		return x.RequireGuestPolicy
+	}
+	return nil
+}
+
+func (x *SevSnpRules) GetRequirePlatformInfo() uint64 {
+	if x != nil {
+		return x.RequirePlatformInfo
+	}
+	return 0
+}
+
+// SevSnpTcb is a TCB (SEV-SNP Firmware ABI, TCB_VERSION); each part is 0 to 255, otherwise
+// POLICY_INVALID. It is reached if no part is lower.
+type SevSnpTcb struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The line of processors: "Milan", "Genoa" (also Bergamo and Siena) or "Turin",
+	// otherwise POLICY_INVALID.
+	Product string `protobuf:"bytes,1,opt,name=product,proto3" json:"product,omitempty"`
+	// Of the FMC, for Turin only; otherwise it must be 0.
+	Fmc uint32 `protobuf:"varint,2,opt,name=fmc,proto3" json:"fmc,omitempty"`
+	// Of the boot loader.
+	BootLoader uint32 `protobuf:"varint,3,opt,name=boot_loader,json=bootLoader,proto3" json:"boot_loader,omitempty"`
+	// Of the operating system of the security processor.
+	Tee uint32 `protobuf:"varint,4,opt,name=tee,proto3" json:"tee,omitempty"`
+	// Of the SNP firmware.
+	Snp uint32 `protobuf:"varint,5,opt,name=snp,proto3" json:"snp,omitempty"`
+	// Of the microcode.
+	Microcode     uint32 `protobuf:"varint,6,opt,name=microcode,proto3" json:"microcode,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SevSnpTcb) Reset() {
+	*x = SevSnpTcb{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SevSnpTcb) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SevSnpTcb) ProtoMessage() {}
+
+func (x *SevSnpTcb) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SevSnpTcb.ProtoReflect.Descriptor instead.
+func (*SevSnpTcb) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *SevSnpTcb) GetProduct() string {
+	if x != nil {
+		return x.Product
+	}
+	return ""
+}
+
+func (x *SevSnpTcb) GetFmc() uint32 {
+	if x != nil {
+		return x.Fmc
+	}
+	return 0
+}
+
+func (x *SevSnpTcb) GetBootLoader() uint32 {
+	if x != nil {
+		return x.BootLoader
+	}
+	return 0
+}
+
+func (x *SevSnpTcb) GetTee() uint32 {
+	if x != nil {
+		return x.Tee
+	}
+	return 0
+}
+
+func (x *SevSnpTcb) GetSnp() uint32 {
+	if x != nil {
+		return x.Snp
+	}
+	return 0
+}
+
+func (x *SevSnpTcb) GetMicrocode() uint32 {
+	if x != nil {
+		return x.Microcode
+	}
+	return 0
+}
+
+// TdxRules define which TDX quotes are acceptable. What is not listed is refused with
+// POLICY_REFUSED, unless a field names another reason.
+type TdxRules struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Intel's statuses that platform, TDX module and quoting enclave may have, such as
+	// "UpToDate"; at least one, otherwise POLICY_INVALID. Another one is refused with
+	// HARDWARE_TCB. "Revoked" cannot be accepted.
+	Statuses []string `protobuf:"bytes,1,rep,name=statuses,proto3" json:"statuses,omitempty"`
+	// The lowest security version of each accepted TDX module, at least one and no version
+	// twice, otherwise POLICY_INVALID. A lower one is refused with HARDWARE_TCB.
+	Modules []*TdxModule `protobuf:"bytes,2,rep,name=modules,proto3" json:"modules,omitempty"`
+	// Accepted measurements MRTD, 96 lower-case hexadecimal digits each, at most 1024.
+	// Either they or any_mrtd must be set, otherwise POLICY_INVALID.
+	Mrtds []string `protobuf:"bytes,3,rep,name=mrtds,proto3" json:"mrtds,omitempty"`
+	// Accept all measurements: a quote then shows only that some trust domain runs on such a
+	// processor.
+	AnyMrtd bool `protobuf:"varint,4,opt,name=any_mrtd,json=anyMrtd,proto3" json:"any_mrtd,omitempty"`
+	// Attributes that must be set: "SEPT_VE_DISABLE", "PKS", "PERFMON", otherwise
+	// POLICY_INVALID.
+	RequireAttributes []string `protobuf:"bytes,5,rep,name=require_attributes,json=requireAttributes,proto3" json:"require_attributes,omitempty"`
+	// The others that may be set. All others are refused, debugging always.
+	AllowAttributes []string `protobuf:"bytes,6,rep,name=allow_attributes,json=allowAttributes,proto3" json:"allow_attributes,omitempty"`
+	// The lowest TCB evaluation data number of Intel's data. Older data are refused with
+	// HARDWARE_COLLATERAL.
+	MinEvaluationNumber uint32 `protobuf:"varint,7,opt,name=min_evaluation_number,json=minEvaluationNumber,proto3" json:"min_evaluation_number,omitempty"`
+	unknownFields       protoimpl.UnknownFields
+	sizeCache           protoimpl.SizeCache
+}
+
+func (x *TdxRules) Reset() {
+	*x = TdxRules{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TdxRules) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TdxRules) ProtoMessage() {}
+
+func (x *TdxRules) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TdxRules.ProtoReflect.Descriptor instead.
+func (*TdxRules) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *TdxRules) GetStatuses() []string {
+	if x != nil {
+		return x.Statuses
+	}
+	return nil
+}
+
+func (x *TdxRules) GetModules() []*TdxModule {
+	if x != nil {
+		return x.Modules
+	}
+	return nil
+}
+
+func (x *TdxRules) GetMrtds() []string {
+	if x != nil {
+		return x.Mrtds
+	}
+	return nil
+}
+
+func (x *TdxRules) GetAnyMrtd() bool {
+	if x != nil {
+		return x.AnyMrtd
+	}
+	return false
+}
+
+func (x *TdxRules) GetRequireAttributes() []string {
+	if x != nil {
+		return x.RequireAttributes
+	}
+	return nil
+}
+
+func (x *TdxRules) GetAllowAttributes() []string {
+	if x != nil {
+		return x.AllowAttributes
+	}
+	return nil
+}
+
+func (x *TdxRules) GetMinEvaluationNumber() uint32 {
+	if x != nil {
+		return x.MinEvaluationNumber
+	}
+	return 0
+}
+
+// TdxModule is a version of the TDX module.
+type TdxModule struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its major version, 0 to 255, otherwise POLICY_INVALID.
+	Major uint32 `protobuf:"varint,1,opt,name=major,proto3" json:"major,omitempty"`
+	// Its security version (SVN), 0 to 255, otherwise POLICY_INVALID.
+	Svn           uint32 `protobuf:"varint,2,opt,name=svn,proto3" json:"svn,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TdxModule) Reset() {
+	*x = TdxModule{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TdxModule) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TdxModule) ProtoMessage() {}
+
+func (x *TdxModule) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TdxModule.ProtoReflect.Descriptor instead.
+func (*TdxModule) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *TdxModule) GetMajor() uint32 {
+	if x != nil {
+		return x.Major
+	}
+	return 0
+}
+
+func (x *TdxModule) GetSvn() uint32 {
+	if x != nil {
+		return x.Svn
+	}
+	return 0
+}
+
+// Collateral is what the vendors publish about their processors; `muster collateral`
+// fetches it. At most 128 KiB in sum, otherwise POLICY_INVALID. The vendors have signed
+// each part of it.
+type Collateral struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// AMD's revocation lists in DER, one for each line of processors, at most 8.
+	AmdCrls [][]byte `protobuf:"bytes,1,rep,name=amd_crls,json=amdCrls,proto3" json:"amd_crls,omitempty"`
+	// Intel's answers with the TCB data of processor models (Provisioning Certification
+	// Service, version 4, /tdx/certification/v4/tcb), as received, at most 32.
+	TcbInfos [][]byte `protobuf:"bytes,2,rep,name=tcb_infos,json=tcbInfos,proto3" json:"tcb_infos,omitempty"`
+	// The certificates that sign them, in PEM: the header TCB-Info-Issuer-Chain, decoded.
+	TcbInfoChain []byte `protobuf:"bytes,3,opt,name=tcb_info_chain,json=tcbInfoChain,proto3" json:"tcb_info_chain,omitempty"`
+	// Intel's answer with the identity of its quoting enclave (/tdx/certification/v4/
+	// qe/identity), as received.
+	QeIdentity []byte `protobuf:"bytes,4,opt,name=qe_identity,json=qeIdentity,proto3" json:"qe_identity,omitempty"`
+	// Its certificates: the header SGX-Enclave-Identity-Issuer-Chain, decoded.
+	QeIdentityChain []byte `protobuf:"bytes,5,opt,name=qe_identity_chain,json=qeIdentityChain,proto3" json:"qe_identity_chain,omitempty"`
+	// Revocation lists in DER: of Intel's root, and of its authorities for processors; at
+	// most 8.
+	IntelCrls     [][]byte `protobuf:"bytes,6,rep,name=intel_crls,json=intelCrls,proto3" json:"intel_crls,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Collateral) Reset() {
+	*x = Collateral{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Collateral) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Collateral) ProtoMessage() {}
+
+func (x *Collateral) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Collateral.ProtoReflect.Descriptor instead.
+func (*Collateral) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *Collateral) GetAmdCrls() [][]byte {
+	if x != nil {
+		return x.AmdCrls
+	}
+	return nil
+}
+
+func (x *Collateral) GetTcbInfos() [][]byte {
+	if x != nil {
+		return x.TcbInfos
+	}
+	return nil
+}
+
+func (x *Collateral) GetTcbInfoChain() []byte {
+	if x != nil {
+		return x.TcbInfoChain
+	}
+	return nil
+}
+
+func (x *Collateral) GetQeIdentity() []byte {
+	if x != nil {
+		return x.QeIdentity
+	}
+	return nil
+}
+
+func (x *Collateral) GetQeIdentityChain() []byte {
+	if x != nil {
+		return x.QeIdentityChain
+	}
+	return nil
+}
+
+func (x *Collateral) GetIntelCrls() [][]byte {
+	if x != nil {
+		return x.IntelCrls
+	}
+	return nil
 }
 
 // InsecureSwitches are off unless the owner sets them. They never cause a refusal; each
@@ -1889,7 +2811,7 @@ type InsecureSwitches struct {
 
 func (x *InsecureSwitches) Reset() {
 	*x = InsecureSwitches{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[23]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1901,7 +2823,7 @@ func (x *InsecureSwitches) String() string {
 func (*InsecureSwitches) ProtoMessage() {}
 
 func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[23]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1914,7 +2836,7 @@ func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InsecureSwitches.ProtoReflect.Descriptor instead.
 func (*InsecureSwitches) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{23}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *InsecureSwitches) GetAnyMachine() bool {
@@ -1964,7 +2886,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x06format\x18\x01 \x01(\x0e2\x18.muster.attest.v1.FormatR\x06format\x124\n" +
 	"\x04tpm2\x18\x02 \x01(\v2\x1e.muster.attest.v1.Tpm2EvidenceH\x00R\x04tpm2\x12C\n" +
 	"\rsigned_policy\x18\x03 \x01(\v2\x1e.muster.attest.v1.SignedPolicyR\fsignedPolicyB\x06\n" +
-	"\x04body\"\xed\x02\n" +
+	"\x04body\"\xab\x03\n" +
 	"\fTpm2Evidence\x12'\n" +
 	"\x0fek_certificates\x18\x01 \x03(\fR\x0eekCertificates\x12\x1b\n" +
 	"\tak_public\x18\x02 \x01(\fR\bakPublic\x12\x16\n" +
@@ -1978,12 +2900,28 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x06events\x18\n" +
 	" \x01(\fR\x06events\x12\x1b\n" +
 	"\tek_public\x18\v \x01(\fR\bekPublic\x12@\n" +
-	"\fplatform_key\x18\f \x01(\v2\x1d.muster.attest.v1.PlatformKeyR\vplatformKeyJ\x04\b\t\x10\n" +
+	"\fplatform_key\x18\f \x01(\v2\x1d.muster.attest.v1.PlatformKeyR\vplatformKey\x12<\n" +
+	"\bhardware\x18\r \x01(\v2 .muster.attest.v1.HardwareReportR\bhardwareJ\x04\b\t\x10\n" +
 	"R\tevent_log\"g\n" +
 	"\vPlatformKey\x12\"\n" +
 	"\fcertificates\x18\x01 \x03(\fR\fcertificates\x12\x16\n" +
 	"\x06attest\x18\x02 \x01(\fR\x06attest\x12\x1c\n" +
-	"\tsignature\x18\x03 \x01(\fR\tsignature\"n\n" +
+	"\tsignature\x18\x03 \x01(\fR\tsignature\"\xbc\x01\n" +
+	"\x0eHardwareReport\x129\n" +
+	"\asev_snp\x18\x01 \x01(\v2\x1e.muster.attest.v1.SevSnpReportH\x00R\x06sevSnp\x12.\n" +
+	"\x03tdx\x18\x02 \x01(\v2\x1a.muster.attest.v1.TdxQuoteH\x00R\x03tdx\x125\n" +
+	"\x05azure\x18\x03 \x01(\v2\x1d.muster.attest.v1.AzureReportH\x00R\x05azureB\b\n" +
+	"\x06report\"H\n" +
+	"\fSevSnpReport\x12\x16\n" +
+	"\x06report\x18\x01 \x01(\fR\x06report\x12 \n" +
+	"\vcertificate\x18\x02 \x01(\fR\vcertificate\" \n" +
+	"\bTdxQuote\x12\x14\n" +
+	"\x05quote\x18\x01 \x01(\fR\x05quote\"d\n" +
+	"\vAzureReport\x12\x1d\n" +
+	"\n" +
+	"hcl_report\x18\x01 \x01(\fR\thclReport\x12 \n" +
+	"\vcertificate\x18\x02 \x01(\fR\vcertificate\x12\x14\n" +
+	"\x05quote\x18\x03 \x01(\fR\x05quote\"n\n" +
 	"\bEventLog\x127\n" +
 	"\x06events\x18\x01 \x03(\v2\x1f.muster.attest.v1.MeasuredEventR\x06events\x12)\n" +
 	"\x10startup_locality\x18\x02 \x01(\rR\x0fstartupLocality\"a\n" +
@@ -2008,7 +2946,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"retryAfter\"D\n" +
 	"\fSignedPolicy\x12\x16\n" +
 	"\x06policy\x18\x01 \x01(\fR\x06policy\x12\x1c\n" +
-	"\tsignature\x18\x02 \x01(\fR\tsignature\"\x88\x02\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xc6\x02\n" +
 	"\x06Policy\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x16\n" +
 	"\x06serial\x18\x02 \x01(\x04R\x06serial\x120\n" +
@@ -2017,7 +2955,8 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\n" +
 	"node_cidrs\x18\x05 \x03(\tR\tnodeCidrs\x12>\n" +
 	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\x12%\n" +
-	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\"\x93\x03\n" +
+	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\x12<\n" +
+	"\bhardware\x18\b \x01(\v2 .muster.attest.v1.HardwarePolicyR\bhardware\"\x93\x03\n" +
 	"\n" +
 	"Tpm2Policy\x12\x1f\n" +
 	"\vmachine_ids\x18\x01 \x03(\tR\n" +
@@ -2066,7 +3005,61 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"machineIds\"6\n" +
 	"\bPcrValue\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value\"\xb2\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\"\x86\x03\n" +
+	"\x0eHardwarePolicy\x12\x18\n" +
+	"\arequire\x18\x01 \x03(\tR\arequire\x126\n" +
+	"\asev_snp\x18\x02 \x01(\v2\x1d.muster.attest.v1.SevSnpRulesR\x06sevSnp\x12,\n" +
+	"\x03tdx\x18\x03 \x01(\v2\x1a.muster.attest.v1.TdxRulesR\x03tdx\x12A\n" +
+	"\razure_sev_snp\x18\x04 \x01(\v2\x1d.muster.attest.v1.SevSnpRulesR\vazureSevSnp\x127\n" +
+	"\tazure_tdx\x18\x05 \x01(\v2\x1a.muster.attest.v1.TdxRulesR\bazureTdx\x12:\n" +
+	"\x1aazure_allow_no_secure_boot\x18\x06 \x01(\bR\x16azureAllowNoSecureBoot\x12<\n" +
+	"\n" +
+	"collateral\x18\a \x01(\v2\x1c.muster.attest.v1.CollateralR\n" +
+	"collateral\"\xdf\x03\n" +
+	"\vSevSnpRules\x124\n" +
+	"\amin_tcb\x18\x01 \x03(\v2\x1b.muster.attest.v1.SevSnpTcbR\x06minTcb\x12\x12\n" +
+	"\x04keys\x18\x02 \x03(\tR\x04keys\x12\x1c\n" +
+	"\tproviders\x18\x03 \x03(\tR\tproviders\x12\x14\n" +
+	"\x05chips\x18\x04 \x03(\tR\x05chips\x12\x19\n" +
+	"\bany_chip\x18\x05 \x01(\bR\aanyChip\x12\"\n" +
+	"\fmeasurements\x18\x06 \x03(\tR\fmeasurements\x12\x17\n" +
+	"\aid_keys\x18\a \x03(\tR\x06idKeys\x12'\n" +
+	"\x0fany_measurement\x18\b \x01(\bR\x0eanyMeasurement\x12\x19\n" +
+	"\bmax_vmpl\x18\t \x01(\rR\amaxVmpl\x12\"\n" +
+	"\rmin_guest_svn\x18\n" +
+	" \x01(\rR\vminGuestSvn\x12,\n" +
+	"\x12allow_guest_policy\x18\v \x03(\tR\x10allowGuestPolicy\x120\n" +
+	"\x14require_guest_policy\x18\f \x03(\tR\x12requireGuestPolicy\x122\n" +
+	"\x15require_platform_info\x18\r \x01(\x04R\x13requirePlatformInfo\"\x9a\x01\n" +
+	"\tSevSnpTcb\x12\x18\n" +
+	"\aproduct\x18\x01 \x01(\tR\aproduct\x12\x10\n" +
+	"\x03fmc\x18\x02 \x01(\rR\x03fmc\x12\x1f\n" +
+	"\vboot_loader\x18\x03 \x01(\rR\n" +
+	"bootLoader\x12\x10\n" +
+	"\x03tee\x18\x04 \x01(\rR\x03tee\x12\x10\n" +
+	"\x03snp\x18\x05 \x01(\rR\x03snp\x12\x1c\n" +
+	"\tmicrocode\x18\x06 \x01(\rR\tmicrocode\"\x9c\x02\n" +
+	"\bTdxRules\x12\x1a\n" +
+	"\bstatuses\x18\x01 \x03(\tR\bstatuses\x125\n" +
+	"\amodules\x18\x02 \x03(\v2\x1b.muster.attest.v1.TdxModuleR\amodules\x12\x14\n" +
+	"\x05mrtds\x18\x03 \x03(\tR\x05mrtds\x12\x19\n" +
+	"\bany_mrtd\x18\x04 \x01(\bR\aanyMrtd\x12-\n" +
+	"\x12require_attributes\x18\x05 \x03(\tR\x11requireAttributes\x12)\n" +
+	"\x10allow_attributes\x18\x06 \x03(\tR\x0fallowAttributes\x122\n" +
+	"\x15min_evaluation_number\x18\a \x01(\rR\x13minEvaluationNumber\"3\n" +
+	"\tTdxModule\x12\x14\n" +
+	"\x05major\x18\x01 \x01(\rR\x05major\x12\x10\n" +
+	"\x03svn\x18\x02 \x01(\rR\x03svn\"\xd6\x01\n" +
+	"\n" +
+	"Collateral\x12\x19\n" +
+	"\bamd_crls\x18\x01 \x03(\fR\aamdCrls\x12\x1b\n" +
+	"\ttcb_infos\x18\x02 \x03(\fR\btcbInfos\x12$\n" +
+	"\x0etcb_info_chain\x18\x03 \x01(\fR\ftcbInfoChain\x12\x1f\n" +
+	"\vqe_identity\x18\x04 \x01(\fR\n" +
+	"qeIdentity\x12*\n" +
+	"\x11qe_identity_chain\x18\x05 \x01(\fR\x0fqeIdentityChain\x12\x1d\n" +
+	"\n" +
+	"intel_crls\x18\x06 \x03(\fR\tintelCrls\"\xb2\x01\n" +
 	"\x10InsecureSwitches\x12\x1f\n" +
 	"\vany_machine\x18\x01 \x01(\bR\n" +
 	"anyMachine\x12.\n" +
@@ -2091,7 +3084,7 @@ func file_muster_attest_v1_attest_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_attest_v1_attest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(Format)(0),                 // 0: muster.attest.v1.Format
 	(*Frame)(nil),               // 1: muster.attest.v1.Frame
@@ -2099,62 +3092,84 @@ var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(*Evidence)(nil),            // 3: muster.attest.v1.Evidence
 	(*Tpm2Evidence)(nil),        // 4: muster.attest.v1.Tpm2Evidence
 	(*PlatformKey)(nil),         // 5: muster.attest.v1.PlatformKey
-	(*EventLog)(nil),            // 6: muster.attest.v1.EventLog
-	(*MeasuredEvent)(nil),       // 7: muster.attest.v1.MeasuredEvent
-	(*Challenge)(nil),           // 8: muster.attest.v1.Challenge
-	(*Response)(nil),            // 9: muster.attest.v1.Response
-	(*Verdict)(nil),             // 10: muster.attest.v1.Verdict
-	(*ErrorInfo)(nil),           // 11: muster.attest.v1.ErrorInfo
-	(*SignedPolicy)(nil),        // 12: muster.attest.v1.SignedPolicy
-	(*Policy)(nil),              // 13: muster.attest.v1.Policy
-	(*Tpm2Policy)(nil),          // 14: muster.attest.v1.Tpm2Policy
-	(*Revoked)(nil),             // 15: muster.attest.v1.Revoked
-	(*RevokedCertificate)(nil),  // 16: muster.attest.v1.RevokedCertificate
-	(*Image)(nil),               // 17: muster.attest.v1.Image
-	(*MachineClass)(nil),        // 18: muster.attest.v1.MachineClass
-	(*EventLogRules)(nil),       // 19: muster.attest.v1.EventLogRules
-	(*SecureBootRule)(nil),      // 20: muster.attest.v1.SecureBootRule
-	(*EkRoot)(nil),              // 21: muster.attest.v1.EkRoot
-	(*PlatformRoot)(nil),        // 22: muster.attest.v1.PlatformRoot
-	(*PcrValue)(nil),            // 23: muster.attest.v1.PcrValue
-	(*InsecureSwitches)(nil),    // 24: muster.attest.v1.InsecureSwitches
-	(Reason)(0),                 // 25: muster.attest.v1.Reason
-	(*durationpb.Duration)(nil), // 26: google.protobuf.Duration
+	(*HardwareReport)(nil),      // 6: muster.attest.v1.HardwareReport
+	(*SevSnpReport)(nil),        // 7: muster.attest.v1.SevSnpReport
+	(*TdxQuote)(nil),            // 8: muster.attest.v1.TdxQuote
+	(*AzureReport)(nil),         // 9: muster.attest.v1.AzureReport
+	(*EventLog)(nil),            // 10: muster.attest.v1.EventLog
+	(*MeasuredEvent)(nil),       // 11: muster.attest.v1.MeasuredEvent
+	(*Challenge)(nil),           // 12: muster.attest.v1.Challenge
+	(*Response)(nil),            // 13: muster.attest.v1.Response
+	(*Verdict)(nil),             // 14: muster.attest.v1.Verdict
+	(*ErrorInfo)(nil),           // 15: muster.attest.v1.ErrorInfo
+	(*SignedPolicy)(nil),        // 16: muster.attest.v1.SignedPolicy
+	(*Policy)(nil),              // 17: muster.attest.v1.Policy
+	(*Tpm2Policy)(nil),          // 18: muster.attest.v1.Tpm2Policy
+	(*Revoked)(nil),             // 19: muster.attest.v1.Revoked
+	(*RevokedCertificate)(nil),  // 20: muster.attest.v1.RevokedCertificate
+	(*Image)(nil),               // 21: muster.attest.v1.Image
+	(*MachineClass)(nil),        // 22: muster.attest.v1.MachineClass
+	(*EventLogRules)(nil),       // 23: muster.attest.v1.EventLogRules
+	(*SecureBootRule)(nil),      // 24: muster.attest.v1.SecureBootRule
+	(*EkRoot)(nil),              // 25: muster.attest.v1.EkRoot
+	(*PlatformRoot)(nil),        // 26: muster.attest.v1.PlatformRoot
+	(*PcrValue)(nil),            // 27: muster.attest.v1.PcrValue
+	(*HardwarePolicy)(nil),      // 28: muster.attest.v1.HardwarePolicy
+	(*SevSnpRules)(nil),         // 29: muster.attest.v1.SevSnpRules
+	(*SevSnpTcb)(nil),           // 30: muster.attest.v1.SevSnpTcb
+	(*TdxRules)(nil),            // 31: muster.attest.v1.TdxRules
+	(*TdxModule)(nil),           // 32: muster.attest.v1.TdxModule
+	(*Collateral)(nil),          // 33: muster.attest.v1.Collateral
+	(*InsecureSwitches)(nil),    // 34: muster.attest.v1.InsecureSwitches
+	(Reason)(0),                 // 35: muster.attest.v1.Reason
+	(*durationpb.Duration)(nil), // 36: google.protobuf.Duration
 }
 var file_muster_attest_v1_attest_proto_depIdxs = []int32{
 	2,  // 0: muster.attest.v1.Frame.offer:type_name -> muster.attest.v1.Offer
 	3,  // 1: muster.attest.v1.Frame.evidence:type_name -> muster.attest.v1.Evidence
-	8,  // 2: muster.attest.v1.Frame.challenge:type_name -> muster.attest.v1.Challenge
-	9,  // 3: muster.attest.v1.Frame.response:type_name -> muster.attest.v1.Response
-	10, // 4: muster.attest.v1.Frame.verdict:type_name -> muster.attest.v1.Verdict
+	12, // 2: muster.attest.v1.Frame.challenge:type_name -> muster.attest.v1.Challenge
+	13, // 3: muster.attest.v1.Frame.response:type_name -> muster.attest.v1.Response
+	14, // 4: muster.attest.v1.Frame.verdict:type_name -> muster.attest.v1.Verdict
 	0,  // 5: muster.attest.v1.Offer.gives:type_name -> muster.attest.v1.Format
 	0,  // 6: muster.attest.v1.Offer.accepts:type_name -> muster.attest.v1.Format
 	0,  // 7: muster.attest.v1.Evidence.format:type_name -> muster.attest.v1.Format
 	4,  // 8: muster.attest.v1.Evidence.tpm2:type_name -> muster.attest.v1.Tpm2Evidence
-	12, // 9: muster.attest.v1.Evidence.signed_policy:type_name -> muster.attest.v1.SignedPolicy
+	16, // 9: muster.attest.v1.Evidence.signed_policy:type_name -> muster.attest.v1.SignedPolicy
 	5,  // 10: muster.attest.v1.Tpm2Evidence.platform_key:type_name -> muster.attest.v1.PlatformKey
-	7,  // 11: muster.attest.v1.EventLog.events:type_name -> muster.attest.v1.MeasuredEvent
-	25, // 12: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
-	26, // 13: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
-	25, // 14: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
-	26, // 15: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
-	14, // 16: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
-	24, // 17: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
-	21, // 18: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
-	17, // 19: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
-	18, // 20: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
-	15, // 21: muster.attest.v1.Tpm2Policy.revoked:type_name -> muster.attest.v1.Revoked
-	22, // 22: muster.attest.v1.Tpm2Policy.platform_roots:type_name -> muster.attest.v1.PlatformRoot
-	16, // 23: muster.attest.v1.Revoked.certificates:type_name -> muster.attest.v1.RevokedCertificate
-	23, // 24: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
-	23, // 25: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
-	19, // 26: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
-	20, // 27: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
-	28, // [28:28] is the sub-list for method output_type
-	28, // [28:28] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	6,  // 11: muster.attest.v1.Tpm2Evidence.hardware:type_name -> muster.attest.v1.HardwareReport
+	7,  // 12: muster.attest.v1.HardwareReport.sev_snp:type_name -> muster.attest.v1.SevSnpReport
+	8,  // 13: muster.attest.v1.HardwareReport.tdx:type_name -> muster.attest.v1.TdxQuote
+	9,  // 14: muster.attest.v1.HardwareReport.azure:type_name -> muster.attest.v1.AzureReport
+	11, // 15: muster.attest.v1.EventLog.events:type_name -> muster.attest.v1.MeasuredEvent
+	35, // 16: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
+	36, // 17: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
+	35, // 18: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
+	36, // 19: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
+	18, // 20: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
+	34, // 21: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
+	28, // 22: muster.attest.v1.Policy.hardware:type_name -> muster.attest.v1.HardwarePolicy
+	25, // 23: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
+	21, // 24: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
+	22, // 25: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
+	19, // 26: muster.attest.v1.Tpm2Policy.revoked:type_name -> muster.attest.v1.Revoked
+	26, // 27: muster.attest.v1.Tpm2Policy.platform_roots:type_name -> muster.attest.v1.PlatformRoot
+	20, // 28: muster.attest.v1.Revoked.certificates:type_name -> muster.attest.v1.RevokedCertificate
+	27, // 29: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
+	27, // 30: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
+	23, // 31: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
+	24, // 32: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
+	29, // 33: muster.attest.v1.HardwarePolicy.sev_snp:type_name -> muster.attest.v1.SevSnpRules
+	31, // 34: muster.attest.v1.HardwarePolicy.tdx:type_name -> muster.attest.v1.TdxRules
+	29, // 35: muster.attest.v1.HardwarePolicy.azure_sev_snp:type_name -> muster.attest.v1.SevSnpRules
+	31, // 36: muster.attest.v1.HardwarePolicy.azure_tdx:type_name -> muster.attest.v1.TdxRules
+	33, // 37: muster.attest.v1.HardwarePolicy.collateral:type_name -> muster.attest.v1.Collateral
+	30, // 38: muster.attest.v1.SevSnpRules.min_tcb:type_name -> muster.attest.v1.SevSnpTcb
+	32, // 39: muster.attest.v1.TdxRules.modules:type_name -> muster.attest.v1.TdxModule
+	40, // [40:40] is the sub-list for method output_type
+	40, // [40:40] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_muster_attest_v1_attest_proto_init() }
@@ -2173,13 +3188,18 @@ func file_muster_attest_v1_attest_proto_init() {
 	file_muster_attest_v1_attest_proto_msgTypes[2].OneofWrappers = []any{
 		(*Evidence_Tpm2)(nil),
 	}
+	file_muster_attest_v1_attest_proto_msgTypes[5].OneofWrappers = []any{
+		(*HardwareReport_SevSnp)(nil),
+		(*HardwareReport_Tdx)(nil),
+		(*HardwareReport_Azure)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_attest_v1_attest_proto_rawDesc), len(file_muster_attest_v1_attest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   24,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

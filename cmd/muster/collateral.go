@@ -1,0 +1,150 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/encoding/protojson"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func (a *app) collateralCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "collateral", Short: "Fetch, check and apply what AMD and Intel publish for the check of hardware reports"}
+	cmd.AddCommand(a.fetchCollateralCommand(), a.verifyCollateralCommand(), a.applyCollateralCommand())
+	return cmd
+}
+
+func (a *app) fetchCollateralCommand() *cobra.Command {
+	var (
+		source owner.CollateralSource
+		out    string
+	)
+	cmd := &cobra.Command{
+		Use:   "fetch -o FILE [--product Milan|Genoa|Turin]... [--fmspc DIGITS]...",
+		Short: "Fetch revocation lists and TCB data of processors from AMD and Intel, and check them",
+		Long: `Fetches AMD's revocation lists of the lines of processors, and Intel's TCB data of the models, its quoting enclave's identity and
+revocation lists. Nothing is written that its vendor has not signed. It needs no cluster: without a network at the site, run it
+elsewhere, and carry the file.
+
+The refusal HARDWARE_COLLATERAL names the FMSPC of a machine's processor.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if out == "" {
+				return usagef("-o is missing: name the file to write")
+			}
+			if len(source.Products)+len(source.FMSPCs) == 0 {
+				return usagef("nothing to fetch: give --product for AMD or --fmspc for Intel")
+			}
+			c, ends, err := owner.FetchCollateral(cmd.Context(), source, time.Now())
+			if err != nil {
+				return err
+			}
+			b, err := protojson.MarshalOptions{Multiline: true}.Marshal(c)
+			if err != nil {
+				return err
+			}
+			if err := os.WriteFile(out, append(b, '\n'), 0o600); err != nil {
+				return err
+			}
+			return a.showEnds(ends)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVarP(&out, "out", "o", "", "file to write")
+	f.StringSliceVar(&source.Products, "product", nil, "line of AMD's processors: Milan, Genoa (also Bergamo and Siena) or Turin")
+	f.StringSliceVar(&source.FMSPCs, "fmspc", nil, "model of Intel's processors, 12 hexadecimal digits")
+	f.StringVar(&source.AMD, "amd-url", "https://kdsintf.amd.com", "AMD's Key Distribution Service, or a mirror")
+	f.StringVar(&source.Intel, "intel-url", "https://api.trustedservices.intel.com", "Intel's Provisioning Certification Service, or a cache of it")
+	f.StringVar(&source.IntelRoot, "intel-root-url", "https://certificates.trustedservices.intel.com/IntelSGXRootCA.der", "revocation list of Intel's root")
+	return cmd
+}
+
+func (a *app) verifyCollateralCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "verify FILE", Short: "Check that collateral is its vendors' and valid, and show when each part ends", Args: cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			text, err := os.ReadFile(args[0])
+			if err != nil {
+				return err
+			}
+			_, ends, err := owner.ReadCollateral(text, time.Now())
+			if err != nil {
+				return fmt.Errorf("%s: %w", args[0], err)
+			}
+			return a.showEnds(ends)
+		},
+	}
+}
+
+func (a *app) applyCollateralCommand() *cobra.Command {
+	var (
+		dry           bool
+		wait, timeout time.Duration
+	)
+	cmd := &cobra.Command{
+		Use:   "apply FILE [--dry-run]",
+		Short: "Put collateral into the policy of the owner's folder, sign it, and put it in force",
+		Long: `The policy of the owner's folder gets the collateral, and its serial is counted up. A vendor may have raised a TCB since: so first
+run it with --dry-run. Then nothing comes into force, and the joinservices appraise each running node by it as well, when its
+machine attests next, within five minutes. The output names the nodes that would be refused, and the exit code is 1 if there is
+one.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			text, err := os.ReadFile(args[0])
+			if err != nil {
+				return err
+			}
+			c, ends, err := owner.ReadCollateral(text, time.Now())
+			if err != nil {
+				return fmt.Errorf("%s: %w", args[0], err)
+			}
+			return a.withFolder(func(dir *ownerdir.Dir) error {
+				policy, err := owner.WithCollateral(dir, c)
+				if err != nil {
+					return err
+				}
+				if dry {
+					return a.policyDiff(cmd.Context(), dir, policy, wait)
+				}
+				ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
+				defer cancel()
+				p, err := owner.ApplyPolicy(ctx, dir, policy, false)
+				if err != nil {
+					return err
+				}
+				_ = a.remember(ctx, dir) // a failure is printed
+				if a.output == outputJSON {
+					return a.json(p.Status)
+				}
+				fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).\n", p.Status.Serial, p.Status.Generation)
+				return a.showEnds(ends)
+			})
+		},
+	}
+	cmd.Flags().BoolVar(&dry, "dry-run", false, "only show which running nodes would be refused")
+	cmd.Flags().DurationVar(&wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0: show the difference only")
+	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
+	return cmd
+}
+
+// showEnds prints when each part ends.
+func (a *app) showEnds(ends []attest.CollateralEnd) error {
+	if a.output == outputJSON {
+		out := map[string]time.Time{}
+		for _, e := range ends {
+			out[e.Name] = e.Time
+		}
+		return a.json(map[string]any{"ends": out})
+	}
+	rows := [][]string{{"PART", "ENDS (UTC)"}}
+	for _, e := range ends {
+		rows = append(rows, []string{e.Name, e.Time.UTC().Format(time.DateTime)})
+	}
+	return a.table(rows)
+}

@@ -1,0 +1,136 @@
+package policyfile_test
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+)
+
+var march = time.Date(2026, 3, 20, 0, 0, 0, 0, time.UTC)
+
+// collateral is Intel's of March 2026.
+func collateral(t *testing.T) *attestv1.Collateral {
+	t.Helper()
+	file := func(name string) []byte {
+		b, err := os.ReadFile(filepath.Join("..", "..", "trust", "attest", "hardware", "testdata", "tdx", "collateral-2026-03", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	return &attestv1.Collateral{
+		TcbInfos: [][]byte{file("tcb_info_90c06f000000.json")}, TcbInfoChain: file("tcb_signing_chain.pem"), QeIdentity: file("td_qe_identity.json"),
+		QeIdentityChain: file("qe_identity_signing_chain.pem"), IntelCrls: [][]byte{file("root_ca_crl.der"), file("pck_crl_platform.der")},
+	}
+}
+
+const hardwareRules = `
+# Our machines are confidential ones.
+hardware:
+  require: [tdx]
+  tdx:
+    statuses: [UpToDate] # nothing else
+    modules:
+      - {major: 1, svn: 5}
+    mrtds:
+      - "4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d4d"
+`
+
+func TestCollateralIsWrittenIntoAPolicy(t *testing.T) {
+	for name, text := range map[string]string{"with rules": hardwareRules, "without rules": "", "with an empty object": "hardware: {}\n", "with null": "hardware:\n"} {
+		before := string(read(t, "policy.yaml")) + text
+		got, err := policyfile.SetCollateral([]byte(before), 8, collateral(t))
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		p, _, err := policyfile.Parse(got)
+		if err != nil || p.Serial() != 8 || len(p.CollateralEnds()) != 4 {
+			t.Errorf("%s: %v\n%s", name, err, got)
+		}
+		if text == hardwareRules && (!strings.Contains(string(got), "# nothing else") || !strings.Contains(string(got), "# Our machines")) {
+			t.Errorf("the comments are gone:\n%s", got)
+		}
+		again, err := policyfile.SetCollateral(got, 9, &attestv1.Collateral{})
+		if err != nil || strings.Contains(string(again), "tcbInfos") {
+			t.Errorf("%s: replaced by nothing: %v\n%s", name, err, again)
+		}
+	}
+	if _, err := policyfile.SetCollateral([]byte(string(read(t, "policy.yaml"))+"hardware: [1]\n"), 8, collateral(t)); err == nil {
+		t.Error("a list in place of the rules was replaced")
+	}
+	if _, err := policyfile.SetCollateral(read(t, "policy.yaml"), 8, &attestv1.Collateral{AmdCrls: [][]byte{{1}}}); err == nil {
+		t.Error("a list that is none was written")
+	}
+}
+
+// TestRulesForHardwareReportsAreKept: a policy that was made anew from measurements must not accept machines without reports.
+func TestRulesForHardwareReportsAreKept(t *testing.T) {
+	old, err := policyfile.SetCollateral([]byte(string(read(t, "policy.yaml"))+hardwareRules), 8, collateral(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	built := read(t, "policy.yaml")
+	got, what, err := policyfile.KeepRules(built, old)
+	if err != nil || !slices.Equal(what, []string{"the rules for hardware reports"}) {
+		t.Fatalf("%q, %v", what, err)
+	}
+	if p, json, err := policyfile.Parse(got); err != nil || len(p.CollateralEnds()) != 4 || !strings.Contains(string(json), `"require":["tdx"]`) {
+		t.Errorf("%v\n%s", err, got)
+	}
+	got, what, err = policyfile.KeepRules([]byte(string(built)+hardwareRules), old)
+	if err != nil || !slices.Equal(what, []string{"the collateral for hardware reports"}) {
+		t.Fatalf("%q, %v", what, err)
+	}
+	if p, _, err := policyfile.Parse(got); err != nil || len(p.CollateralEnds()) != 4 {
+		t.Errorf("%v\n%s", err, got)
+	}
+	lifted := string(built) + "hardware: {collateral: {}}\n"
+	if got, what, err = policyfile.KeepRules([]byte(lifted), old); err != nil || len(what) != 0 || string(got) != lifted {
+		t.Errorf("rules that the owner has removed are kept: %q, %v", what, err)
+	}
+}
+
+func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
+	with, err := policyfile.SetCollateral([]byte(string(read(t, "policy.yaml"))+hardwareRules), 8, collateral(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	weak := strings.Replace(hardwareRules, "require: [tdx]", "require: []", 1)
+	weak = weak[:strings.Index(weak, "    mrtds:")] + "    anyMrtd: true\n"
+	for name, tt := range map[string]struct {
+		text  string
+		at    time.Time
+		about string
+		want  bool
+	}{
+		"no collateral":               {string(read(t, "policy.yaml")) + hardwareRules, march, "hardware.collateral: empty", true},
+		"valid collateral":            {string(with), march.Add(-10 * 24 * time.Hour), "hardware.collateral", false},
+		"collateral that ends soon":   {string(with), march.Add(20 * 24 * time.Hour), "hardware.collateral: the ", true},
+		"collateral that has ended":   {string(with), march.Add(90 * 24 * time.Hour), "ended on", true},
+		"nothing required":            {string(read(t, "policy.yaml")) + weak, march, "hardware.require: empty", true},
+		"a kind required":             {string(with), march, "hardware.require", false},
+		"any measurement":             {string(read(t, "policy.yaml")) + weak, march, "hardware.tdx.anyMrtd: a quote only", true},
+		"measurements":                {string(with), march, "anyMrtd", false},
+		"reports that can be lent":    {string(with), march, "lend its reports", true},
+		"no rules for reports at all": {string(read(t, "policy.yaml")), march, "hardware", false},
+		"any chip": {string(read(t, "policy.yaml")) + "hardware:\n  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march,
+			"hardware.sevSnp.anyChip: every", true},
+	} {
+		_, found, err := policyfile.Check([]byte(tt.text), tt.at)
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		has := slices.ContainsFunc(found, func(f policyfile.Finding) bool { return strings.Contains(f.Field+": "+f.Text, tt.about) })
+		if has != tt.want {
+			t.Errorf("%s: %t, %+v", name, has, found)
+		}
+	}
+}

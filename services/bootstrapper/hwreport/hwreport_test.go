@@ -1,0 +1,200 @@
+package hwreport
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest/hardware"
+	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
+	"github.com/muster-k8s/muster/trust/attest/hcl"
+	"github.com/muster-k8s/muster/trust/tpm"
+	"github.com/muster-k8s/muster/trust/tsm"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// stored is a TPM with that HCL report; nil: it has none.
+type stored struct {
+	report []byte
+	err    error
+	reads  int
+}
+
+func (s *stored) HCLReport(context.Context) ([]byte, error) {
+	s.reads++
+	if s.report == nil && s.err == nil {
+		return nil, fmt.Errorf("tpm: %w", tpm.ErrNoHCLReport)
+	}
+	return s.report, s.err
+}
+
+func hclReport(kind hcl.Kind) []byte {
+	report := bytes.Repeat([]byte{7}, 1184)
+	if kind == hcl.TDX {
+		clear(report[1024:])
+	}
+	return hardwaretest.HCL(kind, report, []byte(`{"keys":[]}`))
+}
+
+// azure is a metadata service with the answers that Azure documents.
+type azure struct {
+	*httptest.Server
+	calls int
+	wrong http.HandlerFunc // in place of the answer; nil: none
+}
+
+var vcek, quote = []byte("certificate"), bytes.Repeat([]byte{0xFB, 0xFF}, 2503)
+
+func newAzure(t testing.TB) *azure {
+	a := &azure{}
+	a.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		a.calls++
+		if r.Header.Get("Metadata") != "true" {
+			http.Error(w, "no Metadata header", http.StatusBadRequest)
+			return
+		}
+		if a.wrong != nil {
+			a.wrong(w, r)
+			return
+		}
+		switch r.Method + " " + r.URL.Path {
+		case "GET /metadata/THIM/amd/certification":
+			_ = json.NewEncoder(w).Encode(map[string]string{
+				"vcekCert": string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: vcek})), "tcbm": "DB18000000000004", "certificateChain": "",
+			})
+		case "POST /acc/tdquote":
+			var in struct{ Report string }
+			b, _ := io.ReadAll(r.Body)
+			if json.Unmarshal(b, &in) != nil {
+				http.Error(w, "no JSON", http.StatusBadRequest)
+				return
+			}
+			if got, err := base64.RawURLEncoding.DecodeString(in.Report); err != nil || !bytes.Equal(got, bytes.Repeat([]byte{7}, 1024)) {
+				http.Error(w, "no TDREPORT", http.StatusBadRequest)
+				return
+			}
+			_ = json.NewEncoder(w).Encode(map[string]string{"quote": base64.RawURLEncoding.EncodeToString(quote)})
+		default:
+			http.NotFound(w, r)
+		}
+	}))
+	t.Cleanup(a.Close)
+	return a
+}
+
+func reports(t testing.TB, s *stored, a *azure) *Reports {
+	r := New(s)
+	r.kernel = tsm.New(filepath.Join(t.TempDir(), "none"))
+	r.metadata = a.URL
+	return r
+}
+
+func TestAzuresReportIsSentWithWhatBelongsToIt(t *testing.T) {
+	a := newAzure(t)
+	got, err := reports(t, &stored{report: hclReport(hcl.SNP)}, a).Report(t.Context(), hardware.ReportData{1})
+	if m := got.GetAzure(); err != nil || !bytes.Equal(m.GetHclReport(), hclReport(hcl.SNP)) || !bytes.Equal(m.GetCertificate(), vcek) || m.GetQuote() != nil {
+		t.Errorf("SEV-SNP: %v, %v", m, err)
+	}
+	got, err = reports(t, &stored{report: hclReport(hcl.TDX)}, a).Report(t.Context(), hardware.ReportData{1})
+	if m := got.GetAzure(); err != nil || !bytes.Equal(m.GetHclReport(), hclReport(hcl.TDX)) || !bytes.Equal(m.GetQuote(), quote) || m.GetCertificate() != nil {
+		t.Errorf("TDX: %v, %v", m, err)
+	}
+}
+
+func TestTheMetadataServiceIsAskedOnceAnHour(t *testing.T) {
+	a, s, now := newAzure(t), &stored{report: hclReport(hcl.SNP)}, time.Now()
+	r := reports(t, s, a)
+	r.now = func() time.Time { return now }
+	for _, want := range []int{1, 1, 2} {
+		if _, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || a.calls != want {
+			t.Errorf("%d calls, want %d, %v", a.calls, want, err)
+		}
+		now = now.Add(40 * time.Minute)
+	}
+}
+
+func TestAMachineOfNoKindSendsNoReport(t *testing.T) {
+	a, s := newAzure(t), &stored{}
+	r := reports(t, s, a)
+	for range 2 {
+		if got, err := r.Report(t.Context(), hardware.ReportData{1}); got != nil || err != nil {
+			t.Errorf("%v, %v", got, err)
+		}
+	}
+	if a.calls != 0 || s.reads != 1 {
+		t.Errorf("%d calls of the metadata service, %d reads of the TPM", a.calls, s.reads)
+	}
+}
+
+// processor is a kernel's interface.
+type processor struct{ err error }
+
+func (p processor) Report(context.Context, hardware.ReportData) (*attestv1.HardwareReport, error) {
+	return &attestv1.HardwareReport{Report: &attestv1.HardwareReport_Tdx{Tdx: &attestv1.TdxQuote{}}}, p.err
+}
+
+func TestTheKernelsReportComesFirst(t *testing.T) {
+	r := reports(t, &stored{report: hclReport(hcl.SNP)}, newAzure(t))
+	r.kernel = processor{}
+	if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || got.GetTdx() == nil {
+		t.Errorf("%v, %v", got, err)
+	}
+	r.kernel = processor{errors.New("busy")}
+	if _, err := r.Report(t.Context(), hardware.ReportData{1}); err == nil {
+		t.Error("its error is not reported")
+	}
+}
+
+// TestAzuresErrorsAreReported: each answer is repeated as Azure documents it, and then accepted.
+func TestAzuresErrorsAreReported(t *testing.T) {
+	text := func(s string) http.HandlerFunc {
+		return func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, s) }
+	}
+	for name, tt := range map[string]struct {
+		kind  hcl.Kind
+		wrong http.HandlerFunc
+		want  string
+	}{
+		"refusal":              {hcl.SNP, func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusTooManyRequests) }, "429"},
+		"redirect":             {hcl.SNP, func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/other", http.StatusFound) }, "302"},
+		"no JSON":              {hcl.SNP, text("<html>"), "invalid character"},
+		"too long":             {hcl.SNP, text(strings.Repeat(" ", maxAnswer+1)), "more than 65536 bytes"},
+		"no certificate":       {hcl.SNP, text(`{}`), "no certificate vcekCert"},
+		"a key in PEM":         {hcl.SNP, text(`{"vcekCert":"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"}`), "no certificate vcekCert"},
+		"number for text":      {hcl.SNP, text(`{"vcekCert":1}`), "cannot unmarshal"},
+		"no quote":             {hcl.TDX, text(`{}`), "no quote"},
+		"quote in base64":      {hcl.TDX, text(`{"quote":"+/=="}`), "no quote"},
+		"connection that ends": {hcl.TDX, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, "EOF"},
+	} {
+		a := newAzure(t)
+		r := reports(t, &stored{report: hclReport(tt.kind)}, a)
+		a.wrong = tt.wrong
+		if got, err := r.Report(t.Context(), hardware.ReportData{1}); got != nil || err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s: %v, %v", name, got, err)
+		}
+		a.wrong = nil
+		if _, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil {
+			t.Errorf("%s, repaired: %v", name, err)
+		}
+	}
+	for name, s := range map[string]*stored{"a TPM that fails": {err: errors.New("TPM_RC_FAILURE")}, "a report that is none": {report: []byte("HCLA")}} {
+		if got, err := reports(t, s, newAzure(t)).Report(t.Context(), hardware.ReportData{1}); got != nil || err == nil {
+			t.Errorf("%s: %v, %v", name, got, err)
+		}
+	}
+}

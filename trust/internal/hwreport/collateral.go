@@ -1,0 +1,89 @@
+package hwreport
+
+import (
+	"bytes"
+	"crypto/x509"
+	"fmt"
+	"maps"
+	"time"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest/hardware"
+	"github.com/muster-k8s/muster/trust/attest/snp"
+	"github.com/muster-k8s/muster/trust/attest/tdx"
+)
+
+// Collateral is what both vendors have published, in the form of packages snp and tdx.
+type Collateral struct {
+	AMD   snp.Authorities
+	Intel tdx.Collateral
+	lists [][]byte // all of AMD
+}
+
+// CollateralOf gives each of AMD's lists to the lines of processors whose root has issued it.
+func CollateralOf(m *attestv1.Collateral, v Vendors) Collateral {
+	c := Collateral{AMD: maps.Clone(v.AMD), lists: m.GetAmdCrls(), Intel: tdx.Collateral{
+		TCBInfo: m.GetTcbInfos(), TCBInfoChain: m.GetTcbInfoChain(), QEIdentity: m.GetQeIdentity(), QEIdentityChain: m.GetQeIdentityChain(), CRLs: m.GetIntelCrls(),
+	}}
+	for product, a := range c.AMD {
+		for _, der := range c.lists {
+			if issued(der, a.Root) {
+				a.RevocationList = der
+			}
+		}
+		c.AMD[product] = a
+	}
+	return c
+}
+
+// issued reports whether a list has the name of that issuer.
+func issued(der []byte, issuer *x509.Certificate) bool {
+	l, err := x509.ParseRevocationList(der)
+	return err == nil && bytes.Equal(l.RawIssuer, issuer.RawSubject)
+}
+
+// Ends returns when each part ends. The error names a part that cannot be read.
+func (c Collateral) Ends() ([]hardware.End, error) {
+	out, err := hardware.CRLEnds(c.lists)
+	if err != nil {
+		return nil, fmt.Errorf("from AMD: %w", err)
+	}
+	intel, err := c.Intel.Ends()
+	if err != nil {
+		return nil, fmt.Errorf("from Intel: %w", err)
+	}
+	return append(out, intel...), nil
+}
+
+// CheckCollateral checks that each part is its vendor's and valid at now, and returns when each ends.
+// Refusals: POLICY_INVALID for what no policy may have, HARDWARE_COLLATERAL.
+func CheckCollateral(m *attestv1.Collateral, v Vendors, now time.Time) ([]hardware.End, error) {
+	var r Rules
+	if err := r.parseCollateral(m, v); err != nil {
+		return nil, err
+	}
+	c := CollateralOf(m, v)
+	for i, der := range c.lists {
+		var issuer *x509.Certificate
+		for _, a := range c.AMD {
+			if issued(der, a.Root) {
+				issuer = a.Root
+			}
+		}
+		if issuer == nil {
+			return nil, hardware.Refuse(hardware.Collateral, "the list %d of AMD is of none of its roots", i)
+		}
+		if err := hardware.CheckRevoked(der, issuer, now); err != nil {
+			return nil, err
+		}
+	}
+	if len(m.GetTcbInfos())+len(m.GetQeIdentity())+len(m.GetIntelCrls()) > 0 {
+		if err := c.Intel.Check(v.Intel, now); err != nil {
+			return nil, err
+		}
+	}
+	if len(r.ends) == 0 {
+		return nil, hardware.Refuse(hardware.Collateral, "there is no list and no TCB data of any vendor")
+	}
+	return r.ends, nil
+}
