@@ -150,19 +150,13 @@ func (a *Approver) Candidates(ctx context.Context) ([]Candidate, error) {
 
 // Machine returns the waiting machine with that ID, which the owner has named: NOT_ENROLLED if it does not wait.
 func (a *Approver) Machine(ctx context.Context, id attest.MachineID) (Candidate, error) {
-	all, err := a.kube.Waiting(ctx)
+	w, err := waitingEntry(ctx, a.kube, id)
 	if err != nil {
 		return Candidate{}, err
 	}
-	for _, w := range all {
-		if w.Machine == id.String() {
-			c := Candidate{Waiting: w}
-			a.examine(ctx, &c, true)
-			return c, nil
-		}
-	}
-	return Candidate{}, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not among those that wait", id),
-		"muster approve shows who waits. joinservice lists a machine some seconds after it was refused, for an hour. If the list has no room, name the machine by its address: muster approve HOST.")
+	c := Candidate{Waiting: w}
+	a.examine(ctx, &c, true)
+	return c, nil
 }
 
 // Host returns the waiting machine at HOST:PORT. The cluster is not asked.
@@ -182,7 +176,7 @@ func (a *Approver) examine(ctx context.Context, c *Candidate, named bool) {
 	id, err := attest.ParseMachineID(c.Machine)
 	ip, aerr := netip.ParseAddr(c.Address)
 	if aerr == nil {
-		c.Endpoint = netip.AddrPortFrom(ip.Unmap(), uint16(a.Port)).String() //nolint:gosec // a port
+		c.Endpoint = netip.AddrPortFrom(ip.Unmap(), uint16(a.Port)).String()
 	}
 	switch {
 	case err != nil:
@@ -255,7 +249,7 @@ func (a *Approver) judge(c *Candidate, claims attest.Claims, named bool) {
 // booted refuses a machine for what it booted, which no approval changes.
 func (a *Approver) booted(c *Candidate, err error) {
 	c.refuse(withRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the policy would refuse it although it were listed: %w", err),
-		"It is not approved, whatever the flags. muster verify "+c.Endpoint+" shows what it booted. "+Explain(err).Remedy))
+		"It is not approved, whatever the flags. muster explain "+c.Endpoint+" shows what differs. "+Explain(err).Remedy))
 }
 
 // unproven refuses a machine whose TPM no authority certifies, unless the owner has named it: its ID is all that is known of it.
@@ -347,7 +341,7 @@ func (a *Approver) Await(ctx context.Context, n int, from netip.Prefix, report f
 		all, err := a.Candidates(ctx)
 		if err != nil {
 			if ctx.Err() != nil {
-				return done, nil
+				return done, nil //nolint:nilerr // its time is over
 			}
 			return done, err
 		}
@@ -368,7 +362,7 @@ func (a *Approver) Await(ctx context.Context, n int, from netip.Prefix, report f
 			done += len(batch)
 		}
 		if done >= n || retry.Wait(ctx, approvePoll) != nil {
-			return done, nil
+			return done, nil //nolint:nilerr // its time is over
 		}
 	}
 }
@@ -404,3 +398,26 @@ func (c Candidate) Booted() string {
 
 // Serial returns the serial of the folder's policy.
 func (a *Approver) Serial() uint64 { return a.policy.Serial() }
+
+// WaitingMachine returns the cluster's record of a machine that waits: NOT_ENROLLED if there is none. Nothing of it is proven.
+func WaitingMachine(ctx context.Context, d *ownerdir.Dir, id attest.MachineID) (clusterapi.Waiting, error) {
+	kube, err := Connect(d)
+	if err != nil {
+		return clusterapi.Waiting{}, err
+	}
+	return waitingEntry(ctx, kube, id)
+}
+
+func waitingEntry(ctx context.Context, kube *clusterapi.Client, id attest.MachineID) (clusterapi.Waiting, error) {
+	all, err := kube.Waiting(ctx)
+	if err != nil {
+		return clusterapi.Waiting{}, err
+	}
+	for _, w := range all {
+		if w.Machine == id.String() {
+			return w, nil
+		}
+	}
+	return clusterapi.Waiting{}, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not among those that wait", id),
+		"muster approve shows who waits. joinservice lists a machine some seconds after it was refused, for an hour. If the list has no room, name the machine by its address: muster approve HOST.")
+}

@@ -27,9 +27,9 @@ const ConfigMap = "muster-waiting"
 const (
 	// Max is the maximum number of machines whose endorsement the policy accepts.
 	Max = 64
-	// MaxUnlisted is the maximum number of machines that a list of the policy lacks, MaxOfSource that of one source among
-	// them: an IPv4 address or an IPv6 /64.
+	// MaxUnlisted is the maximum number of machines that a list of the policy lacks.
 	MaxUnlisted = 64
+	// MaxOfSource is that of one source among them: an IPv4 address or an IPv6 /64.
 	MaxOfSource = 8
 	// lives is how long a machine is listed after its last request.
 	lives = time.Hour
