@@ -89,6 +89,7 @@ func addNodeCommand(open opener) *cobra.Command {
 	f.StringSliceVar(&n.JoinEndpoints, "join-endpoint", nil, "joinservice to ask, host:port")
 	f.BoolVar(&n.TamperBootstrapper, "tamper-bootstrapper", false, "change one byte of its bootstrapper")
 	f.BoolVar(&n.ForeignEK, "foreign-ek", false, "give it a TPM from a CA that no listed root certifies")
+	f.BoolVar(&n.CloudKey, "cloud-key", false, "give it a TPM with an attestation key that the lab's cloud certifies")
 	f.BoolVar(&n.BareEK, "bare-ek", false, "give it a TPM without EK certificates")
 	f.BoolVar(&n.NoBootstrapper, "no-bootstrapper", false, "an attacker's machine: nothing of Muster, all Kubernetes programs")
 	f.BoolVar(&n.PullImages, "pull-images", false, "begin without container images")

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -94,6 +95,30 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 	})
 	if _, there := s.waiting(t)[changed.ID().String()]; !there {
 		t.Error("the machine that still waits is no longer listed")
+	}
+}
+
+// A machine that a list of the policy lacks is in a list of its own, with what it booted; the owner sees whether listing it is enough. Once the policy
+// lists it, it is refused for nothing.
+func TestTheOwnerSeesWhoLacksAList(t *testing.T) {
+	s := setUp(t)
+	bare, tampered := attesttest.NewMachine(t, s.ca, attesttest.Options{Bare: true}), attesttest.NewMachine(t, s.ca, attesttest.Options{Bare: true, Image: "tampered"})
+	ask := func(m *attesttest.Machine) attestv1.Reason {
+		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
+		return rpc.ReasonFrom(err)
+	}
+	for _, m := range []*attesttest.Machine{bare, tampered} {
+		if got := ask(m); got != attestv1.Reason_REASON_EK_UNTRUSTED {
+			t.Fatalf("refused with %s", attest.ReasonName(got))
+		}
+	}
+	membertest.Eventually(t, func() error { n := len(s.waiting(t)); return membertest.Want(n == 2, "%d wait", n) })
+	list := s.waiting(t)
+	if e := list[bare.ID().String()]; !e.Listable() || e.List != "tpm2.bareMachineIds" || e.Endorsement != "bare-ek" || e.Image != "image-0" || e.Class != "class-0" || e.Address != "127.0.0.1" {
+		t.Errorf("the machine: %+v", e)
+	}
+	if e := list[tampered.ID().String()]; e.Listable() || e.List != "tpm2.bareMachineIds" || !strings.Contains(e.Differs, "PCR 4") {
+		t.Errorf("the changed machine: %+v", e)
 	}
 }
 

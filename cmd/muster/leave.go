@@ -196,20 +196,28 @@ func (a *app) remove(ctx context.Context, l leaving, dir *ownerdir.Dir, d *owner
 // confirm requires the node's name, or the disk's UUID, so that a habitual y does not forget a node.
 func (a *app) confirm(ctx context.Context, in io.Reader, name string) error {
 	fmt.Fprintf(a.stderr, "Type %s to go on: ", name)
+	answer, err := a.answer(ctx, in)
+	if err != nil {
+		return err
+	}
+	if answer != name {
+		return errors.New("nothing was changed: the answer is not the name; --yes goes on without asking")
+	}
+	return nil
+}
+
+// answer reads a line that a person types.
+func (a *app) answer(ctx context.Context, in io.Reader) (string, error) {
 	typed := make(chan string, 1)
 	go func() { // a read of a terminal can't be interrupted; it ends with the program
 		line, _ := bufio.NewReader(in).ReadString('\n')
 		typed <- line
 	}()
-	var answer string
 	select {
-	case answer = <-typed:
+	case line := <-typed:
+		fmt.Fprintln(a.stderr)
+		return strings.TrimSpace(line), nil
 	case <-ctx.Done():
-		return context.Cause(ctx)
+		return "", context.Cause(ctx)
 	}
-	fmt.Fprintln(a.stderr)
-	if strings.TrimSpace(answer) != name {
-		return errors.New("nothing was changed: the answer is not the name; --yes goes on without asking")
-	}
-	return nil
 }

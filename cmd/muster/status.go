@@ -120,6 +120,9 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 			return err
 		}
 	}
+	if n := listable(s.Waiting); n > 0 {
+		fmt.Fprintf(a.stdout, "\n%d of those that wait lack only a place in a list of the policy: muster approve\n", n)
+	}
 	fmt.Fprintln(a.stdout)
 	if len(s.Attention) == 0 {
 		fmt.Fprintln(a.stdout, "Nothing needs attention.")
@@ -128,6 +131,16 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 		fmt.Fprintf(a.stdout, "ATTENTION  %s: %s\n           %s\n", x.About, x.Problem, dash(x.Remedy))
 	}
 	return nil
+}
+
+// listable counts the machines that wait and that the policy would accept if a list had them.
+func listable(all []clusterapi.Waiting) (n int) {
+	for _, w := range all {
+		if w.List != "" && w.Differs == "" {
+			n++
+		}
+	}
+	return n
 }
 
 // nodePolicy compares the policy of the node's verdict with the one in force.

@@ -33,7 +33,7 @@ func TestDemonstration(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !slices.Equal(report.Nodes, []string{"node1", "node2", "node5"}) {
+	if !slices.Equal(report.Nodes, []string{"node1", "node2", "node5", "node6", "node7"}) {
 		t.Errorf("admitted: %v", report.Nodes)
 	}
 	if !slices.Equal(report.Members, []string{"node1", "node5"}) {
@@ -43,7 +43,7 @@ func TestDemonstration(t *testing.T) {
 	for _, r := range report.Refusals {
 		reasons = append(reasons, r.Reason)
 	}
-	if want := []string{"POLICY_REFUSED", "EK_UNTRUSTED", "PEER_NOT_ATTESTED", "TLS", "ADMISSION", "ADMISSION"}; !slices.Equal(reasons, want) {
+	if want := []string{"EK_UNTRUSTED", "POLICY_REFUSED", "EK_UNTRUSTED", "PEER_NOT_ATTESTED", "TLS", "ADMISSION", "ADMISSION"}; !slices.Equal(reasons, want) {
 		t.Errorf("refused with %v, want %v", reasons, want)
 	}
 	t.Run("the policy's image is the manifest's", c.policyIsTheManifests)
@@ -188,7 +188,7 @@ func (c *cluster) ownersWorkstation(t *testing.T) {
 func (c *cluster) enroll(t *testing.T) {
 	id := strings.Repeat("ab", 32)
 	enroll := func(id string) error {
-		_, err := c.At(t.Context(), driver.Owner, "", "muster", "enroll", "node6", "--role", "control-plane", "--machine-id", id, "--timeout", "20m")
+		_, err := c.At(t.Context(), driver.Owner, "", "muster", "enroll", "node8", "--role", "control-plane", "--machine-id", id, "--timeout", "20m")
 		return err
 	}
 	for range 2 { // a repetition changes nothing
@@ -199,7 +199,7 @@ func (c *cluster) enroll(t *testing.T) {
 	if err := enroll(strings.Repeat("cd", 32)); err == nil || !strings.Contains(err.Error(), "NAME_TAKEN") {
 		t.Errorf("another machine took the name: %v", err)
 	}
-	out, err := c.Kubectl(t.Context(), "get", "attestednode", "node6", "-o", "jsonpath={.spec.machineID} {.spec.role}")
+	out, err := c.Kubectl(t.Context(), "get", "attestednode", "node8", "-o", "jsonpath={.spec.machineID} {.spec.role}")
 	if err != nil || out != id+" control-plane" {
 		t.Errorf("enrolled: %q %v", out, err)
 	}

@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/muster-k8s/muster/internal/explain"
 	"github.com/muster-k8s/muster/internal/image/fat"
 	"github.com/muster-k8s/muster/internal/image/gpt"
 	"github.com/muster-k8s/muster/internal/image/layout"
@@ -81,6 +82,11 @@ func Measurements(program []byte, secureBoot bool) (policyfile.Measurements, err
 		name += ", Secure Boot"
 	}
 	return measure.Boot{UKI: program, SecureBoot: secureBoot}.Predict(name)
+}
+
+// Steps returns the measurements of which [Measurements] predicts the results.
+func Steps(program []byte, secureBoot bool) ([]explain.Step, error) {
+	return measure.Boot{UKI: program, SecureBoot: secureBoot}.Steps()
 }
 
 // versionOf returns the image's version (os-release(5)).

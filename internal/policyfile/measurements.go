@@ -16,6 +16,7 @@ import (
 	"strings"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/explain"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -47,15 +48,6 @@ func ParseMeasurements(text []byte) (Measurements, error) {
 		return m, fmt.Errorf("measurements: %w", err)
 	}
 	return m, nil
-}
-
-// meanings describe in the file what each PCR holds (TCG PC Client Platform Firmware Profile, section 3.3.4, and the
-// systemd boot loader's documentation).
-var meanings = map[int]string{
-	0: "firmware code", 1: "firmware configuration", 2: "drivers of extension cards", 3: "their configuration",
-	4: "boot loader and kernel image", 5: "boot loader's configuration, partition table", 6: "host specific", 7: "Secure Boot keys",
-	8: "nothing: zero", 9: "initrd and what the kernel loads", 10: "not evaluated by Muster", 11: "unified kernel image and boot phases",
-	12: "nothing: zero, no configuration from outside the image", 13: "nothing: zero, no system extensions", 14: "nothing: zero, no shim keys",
 }
 
 // values returns the registers in order. It adds the boot PCRs that must be zero, since an image build does not predict
@@ -302,7 +294,7 @@ func writeBoot(line func(string, ...any), name string, pcrs []*attestv1.PcrValue
 	line("    - name: %q", name)
 	line("      pcrs:")
 	for _, v := range pcrs {
-		line("        - {index: %d, value: %q} # %s", v.GetIndex(), v.GetValue(), meanings[int(v.GetIndex())])
+		line("        - {index: %d, value: %q} # %s", v.GetIndex(), v.GetValue(), explain.Meanings[int(v.GetIndex())])
 	}
 }
 

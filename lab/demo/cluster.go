@@ -43,7 +43,7 @@ func (r *run) policy(ctx context.Context) error {
 		return errors.New("machines exist already: a policy from now on could have been read back from one")
 	}
 	return r.show(ctx, driver.Owner, r.muster(), "policy", "from-measurements", r.Lab.MeasurementsPath(),
-		"--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile)
+		"--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--platform-root", driver.CloudRoots, "--platform-project", driver.CloudProject, "--node-cidr", driver.NodeSubnet, "--role", "worker", "--role", "control-plane", "--allow-plain-state", "-o", policyFile)
 }
 
 // firmware accepts what node1 has as firmware, which all machines of the lab share.

@@ -1,5 +1,5 @@
-// Package demo demonstrates Muster on a lab: three machines become a real Kubernetes cluster, and three that must not
-// join are refused.
+// Package demo demonstrates Muster on a lab: five machines become a real Kubernetes cluster, one of them only once its
+// owner has approved it, and three that must not join are refused.
 //
 // [Run] is a script that reads from top to bottom. Every step checks its result, and the first wrong one ends it with
 // an error: it is also the product's acceptance test. The policy is made from the image's measurements before any
@@ -91,6 +91,8 @@ func Run(ctx context.Context, o Options) (report Report, err error) {
 		{"Look at the cluster", r.look},
 		{"Pods talk from node to node", r.echo},
 		{"node5 joins as a second control plane, once its owner has enrolled it", r.secondControlPlane},
+		{"node6, whose TPM has no EK certificate, is refused until muster approve lists it", r.approve},
+		{"node7 joins by the attestation key that its cloud has certified", r.cloudMachine},
 		{"Refused: a machine with one changed byte in its bootstrapper", r.refuseTampered},
 		{"Refused: a machine whose TPM no listed root certifies", r.refuseForeign},
 		{"Refused: no evidence, but all of node2's ticket except its private keys", r.refuseIntruder},

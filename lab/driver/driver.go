@@ -45,6 +45,12 @@ const DefaultDir = "/var/lib/muster-lab"
 // network with the address [OwnerAddress].
 const Owner = "owner"
 
+// CloudRoots has the CA of the lab's cloud, in the owner's folder. CloudProject is the project of its machines.
+const (
+	CloudRoots   = "cloud-roots.pem"
+	CloudProject = vtpm.CloudProject
+)
+
 // OwnerKeyFile is the owner's key in the owner's folder, of a lab that was brought up with Muster.
 const OwnerKeyFile = "owner.key"
 
@@ -177,6 +183,7 @@ type Node struct {
 	TamperBootstrapper bool // its bootstrapper differs from the image's in one byte, and runs
 	ForeignEK          bool // its TPM is genuine, but comes from a CA that the image's ekRoots don't name
 	BareEK             bool // its TPM stores no EK certificate
+	CloudKey           bool // its TPM has an attestation key that the lab's cloud certifies, and no EK certificate
 	NoBootstrapper     bool // without Muster, but with kubelet, kubeadm and kubectl
 	PullImages         bool // begin without container images: each one is pulled from the mirror
 }
@@ -194,7 +201,7 @@ func (l *Lab) AddNode(ctx context.Context, n Node) (Machine, error) {
 	done := l.step("machine " + n.Name)
 	m, err := l.client().AddNode(ctx, daemon.NodeRequest{
 		Name: n.Name, Number: number, ControlPlane: role == "control-plane", Metadata: string(metadata),
-		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, BareEK: n.BareEK, NoBootstrapper: n.NoBootstrapper, Preload: !n.PullImages,
+		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, BareEK: n.BareEK, CloudKey: n.CloudKey, NoBootstrapper: n.NoBootstrapper, Preload: !n.PullImages,
 	})
 	if err == nil {
 		done()

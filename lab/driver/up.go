@@ -192,13 +192,16 @@ func (l *Lab) writeConfig(cfg daemon.Config) error {
 	return os.WriteFile(filepath.Join(l.Dir, "lab.json"), j, 0o600)
 }
 
-// buildImage makes both CAs and the image, and writes the predicted measurements.
+// buildImage makes the CAs and the image, and writes the predicted measurements.
 func (l *Lab) buildImage(u Up, build kube.Build, release kube.Release) error {
 	ca, err := vtpm.NewCA(filepath.Join(l.Dir, "ca"), "Muster lab EK CA")
 	if err != nil {
 		return err
 	}
 	if _, err := vtpm.NewCA(filepath.Join(l.Dir, "ca-foreign"), "Another EK CA"); err != nil {
+		return err
+	}
+	if _, err := vtpm.NewCA(filepath.Join(l.Dir, "ca-cloud"), "Muster lab cloud CA"); err != nil {
 		return err
 	}
 	roots, err := os.ReadFile(ca.CertPath())
@@ -237,13 +240,16 @@ func writeJSON(path string, v any) error {
 
 // ownerFiles writes the files that an owner of this lab's machines needs into the owner's folder.
 func (l *Lab) ownerFiles(u Up, first, current kube.Build, layouts []string) error {
-	ca, err := os.ReadFile(filepath.Join(l.Dir, "ca", "ca.pem"))
-	if err != nil {
-		return err
+	for name, file := range map[string]string{"ca": "ek-roots.pem", "ca-cloud": CloudRoots} {
+		ca, err := os.ReadFile(filepath.Join(l.Dir, name, "ca.pem"))
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(l.OwnerDir(), file), ca, 0o644); err != nil {
+			return err
+		}
 	}
-	if err := os.WriteFile(filepath.Join(l.OwnerDir(), "ek-roots.pem"), ca, 0o644); err != nil {
-		return err
-	}
+	var err error
 	served := func(program string) (string, error) { return lan.Files{}.URL(program), nil }
 	published := func(program string) (string, error) { return l.Publish(first.Path(program)) }
 	if u.Previous {

@@ -9,7 +9,9 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
+	"github.com/muster-k8s/muster/internal/explain"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/records"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -23,7 +25,7 @@ const queueSize = 256
 // AttestedNode gets the verdict, which keeps its kubelet from renewing its certificates. This is done in the background and
 // may be dropped under a flood; no grant depends on it.
 type Refusals struct {
-	appraiser   attest.Appraiser
+	appraiser   *policy.Appraiser
 	enrollments *enroll.Enrollments
 	records     *records.Records
 	unattested  *audit.UnattestedRefusals
@@ -37,7 +39,7 @@ type badVerdict struct {
 }
 
 // NewRefusals returns Refusals whose verdicts are those of appraiser. unattested counts the dropped ones.
-func NewRefusals(appraiser attest.Appraiser, e *enroll.Enrollments, waiting *records.Records, unattested *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
+func NewRefusals(appraiser *policy.Appraiser, e *enroll.Enrollments, waiting *records.Records, unattested *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
 	if appraiser == nil || e == nil || waiting == nil || unattested == nil || l == nil {
 		return nil, errors.New("joinservice: every argument of NewRefusals is required")
 	}
@@ -49,11 +51,11 @@ func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Apprai
 	a, err := r.appraiser.Appraise(ctx, c)
 	switch reason := attest.ReasonOf(err); reason {
 	case attestv1.Reason_REASON_BANNED: // recorded in its enrollment already
-		err = &refusedMachine{c.Machine(), err}
+		err = &refusedMachine{waiting.Entry{Machine: c.Machine().String()}, err}
 	case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN:
 		// The evidence is genuine, so it comes from that machine, and not from a client that imitates it.
 		v := badVerdict{c.Machine(), verdictOf(err, time.Now())}
-		err = &refusedMachine{c.Machine(), err}
+		err = &refusedMachine{r.describe(c), err}
 		select {
 		case r.bad <- v:
 		default:
@@ -64,13 +66,38 @@ func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Apprai
 	return a, err
 }
 
+// describe returns what the owner sees of a refused machine, beside the refusal.
+func (r *Refusals) describe(c attest.Claims) waiting.Entry {
+	e := waiting.Entry{Machine: c.Machine().String(), Endorsement: c.Endorsement()}
+	if i := c.Instance(); i.Provider != "" {
+		e.Instance = i.String()
+	}
+	p, locks, err := r.appraiser.Policy()
+	if err != nil {
+		return e // there is no policy any more
+	}
+	for _, found := range p.Compare(c) {
+		if found.Kind == "image" {
+			e.Image = found.Name
+		} else {
+			e.Class = found.Name
+		}
+	}
+	e.List, err = p.AppraiseAsListed(c, locks...)
+	if err != nil {
+		e.Differs = explain.Words(err)
+	}
+	return e
+}
+
 // Observe is for [atls.ServerConfig]: it records a refused peer, and lists it for the owner if it is a machine.
 func (r *Refusals) Observe(s atls.SetUp) {
 	machine := ""
 	if m, ok := errors.AsType[*refusedMachine](s.Err); ok {
-		machine = m.machine.String()
-		if reason := attest.ReasonOf(s.Err); reason != attestv1.Reason_REASON_EK_UNTRUSTED { // no root of the policy certifies its TPM
-			r.records.Refused(waiting.Entry{Machine: machine, Reason: reasonOf(s.Err), Address: host(s.Remote), Last: time.Now()})
+		e := m.entry
+		machine, e.Reason, e.Address, e.Last = e.Machine, reasonOf(s.Err), host(s.Remote), time.Now()
+		if e.List != "" || attest.ReasonOf(s.Err) != attestv1.Reason_REASON_EK_UNTRUSTED { // otherwise the policy has no place for it
+			r.records.Refused(e)
 		}
 	}
 	r.unattested.Connection(s, machine)

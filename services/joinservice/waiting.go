@@ -11,8 +11,8 @@ import (
 
 // refusedMachine is a refusal of a machine whose evidence is genuine, so the claims identify it.
 type refusedMachine struct {
-	machine attest.MachineID
-	err     error
+	entry waiting.Entry // without reason, address and time
+	err   error
 }
 
 func (r *refusedMachine) Error() string { return r.err.Error() }
@@ -25,7 +25,11 @@ func (s *Service) waits(ctx context.Context, a *attempt, err error) {
 		return
 	}
 	e := waiting.Entry{Machine: peer.Machine().String(), Node: a.record.Node, Role: a.record.Role, Reason: reasonOf(err), Last: time.Now()}
-	e.Address = caller(ctx)
+	e.Address, e.Endorsement = caller(ctx), peer.Claims().Endorsement()
+	if i := peer.Claims().Instance(); i.Provider != "" {
+		e.Instance = i.String()
+	}
+	e.Image, e.Class = peer.Appraisal().Image, peer.Appraisal().Class
 	s.cfg.Records.Refused(e)
 }
 

@@ -249,7 +249,7 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if err := rules.CheckAuthority(c.facts); err != nil { // A8
 		return Appraisal{}, err
 	}
-	if c.AKKind() != AKECC && p.onlyECC() { // A8
+	if c.AKKind() != AKECC && p.OnlyECC() { // A8
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the attestation key is RSA, and the policy lists ECC keys: with another key, a TPM that is already enrolled could enroll as a second machine")
 	}
 	if err := p.revoked.check(c.Machine(), c.Chain()); err != nil {
@@ -258,6 +258,11 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	if err := rules.CheckMachine(c.facts); err != nil {
 		return Appraisal{}, err
 	}
+	return p.appraiseBoot(c, locks)
+}
+
+// appraiseBoot appraises what the machine booted, and its node lock.
+func (p *Policy) appraiseBoot(c Claims, locks []Lock) (Appraisal, error) {
 	if c.Bank() != p.bank {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "bank %s was quoted, the policy has values for bank %s", c.Bank(), p.bank)
 	}
@@ -279,8 +284,29 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 	return a, nil
 }
 
-// onlyECC reports whether attestation keys must be ECC keys.
-func (p *Policy) onlyECC() bool {
+// AppraiseAsListed tells an owner whether it is enough to list a machine: it appraises like
+// [Policy.Appraise], as if the policy listed it. list is the field that would have to, such as
+// "tpm2.bareMachineIds"; empty if the policy lists it already, demands no list, or could not accept it
+// with one. The error is the refusal that remains then. It decides nothing: no machine is accepted by it.
+func (p *Policy) AppraiseAsListed(c Claims, locks ...Lock) (list string, err error) {
+	if c.valid() && p != nil && p.acceptsTPM && c.Format() == attestv1.Format_FORMAT_TPM2 {
+		if rules := p.rules.Unlisted(c.Endorsement()); rules != nil && (c.AKKind() == AKECC || !rules.OnlyECC() && !p.OnlyECC()) {
+			list = rules.Unlisted(c.facts)
+		}
+	}
+	if list == "" {
+		_, err := p.Appraise(c, locks...)
+		return "", err
+	}
+	if err := p.revoked.check(c.Machine(), c.Chain()); err != nil {
+		return "", err
+	}
+	_, err = p.appraiseBoot(c, locks)
+	return list, err
+}
+
+// OnlyECC reports whether attestation keys must be ECC keys (A8).
+func (p *Policy) OnlyECC() bool {
 	for _, r := range p.rules {
 		if r.OnlyECC() {
 			return true

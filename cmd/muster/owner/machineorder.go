@@ -200,11 +200,11 @@ func publicOf(key ed25519.PrivateKey) ed25519.PublicKey {
 }
 
 func addressee(d *ownerdir.Dir, n *v1alpha1.AttestedNode) (on ownerorder.Addressee, err error) {
-	id, err := hex.DecodeString(d.Cluster().ClusterID)
-	if err != nil || len(id) != len(keys.ClusterID{}) {
-		return on, withRemedy(fmt.Errorf("%s does not know the cluster's ID", d.Path()), "Run muster init or muster install to its end first.")
+	id, err := folderCluster(d)
+	if err != nil {
+		return on, err
 	}
-	on = ownerorder.Addressee{Cluster: keys.ClusterID(id), Node: n.Name, Disk: n.Spec.DiskID}
+	on = ownerorder.Addressee{Cluster: id, Node: n.Name, Disk: n.Spec.DiskID}
 	if on.Machine, err = attest.ParseMachineID(n.Spec.MachineID); err != nil {
 		return on, err
 	}
@@ -212,6 +212,15 @@ func addressee(d *ownerdir.Dir, n *v1alpha1.AttestedNode) (on ownerorder.Address
 		return on, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "no machine has joined as %s yet", n.Name)
 	}
 	return on, nil
+}
+
+// folderCluster returns the cluster's ID.
+func folderCluster(d *ownerdir.Dir) (keys.ClusterID, error) {
+	id, err := hex.DecodeString(d.Cluster().ClusterID)
+	if err != nil || len(id) != len(keys.ClusterID{}) {
+		return keys.ClusterID{}, withRemedy(fmt.Errorf("%s does not know the cluster's ID", d.Path()), "Run muster init or muster install to its end first.")
+	}
+	return keys.ClusterID(id), nil
 }
 
 func newOrder(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Action, args map[string]string, now time.Time, key ed25519.PrivateKey) (ownerorder.SignedMachineOrder, error) {

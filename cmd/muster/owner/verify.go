@@ -54,6 +54,8 @@ type Report struct {
 	Hardware string    `json:"hardware,omitempty"`
 	Events   []string  `json:"events,omitempty"`
 	At       time.Time `json:"time"`
+
+	claims attest.Claims
 }
 
 // EKCertificate is one certificate of an endorsement key's chain.
@@ -125,6 +127,7 @@ func look(ctx context.Context, cfg VerifyConfig) (*Report, peerdial.Result, erro
 
 func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 	c := j.Claims
+	s.claims = c
 	digest, clock := c.EvidenceDigest(), c.Clock()
 	s.Machine, s.Bank = c.Machine().String(), c.Bank().String()
 	s.Endorsement = c.Endorsement()

@@ -5,23 +5,19 @@
 package measure
 
 import (
+	"crypto"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
+	"strconv"
 	"strings"
 	"unicode/utf16"
 
+	"github.com/muster-k8s/muster/internal/explain"
 	"github.com/muster-k8s/muster/internal/image/uki"
 	"github.com/muster-k8s/muster/internal/policyfile"
 )
-
-// pcr is a register of the SHA-256 bank, which starts with zeros.
-type pcr [sha256.Size]byte
-
-func (p *pcr) extend(digest [sha256.Size]byte) { *p = sha256.Sum256(append(p[:], digest[:]...)) }
-func (p *pcr) event(data []byte)               { p.extend(sha256.Sum256(data)) }
-func (p pcr) String() string                   { return hex.EncodeToString(p[:]) }
 
 // sections is the order in which the loader measures what it finds (systemd 252,
 // src/fundamental/tpm-pcr.c, unified_sections).
@@ -38,46 +34,64 @@ type Boot struct {
 // Predict returns the measurements of an image of this name.
 func (b Boot) Predict(name string) (policyfile.Measurements, error) {
 	m := policyfile.Measurements{Version: 1, Bank: "sha256", Image: name, PCRs: map[string]string{}}
-	parts, err := uki.Sections(b.UKI, sections...)
+	steps, err := b.Steps()
 	if err != nil {
 		return m, err
 	}
+	for i, v := range explain.Values(crypto.SHA256, steps) {
+		m.PCRs[strconv.Itoa(i)] = hex.EncodeToString(v)
+	}
+	return m, nil
+}
+
+// Steps returns the single measurements of which [Boot.Predict] returns the results: PCR 4, 9 and 11.
+func (b Boot) Steps() ([]explain.Step, error) {
+	parts, err := uki.Sections(b.UKI, sections...)
+	if err != nil {
+		return nil, err
+	}
 	if len(parts) != len(sections) {
-		return m, fmt.Errorf("measure: the image has %d of the sections %v", len(parts), sections)
+		return nil, fmt.Errorf("measure: the image has %d of the sections %v", len(parts), sections)
 	}
 	whole, err := uki.Authenticode(b.UKI)
 	if err != nil {
-		return m, err
+		return nil, err
 	}
 	kernel, cmdline, initrd := parts[0].Data, parts[2].Data, parts[3].Data
+	var out []explain.Step
+	digest := func(pcr int, d [sha256.Size]byte, what string) {
+		out = append(out, explain.Step{PCR: pcr, Digest: d[:], What: what})
+	}
+	event := func(pcr int, data []byte, what string) { digest(pcr, sha256.Sum256(data), what) }
 
 	// TCG PC Client Platform Firmware Profile 1.06, sections 3.3.4.5 and 10.4.1: the attempt to boot,
 	// the separator, and each program that firmware starts.
-	var p4 pcr
-	p4.event([]byte("Calling EFI Application from Boot Option"))
-	p4.event(make([]byte, 4))
-	p4.extend(whole)
+	event(4, []byte("Calling EFI Application from Boot Option"), "the attempt to boot")
+	event(4, make([]byte, 4), "the separator")
+	digest(4, whole, "the unified kernel image, a file of the EFI system partition")
 	if !b.SecureBoot {
 		inner, err := uki.Authenticode(kernel)
 		if err != nil {
-			return m, fmt.Errorf("measure: the kernel: %w", err)
+			return nil, fmt.Errorf("measure: the kernel: %w", err)
 		}
-		p4.extend(inner)
+		digest(4, inner, "the kernel in it")
 	}
 
 	// Linux 6.1, drivers/firmware/efi, its own loader: the load options, then the initial RAM disk.
-	var p9 pcr
-	p9.event(loadOptions(cmdline))
-	p9.event(initrd)
+	line := strings.TrimSpace(strings.TrimRight(string(cmdline), "\x00"))
+	event(9, loadOptions(cmdline), fmt.Sprintf("the kernel command line %q", line))
+	event(9, initrd, "the initial RAM disk")
 
 	// What systemd's loader does, by its manual: of each section its name with a final zero, then its data.
-	var p11 pcr
 	for _, s := range parts {
-		p11.event(append([]byte(s.Name), 0))
-		p11.event(s.Data)
+		what := fmt.Sprintf("the content of section %s", s.Name)
+		if s.Name == ".cmdline" {
+			what = fmt.Sprintf("the content of section %s, %q", s.Name, line)
+		}
+		event(11, append([]byte(s.Name), 0), "the name of section "+s.Name)
+		event(11, s.Data, what)
 	}
-	m.PCRs["4"], m.PCRs["9"], m.PCRs["11"] = p4.String(), p9.String(), p11.String()
-	return m, nil
+	return out, nil
 }
 
 // loadOptions returns the command line as the loader passes it to the kernel: UTF-16 with a final zero, without white space

@@ -325,6 +325,16 @@ func (s *Store) newAppraiser(banned func(attest.Claims) bool, locks func() ([]at
 	return &Appraiser{store: s, banned: banned, locks: locks, appraise: appraise}, nil
 }
 
+// Policy returns the policy in force and the accepted states of the node lock, for texts. Only [Appraiser.Appraise] decides.
+func (j *Appraiser) Policy() (*attest.Policy, []attest.Lock, error) {
+	p, err := j.store.Current()
+	if err != nil {
+		return nil, nil, err
+	}
+	locks, err := j.locks()
+	return p.Policy, locks, err
+}
+
 // Appraise implements [attest.Appraiser]. In addition to the refusals of [attest.Policy.Appraise] it returns BANNED and
 // NOT_READY.
 func (j *Appraiser) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {

@@ -45,6 +45,7 @@ type NodeRequest struct {
 	TamperBootstrapper bool   `json:"tamperBootstrapper"` // its bootstrapper differs in one byte
 	ForeignEK          bool   `json:"foreignEK"`          // its TPM comes from the other CA
 	BareEK             bool   `json:"bareEK"`             // its TPM stores no EK certificate
+	CloudKey           bool   `json:"cloudKey"`           // its TPM has an attestation key that the lab's cloud certifies, and no EK certificate
 	NoBootstrapper     bool   `json:"noBootstrapper"`     // nothing of Muster, all Kubernetes programs
 	Preload            bool   `json:"preload"`            // begin with the golden images
 	Bare               bool   `json:"bare"`               // containerd alone: no TPM, no firmware

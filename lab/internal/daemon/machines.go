@@ -85,11 +85,14 @@ func (d *Daemon) provision(ctx context.Context, dir string, r NodeRequest) error
 				ca = vtpm.CA{Dir: filepath.Join(d.cfg.Dir, "ca-foreign")}
 			}
 			chip := vtpm.TPM{Dir: filepath.Join(dir, "tpm")}
-			if r.BareEK {
+			switch {
+			case r.CloudKey:
+				errs[0] = chip.ManufactureCloud(ctx, vtpm.CA{Dir: filepath.Join(d.cfg.Dir, "ca-cloud")}, r.Name)
+			case r.BareEK:
 				errs[0] = chip.ManufactureBare(ctx, ca)
-				return
+			default:
+				errs[0] = chip.Manufacture(ctx, ca)
 			}
-			errs[0] = chip.Manufacture(ctx, ca)
 		})
 	}
 	if r.Preload && d.cfg.Golden != "" {

@@ -114,36 +114,46 @@ func TestATPMServesOneConnectionAfterAnother(t *testing.T) {
 	}
 }
 
-func TestATPMWithoutCertificatesShowsItsKey(t *testing.T) {
-	dir, err := os.MkdirTemp("", "vtpm") // short: it holds a socket
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer os.RemoveAll(dir)
-	ca, err := NewCA(filepath.Join(dir, "ca"), "CA")
-	if err != nil {
-		t.Fatal(err)
-	}
-	chip := TPM{Dir: filepath.Join(dir, "tpm")}
-	if err := chip.ManufactureBare(t.Context(), ca); err != nil {
-		t.Fatal(err)
-	}
-	cmd := chip.Command()
-	cmd.Stderr = t.Output()
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := cmd.Process.Kill(); err != nil {
-			t.Error(err)
-		}
-		_ = cmd.Wait() // killed
-	}()
-	if err := chip.WaitReady(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	id, endorsement, err := tpm2.Identity(t.Context(), tpm.Open(chip.Socket(), tpm.WithLock(filepath.Join(dir, "lock"))))
-	if err != nil || endorsement != "bare-ek" {
-		t.Errorf("machine %s, %q, %v", id, endorsement, err)
+func TestTPMsAreBelievedForWhatTheyStore(t *testing.T) {
+	for want, manufacture := range map[string]func(TPM, CA) error{
+		"ek-certificate": func(chip TPM, ca CA) error { return chip.Manufacture(t.Context(), ca) },
+		"bare-ek":        func(chip TPM, ca CA) error { return chip.ManufactureBare(t.Context(), ca) },
+		"platform-ak":    func(chip TPM, ca CA) error { return chip.ManufactureCloud(t.Context(), ca, "node7") },
+	} {
+		t.Run(want, func(t *testing.T) {
+			runtime.LockOSThread() // the TPM's process ends with the thread that starts it
+			defer runtime.UnlockOSThread()
+			dir, err := os.MkdirTemp("", "vtpm") // short: it holds a socket
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer os.RemoveAll(dir)
+			ca, err := NewCA(filepath.Join(dir, "ca"), "CA")
+			if err != nil {
+				t.Fatal(err)
+			}
+			chip := TPM{Dir: filepath.Join(dir, "tpm")}
+			if err := manufacture(chip, ca); err != nil {
+				t.Fatal(err)
+			}
+			cmd := chip.Command()
+			cmd.Stderr = t.Output()
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				if err := cmd.Process.Kill(); err != nil {
+					t.Error(err)
+				}
+				_ = cmd.Wait() // killed
+			}()
+			if err := chip.WaitReady(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			id, endorsement, err := tpm2.Identity(t.Context(), tpm.Open(chip.Socket(), tpm.WithLock(filepath.Join(dir, "lock"))))
+			if err != nil || endorsement != want {
+				t.Errorf("machine %s, %q, %v", id, endorsement, err)
+			}
+		})
 	}
 }

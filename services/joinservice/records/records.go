@@ -4,10 +4,13 @@ package records
 import (
 	"context"
 	"encoding/json"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -44,8 +47,8 @@ func New(s *state.State, e *enroll.Enrollments) *Records {
 	return &Records{state: s, enrollments: e, wait: map[string]*waiting.Entry{}, certs: map[string]enroll.Expiry{}}
 }
 
-// Refused notes that a machine with genuine evidence was refused. The only other data from the caller are what it asked for
-// and its address.
+// Refused notes that a machine with genuine evidence was refused. The only other data from the caller are what it asked for,
+// its address, and texts of its event log and certificate.
 func (r *Records) Refused(e waiting.Entry) {
 	if e.Node == "" {
 		if id, err := attest.ParseMachineID(e.Machine); err == nil {
@@ -56,9 +59,17 @@ func (r *Records) Refused(e waiting.Entry) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if _, known := r.wait[e.Machine]; !known && len(r.wait) >= waiting.Max {
-		return // the list has no room for more either
+	noted := map[string]waiting.Entry{} // the limits are those of the list, so that it has room for what is noted
+	for machine, o := range r.wait {
+		if o != nil && machine != e.Machine {
+			noted[machine] = *o
+		}
 	}
+	evict, ok := waiting.Room(noted, e)
+	if !ok {
+		return
+	}
+	delete(r.wait, evict)
 	r.wait[e.Machine] = &e
 }
 
@@ -110,22 +121,28 @@ func (r *Records) Serve(ctx context.Context) error {
 	}
 }
 
-// writeWaiting updates the ConfigMap with one read and at most one write. A merge patch of some keys cannot overwrite
-// another replica's.
+// writeWaiting updates the ConfigMap with one read and at most one write. A write after another replica's is made anew: the
+// numbers of entries hold for all replicas together.
 func (r *Records) writeWaiting(ctx context.Context, news map[string]*waiting.Entry, now time.Time) error {
-	m := &corev1.ConfigMap{}
-	if err := r.state.Cluster.Client.Get(ctx, client.ObjectKey{Namespace: clusterinfo.Namespace, Name: waiting.ConfigMap}, m); err != nil {
-		return client.IgnoreNotFound(err)
+	var err error
+	for range state.WriteAttempts {
+		m := &corev1.ConfigMap{}
+		if err := r.state.Cluster.Client.Get(ctx, client.ObjectKey{Namespace: clusterinfo.Namespace, Name: waiting.ConfigMap}, m); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+		patch := waitingPatch(m.Data, news, now)
+		if len(patch) == 0 {
+			return nil
+		}
+		b, merr := json.Marshal(map[string]any{"metadata": map[string]any{"resourceVersion": m.ResourceVersion}, "data": patch})
+		if merr != nil {
+			return merr
+		}
+		if err = r.state.Cluster.Client.Patch(ctx, m, client.RawPatch(types.MergePatchType, b)); !apierrors.IsConflict(err) {
+			return err
+		}
 	}
-	patch := waitingPatch(m.Data, news, now)
-	if len(patch) == 0 {
-		return nil
-	}
-	b, err := json.Marshal(map[string]any{"data": patch})
-	if err != nil {
-		return err
-	}
-	return r.state.Cluster.Client.Patch(ctx, m, client.RawPatch(types.MergePatchType, b))
+	return err
 }
 
 // waitingPatch returns the keys that change, nil for those to delete.
@@ -143,31 +160,49 @@ func waitingPatch(have map[string]string, news map[string]*waiting.Entry, now ti
 		}
 		known[e.Machine] = e
 	}
-	for machine, e := range news {
+	for _, machine := range slices.Sorted(maps.Keys(news)) {
+		e := news[machine]
 		old, listed := known[machine]
+		delete(known, machine)
+		if e == nil {
+			if listed {
+				patch[machine] = nil
+			}
+			continue
+		}
+		next := e.Short()
+		next.Since = e.Last
+		if next.Node == "" { // it was refused before it sent its name, and has sent it before
+			next.Node, next.Role = old.Node, old.Role
+		}
+		if listed && old.Reason == next.Reason {
+			next.Since = old.Since
+			if same(old, next) && next.Last.Sub(old.Last) < refreshAfter {
+				known[machine] = old
+				continue
+			}
+		}
+		text, err := next.Encode()
+		evict, room := "", listed && (old.List != "") == (next.List != "") && old.Address == next.Address
+		if !room {
+			evict, room = waiting.Room(known, next)
+		}
 		switch {
-		case e == nil && listed:
-			patch[machine] = nil
-			delete(known, machine)
-		case e == nil:
-		case !listed && len(known) >= waiting.Max:
-			// Listed machines stay: otherwise many machines could displace the one that the owner looks for.
-		default:
-			next := *e
-			next.Since = e.Last
-			if next.Node == "" { // it was refused before it sent its name, and has sent it before
-				next.Node, next.Role = old.Node, old.Role
+		case room && err == nil:
+			if evict != "" {
+				delete(known, evict)
+				patch[evict] = nil
 			}
-			if listed && old.Reason == next.Reason {
-				next.Since = old.Since
-				if old.Node == next.Node && old.Role == next.Role && next.Last.Sub(old.Last) < refreshAfter {
-					continue
-				}
-			}
-			if text, err := next.Encode(); err == nil {
-				patch[machine], known[machine] = text, next
-			}
+			patch[machine], known[machine] = text, next
+		case listed:
+			patch[machine] = nil // of the other kind, or of a source that has no room
 		}
 	}
 	return patch
+}
+
+// same reports whether two entries of a machine say the same.
+func same(a, b waiting.Entry) bool {
+	b.Since, b.Last = a.Since, a.Last
+	return a == b
 }

@@ -81,6 +81,9 @@ type Rules interface {
 	MayAccept(machine [32]byte) bool
 	// Listed returns the field of the policy that lists that machine ID; empty if none does.
 	Listed(machine [32]byte) string
+	// Unlisted returns the field of the policy that lists machines of this kind and lacks this one, if
+	// the rules would accept the machine with its ID there; otherwise an empty string.
+	Unlisted(f *checked.Facts) string
 	// OnlyECC reports whether attestation keys must be ECC keys, since the policy names ECC keys
 	// (A8).
 	OnlyECC() bool

@@ -67,12 +67,39 @@ func (c *Client) waiting(ctx context.Context, s *Status, now time.Time) error {
 		if e.Expired(now) || s.acceptedSince(e.Machine, e.Last) {
 			continue
 		}
-		s.Waiting = append(s.Waiting, Waiting{
-			Machine: e.Machine, Node: e.Node, Role: e.Role, Reason: e.Reason, Remedy: rpc.RemedyOf(attestv1.Reason(attestv1.Reason_value["REASON_"+e.Reason])),
-			Address: e.Address, Since: e.Since, Last: e.Last,
-		})
+		s.Waiting = append(s.Waiting, waitingOf(e))
 	}
 	return nil
+}
+
+// waitingOf returns an entry of joinservice's list, whose texts are shown in a terminal.
+func waitingOf(e waiting.Entry) Waiting {
+	w := Waiting{
+		Machine: e.Machine, Node: e.Node, Role: e.Role, Reason: e.Reason, Remedy: rpc.RemedyOf(attestv1.Reason(attestv1.Reason_value["REASON_"+e.Reason])),
+		Address: e.Address, Since: e.Since, Last: e.Last,
+		Endorsement: e.Endorsement, Instance: e.Instance, Image: e.Image, Class: e.Class, List: e.List, Differs: e.Differs,
+	}
+	if e.Listable() {
+		w.Remedy = "The policy lacks only the machine's ID in " + e.List + ": compare the ID with the machine's own, then run muster approve."
+	}
+	for _, text := range []*string{&w.Machine, &w.Node, &w.Role, &w.Reason, &w.Remedy, &w.Address, &w.Endorsement, &w.Instance, &w.Image, &w.Class, &w.List, &w.Differs} {
+		*text = Printable(*text, maxEntryText)
+	}
+	return w
+}
+
+// maxEntryText bounds a text of an entry, in characters.
+const maxEntryText = 300
+
+// Waiting reads joinservice's list of machines that wait, oldest first.
+func (c *Client) Waiting(ctx context.Context) ([]Waiting, error) {
+	s := &Status{}
+	var err error
+	if s.Nodes, err = c.nodes(ctx); err != nil {
+		return nil, err
+	}
+	err = c.waiting(ctx, s, time.Now())
+	return s.Waiting, err
 }
 
 // acceptedSince reports whether a machine was accepted after that time: joinservice removes its entry some seconds later.

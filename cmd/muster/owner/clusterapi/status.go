@@ -80,6 +80,14 @@ type Waiting struct {
 	Address string    `json:"address,omitempty"`
 	Since   time.Time `json:"since"`
 	Last    time.Time `json:"last"`
+	// Endorsement, Instance, Image and Class are what its evidence shows, see [waiting.Entry].
+	Endorsement string `json:"endorsement,omitempty"`
+	Instance    string `json:"instance,omitempty"`
+	Image       string `json:"image,omitempty"`
+	Class       string `json:"class,omitempty"`
+	// List is the field of the policy that would have to list the machine, Differs why that would not be enough.
+	List    string `json:"list,omitempty"`
+	Differs string `json:"differs,omitempty"`
 }
 
 // Request is an undecided CertificateSigningRequest of one of the two node signers.

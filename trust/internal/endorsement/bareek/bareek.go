@@ -67,6 +67,9 @@ func (Endorsement) Verify(in endorsement.Input) (endorsement.Result, error) {
 // rules implement [endorsement.Rules].
 type rules struct{ machines map[[32]byte]bool }
 
+// None are the rules of a policy that lists no machine: it accepts none.
+var None endorsement.Rules = &rules{}
+
 // Parse implements [endorsement.Endorsement].
 func (Endorsement) Parse(p *attestv1.Policy) (endorsement.Rules, error) {
 	machines, err := endorsement.ParseMachineIDs("tpm2.bareMachineIds", p.GetTpm2().GetBareMachineIds())
@@ -104,6 +107,14 @@ func (r *rules) Listed(machine [32]byte) string {
 		return "tpm2.bareMachineIds"
 	}
 	return ""
+}
+
+// Unlisted implements [endorsement.Rules].
+func (r *rules) Unlisted(f *checked.Facts) string {
+	if r.machines[f.Machine] {
+		return ""
+	}
+	return "tpm2.bareMachineIds"
 }
 
 // OnlyECC implements [endorsement.Rules]: with an RSA attestation key and another endorsement key, a

@@ -151,6 +151,14 @@ func (r *rules) Listed(machine [32]byte) string {
 	return ""
 }
 
+// Unlisted implements [endorsement.Rules].
+func (r *rules) Unlisted(f *checked.Facts) string {
+	if i := r.certifier(f); i < 0 || f.FirmwareVersion < r.roots[i].minFirmware || r.MayAccept(f.Machine) {
+		return ""
+	}
+	return "tpm2.machineIds"
+}
+
 // OnlyECC implements [endorsement.Rules].
 func (r *rules) OnlyECC() bool {
 	return slices.ContainsFunc(r.roots, func(c root) bool { return c.kind != endorsement.RSA2048 && c.kind != anyKind })

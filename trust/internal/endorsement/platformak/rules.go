@@ -130,6 +130,15 @@ func (r *rules) Listed(machine [32]byte) string {
 	return ""
 }
 
+// Unlisted implements [endorsement.Rules].
+func (r *rules) Unlisted(f *checked.Facts) string {
+	i := slices.IndexFunc(r.roots, func(c root) bool { return c.covers(f) })
+	if i < 0 || r.CheckMachine(f) == nil {
+		return ""
+	}
+	return fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i)
+}
+
 // OnlyECC implements [endorsement.Rules]: the virtual TPMs of these clouds have P-256, so their machines
 // have an ECC attestation key (A8).
 func (r *rules) OnlyECC() bool { return true }

@@ -39,6 +39,15 @@ func Of(e *attestv1.Tpm2Evidence) (endorsement.Endorsement, error) {
 // (A3).
 type Rules map[string]endorsement.Rules
 
+// Unlisted returns the rules for a machine that no list of the policy has yet; nil if no list could
+// have it. A policy without a list of machines without EK certificates could get one.
+func (r Rules) Unlisted(endorsedBy string) endorsement.Rules {
+	if found := r[endorsedBy]; found != nil || endorsedBy != bareek.Name {
+		return found
+	}
+	return bareek.None
+}
+
 // Parse reads the rules of a policy for all endorsements.
 func Parse(p *attestv1.Policy) (Rules, error) {
 	out := Rules{}

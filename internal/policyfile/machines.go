@@ -1,0 +1,159 @@
+package policyfile
+
+import (
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strconv"
+
+	"go.yaml.in/yaml/v3"
+	"google.golang.org/protobuf/proto"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Listing is a machine with the field of a policy that lists it: "tpm2.machineIds", "tpm2.bareMachineIds" or
+// "tpm2.platformRoots[N].machineIds".
+type Listing struct {
+	Field   string           `json:"list"`
+	Machine attest.MachineID `json:"machine"`
+}
+
+var platformList = regexp.MustCompile(`^tpm2\.platformRoots\[(0|[1-9][0-9]{0,2})\]\.machineIds$`)
+
+// platformRoot returns the index of the platform root whose list a field is; -1 if it is none.
+func platformRoot(name string) int {
+	m := platformList.FindStringSubmatch(name)
+	if m == nil {
+		return -1
+	}
+	i, _ := strconv.Atoi(m[1]) // at most three digits
+	return i
+}
+
+// listOf returns the list of that name; nil if the policy can't have it.
+func listOf(t *attestv1.Tpm2Policy, name string) *[]string {
+	switch i := platformRoot(name); {
+	case t == nil:
+		return nil
+	case name == "tpm2.machineIds":
+		return &t.MachineIds
+	case name == "tpm2.bareMachineIds":
+		return &t.BareMachineIds
+	case i >= 0 && i < len(t.GetPlatformRoots()):
+		return &t.PlatformRoots[i].MachineIds
+	}
+	return nil
+}
+
+// Lists reports whether the policy has the listing.
+func Lists(text []byte, l Listing) (bool, error) {
+	m, err := message(text)
+	if err != nil {
+		return false, err
+	}
+	list := listOf(m.GetTpm2(), l.Field)
+	return list != nil && slices.Contains(*list, l.Machine.String()), nil
+}
+
+// ListMachines returns the policy with more listed machines and another serial; the rest, including comments, is unchanged.
+// A machine that is listed already keeps its place. An error means that the text or the result is not a valid policy.
+func ListMachines(text []byte, serial uint64, add []Listing) ([]byte, error) {
+	want, err := message(text)
+	if err != nil {
+		return nil, err
+	}
+	doc, err := document(text)
+	if err != nil {
+		return nil, err
+	}
+	root := doc.Content[0]
+	*field(root, "serial") = yaml.Node{Kind: yaml.ScalarNode, Tag: "!!int", Value: strconv.FormatUint(serial, 10)}
+	want.Serial = serial
+	tpm := field(root, "tpm2")
+	for _, l := range add {
+		list := listOf(want.GetTpm2(), l.Field)
+		if list == nil {
+			return nil, fmt.Errorf("policy: it has no %s", l.Field)
+		}
+		if slices.Contains(*list, l.Machine.String()) {
+			continue
+		}
+		*list = append(*list, l.Machine.String())
+		node, err := listNode(tpm, l.Field)
+		if err != nil {
+			return nil, err
+		}
+		if node.Kind != yaml.SequenceNode { // missing, or null
+			*node = yaml.Node{Kind: yaml.SequenceNode}
+		}
+		if len(node.Content) == 0 && root.Style&yaml.FlowStyle == 0 {
+			node.Style = 0
+		}
+		node.Content = append(node.Content, &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Style: yaml.DoubleQuotedStyle, Value: l.Machine.String()})
+	}
+	out, err := encode(doc)
+	if err != nil {
+		return nil, err
+	}
+	if _, _, err := Parse(out); err != nil {
+		return nil, err
+	}
+	if got, err := message(out); err != nil || !proto.Equal(got, want) {
+		return nil, errors.Join(errors.New("policy: machine IDs and serial can't be changed in this file: write them by hand"), err)
+	}
+	return out, nil
+}
+
+// listNode returns the node of a list of the policy's file.
+func listNode(tpm *yaml.Node, name string) (*yaml.Node, error) {
+	i := platformRoot(name)
+	if i < 0 {
+		return field(tpm, name[len("tpm2."):]), nil
+	}
+	roots := field(tpm, "platformRoots")
+	if roots.Kind != yaml.SequenceNode || i >= len(roots.Content) || roots.Content[i].Kind != yaml.MappingNode {
+		return nil, fmt.Errorf("policy: %s can't be changed in this file: write the machine IDs by hand", name)
+	}
+	return field(roots.Content[i], "machineIds"), nil
+}
+
+// MoreMachines returns the machines that the policy after lists and the policy before does not. only reports whether the two
+// differ in nothing else but the serial, which is higher in after.
+func MoreMachines(before, after []byte) (more []Listing, only bool, err error) {
+	old, err := message(before)
+	if err != nil {
+		return nil, false, err
+	}
+	next, err := message(after)
+	if err != nil {
+		return nil, false, err
+	}
+	if next.GetSerial() <= old.GetSerial() {
+		return nil, false, nil
+	}
+	names := []string{"tpm2.machineIds", "tpm2.bareMachineIds"}
+	for i := range next.GetTpm2().GetPlatformRoots() {
+		names = append(names, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i))
+	}
+	for _, name := range names {
+		have, list := listOf(old.GetTpm2(), name), listOf(next.GetTpm2(), name)
+		if have == nil || list == nil {
+			return nil, false, nil
+		}
+		for _, s := range *list {
+			id, err := attest.ParseMachineID(s)
+			if err != nil {
+				return nil, false, err
+			}
+			if !slices.Contains(*have, s) {
+				more = append(more, Listing{Field: name, Machine: id})
+			}
+		}
+		*list = slices.DeleteFunc(*list, func(s string) bool { return !slices.Contains(*have, s) })
+	}
+	next.Serial = old.GetSerial()
+	return more, proto.Equal(old, next), nil
+}
