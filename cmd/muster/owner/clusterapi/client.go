@@ -153,14 +153,19 @@ func passes(err error) bool {
 // errPending is returned while another program still has to act.
 var errPending = errors.New("not there yet")
 
-// Reachable waits until the API server reports that it is ready.
+// Reachable waits until the API server reports that it is ready. An API server that has just started answers 403 to
+// everybody, until it has read the RBAC objects: /readyz is public otherwise.
 func (c *Client) Reachable(ctx context.Context) error {
 	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
 	if err != nil {
 		return err
 	}
 	return once(ctx, func(ctx context.Context) error {
-		return d.RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
+		err := d.RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
+		if apierrors.IsForbidden(err) {
+			return fmt.Errorf("%w: %w", errPending, err)
+		}
+		return err
 	})
 }
 
