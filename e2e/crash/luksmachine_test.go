@@ -398,6 +398,9 @@ func (e *encrypted) recover(ctx context.Context, addr string) error {
 	if request.Disk, err = keys.ParseDiskID(described.GetDiskId()); err != nil {
 		return err
 	}
+	if request.Nonce, err = ownerorder.ParseNonce(described.GetNonce()); err != nil {
+		return err
+	}
 	if request.Key, err = root.Disk(request.Disk, keys.DiskSalt(e.req.GetDiskSalt())); err != nil {
 		return err
 	}

@@ -2,6 +2,7 @@ package ownerorder
 
 import (
 	"crypto/ed25519"
+	"crypto/rand"
 	"encoding/binary"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -12,8 +13,22 @@ import (
 
 const epochDomain = "muster epoch v1\x00"
 
-// Nonce is a machine's nonce for one boot in which it waits for an [Epoch].
+// Nonce is a machine's nonce for one boot in which it waits for a [Recovery] or an [Epoch].
 type Nonce [32]byte
+
+// NewNonce returns random bytes.
+func NewNonce() (n Nonce) {
+	_, _ = rand.Read(n[:]) // never fails
+	return n
+}
+
+// ParseNonce reads a machine's nonce. It refuses another length with REQUEST_INVALID.
+func ParseNonce(b []byte) (n Nonce, err error) {
+	if copy(n[:], b) != len(n) || len(b) != len(n) {
+		return Nonce{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's nonce has %d bytes, want %d", len(b), len(n))
+	}
+	return n, nil
+}
 
 // Epoch is the owner's acceptance that a machine whose disk is an older copy continues with this epoch of the cluster. The
 // nonce makes an order valid for one boot: a TPM that was cleared has no counter for that (B7).

@@ -10,19 +10,21 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-const recoveryDomain = "muster recovery v1\x00"
+const recoveryDomain = "muster recovery v2\x00"
 
 // Recovery is the owner's signed request to a machine that waits for its disk's key: a disk with this ID that this key
-// opens belongs to this cluster.
+// opens belongs to this cluster. The nonce makes it valid for one boot of one machine: whoever reads a request in a
+// machine's memory cannot have another machine open a disk that he has written to with its key (B1).
 type Recovery struct {
 	Cluster keys.ClusterID
 	Disk    keys.DiskID
 	Key     keys.Disk
+	Nonce   Nonce
 }
 
 func (r Recovery) input() []byte {
 	digest := sha256.Sum256(r.Key.Expose()) // of 256 random bits: the digest reveals none of them
-	return parts(recoveryDomain, r.Cluster[:], []byte(r.Disk.String()), digest[:])
+	return parts(recoveryDomain, r.Cluster[:], []byte(r.Disk.String()), digest[:], r.Nonce[:])
 }
 
 // Wire returns the signed request.
@@ -31,13 +33,13 @@ func (r Recovery) Wire(owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
 }
 
 // ParseRecovery reads a request for a disk and wipes the key in it (K3). It refuses with REQUEST_INVALID, and with
-// OWNER_SIGNATURE if the owner has not signed it for this disk (B1). A nil owner verifies nothing: it is only for images
+// OWNER_SIGNATURE if the owner has not signed it for this disk and nonce (B1). A nil owner verifies nothing: it is only for images
 // with insecure.noOwnerKey.
-func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, owner ed25519.PublicKey) (Recovery, error) {
+func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, nonce Nonce, owner ed25519.PublicKey) (Recovery, error) {
 	key, err := keys.ParseDisk(w.GetDiskKey())
 	clear(w.GetDiskKey())
 	w.DiskKey = nil
-	r := Recovery{Disk: disk, Key: key}
+	r := Recovery{Disk: disk, Key: key, Nonce: nonce}
 	switch n := copy(r.Cluster[:], w.GetClusterId()); {
 	case err != nil:
 		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "disk_key: %w", err)
@@ -48,7 +50,7 @@ func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, owner ed25519.
 	case owner == nil:
 		return r, nil
 	case len(owner) != ed25519.PublicKeySize || !ed25519.Verify(owner, r.input(), w.GetSignature()):
-		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with the owner's key for disk %s", disk)
+		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with the owner's key for disk %s and this boot of the machine", disk)
 	}
 	return r, nil
 }

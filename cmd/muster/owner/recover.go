@@ -217,6 +217,10 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer: %w", err)
 	}
+	nonce, err := ownerorder.ParseNonce(described.GetNonce())
+	if err != nil {
+		return nil, err
+	}
 	if err := diskOf(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
 		return nil, err
 	}
@@ -228,7 +232,7 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	if err != nil {
 		return nil, err
 	}
-	stream, err := client.Recover(ctx, ownerorder.Recovery{Cluster: r.cluster, Disk: disk, Key: key}.Wire(r.key))
+	stream, err := client.Recover(ctx, ownerorder.Recovery{Cluster: r.cluster, Disk: disk, Key: key, Nonce: nonce}.Wire(r.key))
 	if err != nil {
 		return nil, err
 	}

@@ -47,6 +47,7 @@ type waitingMachine struct {
 
 	mu        sync.Mutex
 	disk      string
+	nonce     []byte // 32 bytes, by default
 	reactions []reaction
 	asked     int // how often a recovery was requested
 	described int
@@ -58,7 +59,7 @@ func (w *waitingMachine) Describe(context.Context, *recoverv1.DescribeRequest) (
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.described++
-	return &recoverv1.DescribeResponse{DiskId: w.disk}, nil
+	return &recoverv1.DescribeResponse{DiskId: w.disk, Nonce: w.nonce}, nil
 }
 
 // Recover implements [recoverv1connect.RecoverServiceHandler].
@@ -83,7 +84,7 @@ func (w *waitingMachine) calls() int {
 
 func serveWaiting(t *testing.T, m *attesttest.Machine, reactions ...reaction) *waitingMachine {
 	t.Helper()
-	w := &waitingMachine{Machine: m, reactions: reactions, disk: waitingDisk, l: listen(t)}
+	w := &waitingMachine{Machine: m, reactions: reactions, disk: waitingDisk, nonce: make([]byte, 32), l: listen(t)}
 	w.addr = w.l.Addr().String()
 	serve(t, w.l, m.Attester(attest.PurposeMachine), rpc.Serve(recoverv1connect.RecoverServiceName, recoverv1connect.RecoverServiceHandler(w), recoverv1connect.NewRecoverServiceHandler))
 	return w
@@ -123,7 +124,7 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 		if err != nil {
 			return false
 		}
-		have, err := ownerorder.ParseRecovery(r, id, own.Public().(ed25519.PublicKey))
+		have, err := ownerorder.ParseRecovery(r, id, ownerorder.Nonce(w.nonce), own.Public().(ed25519.PublicKey))
 		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.clusterID()
 	}
 	return o
@@ -305,8 +306,18 @@ func TestAMachineThatSaysNonsenseIsNotBelieved(t *testing.T) {
 	w := serveWaiting(t, m, opens)
 	w.disk = "\x1b[2J not a disk"
 	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
-	if _, err := o.recover(t, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID {
-		t.Errorf("%v", err)
+	refused := func() {
+		t.Helper()
+		if _, err := o.recover(t, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID || w.calls() != 0 {
+			t.Errorf("%v, asked %d times", err, w.calls())
+		}
+	}
+	refused()
+	w.disk, w.nonce = waitingDisk, w.nonce[1:]
+	refused()
+	w.nonce = append(w.nonce, 0)
+	if _, err := o.recover(t, w, nil); err != nil {
+		t.Errorf("repaired: %v", err)
 	}
 }
 

@@ -136,8 +136,9 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 		Machine: r.Machine.String(), Epoch: d.GetEpoch(), PolicySerial: d.GetPolicySerial(), Bans: d.GetBans(), BannedMachines: d.GetBannedMachines(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(),
 		Unbanned: []string{}, BannedAndForgotten: []string{}, Forgotten: []string{}, Erased: []string{}, KnownVersion: r.known.Version, KnownEpoch: r.known.Epoch,
 	}
-	if copy(v.nonce[:], d.GetNonce()) != len(v.nonce) || len(d.GetNonce()) != len(v.nonce) {
-		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's nonce has %d bytes, want %d", len(d.GetNonce()), len(v.nonce))
+	var err error
+	if v.nonce, err = ownerorder.ParseNonce(d.GetNonce()); err != nil {
+		return nil, err
 	}
 	for _, name := range v.Bans { // from the machine, for a terminal
 		if len(name) > 253 || strings.ContainsFunc(name, func(c rune) bool { return c < ' ' || c > '~' }) {

@@ -3,7 +3,6 @@ package epoch
 import (
 	"context"
 	"crypto/ed25519"
-	"crypto/rand"
 	"errors"
 	"log/slog"
 	"net"
@@ -105,7 +104,7 @@ func (w *Waiting) DescribeEpoch(_ context.Context, _ *recoverv1.DescribeEpochReq
 
 // challenge returns the nonce in the owner's signed order, so that the order is valid only for this boot (B7).
 func (w *Waiting) challenge() ownerorder.Nonce {
-	w.nonceOnce.Do(func() { _, _ = rand.Read(w.nonce[:]) }) // never fails
+	w.nonceOnce.Do(func() { w.nonce = ownerorder.NewNonce() })
 	return w.nonce
 }
 

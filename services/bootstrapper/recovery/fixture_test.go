@@ -122,10 +122,16 @@ var (
 	wrongKey = bytes.Repeat([]byte{0xEE}, 32)
 	cluster  = keys.ClusterID{0xC1}
 	ownerKey = ed25519.NewKeyFromSeed(bytes.Repeat([]byte{0xCD}, 32))
+	// bootNonce is that of all fixtures' machines.
+	bootNonce = ownerorder.Nonce{0xB0}
 )
 
 // signed returns a request that an owner has signed for a disk.
 func signed(key []byte, id string, cluster keys.ClusterID, owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
+	return signedFor(bootNonce, key, id, cluster, owner)
+}
+
+func signedFor(boot ownerorder.Nonce, key []byte, id string, cluster keys.ClusterID, owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
 	k, err := keys.ParseDisk(key)
 	if err != nil {
 		panic(err)
@@ -134,7 +140,7 @@ func signed(key []byte, id string, cluster keys.ClusterID, owner ed25519.Private
 	if err != nil {
 		panic(err)
 	}
-	return ownerorder.Recovery{Cluster: cluster, Disk: d, Key: k}.Wire(owner)
+	return ownerorder.Recovery{Cluster: cluster, Disk: d, Key: k, Nonce: boot}.Wire(owner)
 }
 
 func request() *recoverv1.RecoverRequest { return signed(rightKey, diskID, cluster, ownerKey) }
@@ -167,6 +173,7 @@ func newFixtureOf(t testing.TB, a attest.Attester, appraiser func() (attest.Veri
 	if err != nil {
 		t.Fatal(err)
 	}
+	w.server.nonce = bootNonce
 	w.server.queue = newQueue(time.Now, 0) // wrong keys in a row, without a second between them
 	w.run()
 	return w

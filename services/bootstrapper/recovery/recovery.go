@@ -94,6 +94,7 @@ type Server struct {
 	call      time.Duration // see callTimeout
 	grace     time.Duration // the constant of that name, or longer in a test
 	attempts  *prometheus.CounterVec
+	nonce     ownerorder.Nonce
 	recovered chan struct{}
 	once      sync.Once
 }
@@ -109,7 +110,7 @@ func New(cfg Config) (*Server, error) {
 		return nil, errors.New("recovery: want either OwnerKey or NoOwnerKey")
 	}
 	s := &Server{
-		cfg: cfg, queue: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, grace: grace, recovered: make(chan struct{}),
+		cfg: cfg, queue: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, grace: grace, nonce: ownerorder.NewNonce(), recovered: make(chan struct{}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
 		}, []string{"reason"}),
@@ -148,7 +149,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 
 // Describe implements [recoverv1connect.RecoverServiceHandler].
 func (s *Server) Describe(context.Context, *recoverv1.DescribeRequest) (*recoverv1.DescribeResponse, error) {
-	return &recoverv1.DescribeResponse{DiskId: s.cfg.DiskID.String()}, nil
+	return &recoverv1.DescribeResponse{DiskId: s.cfg.DiskID.String(), Nonce: s.nonce[:]}, nil
 }
 
 // Recover implements [recoverv1connect.RecoverServiceHandler].
@@ -163,7 +164,7 @@ func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, str
 // recover notifies the caller of the progress with its key. A caller may read late or never, so another goroutine tries the key: a call that is tried,
 // or has a place in the queue, waits for no client.
 func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, notify func(recoverv1.State) error) error {
-	r, err := ownerorder.ParseRecovery(req, s.cfg.DiskID, s.cfg.OwnerKey)
+	r, err := ownerorder.ParseRecovery(req, s.cfg.DiskID, s.nonce, s.cfg.OwnerKey)
 	if err != nil {
 		return err
 	}

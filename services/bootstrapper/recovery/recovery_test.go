@@ -75,6 +75,7 @@ func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
 	for name, req := range map[string]*recoverv1.RecoverRequest{
 		"signed by another owner":          signed(rightKey, diskID, cluster, otherOwner),
 		"signed for another disk":          signed(rightKey, other, cluster, ownerKey),
+		"signed for another boot":          signedFor(ownerorder.Nonce{0xB1}, rightKey, diskID, cluster, ownerKey),
 		"with another cluster than signed": with(func(r *recoverv1.RecoverRequest) { r.ClusterId[0]++ }),
 		"with another key than signed":     with(func(r *recoverv1.RecoverRequest) { r.DiskKey = bytes.Clone(wrongKey) }),
 		"with a policy's signature": with(func(r *recoverv1.RecoverRequest) {
@@ -389,7 +390,7 @@ func TestSecretsLeaveNoTrace(t *testing.T) {
 	req := request()
 	key := req.GetDiskKey()
 	id, _ := keys.ParseDiskID(diskID)
-	if _, err := ownerorder.ParseRecovery(req, id, ownerKey.Public().(ed25519.PublicKey)); err != nil {
+	if _, err := ownerorder.ParseRecovery(req, id, bootNonce, ownerKey.Public().(ed25519.PublicKey)); err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(key, make([]byte, 32)) || req.GetDiskKey() != nil {

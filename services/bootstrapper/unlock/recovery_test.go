@@ -173,7 +173,11 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+w.logged("recover"), rpc.ClientOptions()...)
 	cluster := keys.NewRoot([32]byte(root), [32]byte(salt)).ClusterID([32]byte(salt))
 	open := func(key []byte, owner ed25519.PrivateKey) (last recoverv1.State, err error) {
-		stream, err := client.Recover(t.Context(), ownerorder.Recovery{Cluster: cluster, Disk: id, Key: parsed(t, key)}.Wire(owner))
+		d, err := client.Describe(t.Context(), &recoverv1.DescribeRequest{})
+		if err != nil {
+			return 0, err
+		}
+		stream, err := client.Recover(t.Context(), ownerorder.Recovery{Cluster: cluster, Disk: id, Key: parsed(t, key), Nonce: ownerorder.Nonce(d.GetNonce())}.Wire(owner))
 		if err != nil {
 			return 0, err
 		}

@@ -133,7 +133,9 @@ type DescribeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// UUID of the machine's state disk, in its 36-character lower-case form (RFC 9562,
 	// section 4). It comes from the disk's header, which is not authenticated.
-	DiskId        string `protobuf:"bytes,1,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	DiskId string `protobuf:"bytes,1,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	// Exactly 32 random bytes, made when the machine began to wait.
+	Nonce         []byte `protobuf:"bytes,2,opt,name=nonce,proto3" json:"nonce,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -175,6 +177,13 @@ func (x *DescribeResponse) GetDiskId() string {
 	return ""
 }
 
+func (x *DescribeResponse) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
 // RecoverRequest has the key of one disk, and nothing from which another key could be
 // derived. A field of another length is refused with REQUEST_INVALID before anything is
 // tried.
@@ -185,9 +194,10 @@ type RecoverRequest struct {
 	// ID of the disk's cluster, exactly 32 bytes. The machine locks itself to it before it
 	// uses anything of the disk.
 	ClusterId []byte `protobuf:"bytes,5,opt,name=cluster_id,json=clusterId,proto3" json:"cluster_id,omitempty"`
-	// The owner's Ed25519 signature, exactly 64 bytes, of "muster recovery v1", a zero byte,
-	// the cluster ID, the disk's ID and SHA-256 of the key, each of these three with its
-	// length in bytes before it (32 bit, big endian). Without it, an attacker who makes a
+	// The owner's Ed25519 signature, exactly 64 bytes, of "muster recovery v2", a zero byte,
+	// the cluster ID, the disk's ID, SHA-256 of the key and the nonce of the description, each
+	// of these four with its length in bytes before it (32 bit, big endian). So a request is
+	// valid for one boot of the machine. Without it, an attacker who makes a
 	// disk could have a machine that uses it attest that it belongs to a cluster of the
 	// attacker's choice.
 	Signature     []byte `protobuf:"bytes,6,opt,name=signature,proto3" json:"signature,omitempty"`
@@ -538,9 +548,10 @@ var File_muster_recover_v1_recover_proto protoreflect.FileDescriptor
 const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\n" +
 	"\x1fmuster/recover/v1/recover.proto\x12\x11muster.recover.v1\"\x11\n" +
-	"\x0fDescribeRequest\"+\n" +
+	"\x0fDescribeRequest\"A\n" +
 	"\x10DescribeResponse\x12\x17\n" +
-	"\adisk_id\x18\x01 \x01(\tR\x06diskId\"\x93\x01\n" +
+	"\adisk_id\x18\x01 \x01(\tR\x06diskId\x12\x14\n" +
+	"\x05nonce\x18\x02 \x01(\fR\x05nonce\"\x93\x01\n" +
 	"\x0eRecoverRequest\x12\x19\n" +
 	"\bdisk_key\x18\x04 \x01(\fR\adiskKey\x12\x1d\n" +
 	"\n" +

@@ -54,7 +54,7 @@ const (
 // RecoverServiceClient is a client for the muster.recover.v1.RecoverService service.
 type RecoverServiceClient interface {
 	// Describe returns the ID of the machine's disk, from which the caller derives the disk's
-	// key. Access: session. The caller appraises the machine's evidence during the exchange,
+	// key, and the nonce that the caller signs. Access: session. The caller appraises the machine's evidence during the exchange,
 	// and must compare the response with its own knowledge of the machine from the cluster.
 	//
 	// Errors: none of its own.
@@ -124,7 +124,7 @@ func (c *recoverServiceClient) Recover(ctx context.Context, req *v1.RecoverReque
 // RecoverServiceHandler is an implementation of the muster.recover.v1.RecoverService service.
 type RecoverServiceHandler interface {
 	// Describe returns the ID of the machine's disk, from which the caller derives the disk's
-	// key. Access: session. The caller appraises the machine's evidence during the exchange,
+	// key, and the nonce that the caller signs. Access: session. The caller appraises the machine's evidence during the exchange,
 	// and must compare the response with its own knowledge of the machine from the cluster.
 	//
 	// Errors: none of its own.
