@@ -38,6 +38,8 @@ var fixedCmdline = []string{
 	// Firmware's variables are not measured when the system reads them, and systemd takes options from one. Until the
 	// kernel has control, no device behind a bridge writes to memory (Linux, EFI_DISABLE_PCI_DMA).
 	"efi=noruntime,disable_early_pci_dma",
+	// Afterwards the IOMMU limits devices to the memory that their drivers gave them; Debian's kernel leaves Intel's off.
+	"intel_iommu=on", "iommu.passthrough=0", "iommu.strict=1",
 	// Credentials from a hypervisor are not measured either: they could write files and passwords.
 	"systemd.import_credentials=no",
 	"systemd.gpt_auto=no", "systemd.firstboot=no", "systemd.show_status=error",

@@ -122,7 +122,7 @@ func TestTheCommandLineNamesTheRootOnce(t *testing.T) {
 	if got, err := layout.RootOf(line); err != nil || got != root || !strings.Contains(line, " a=b c ") {
 		t.Errorf("%q: %v, %v", line, got, err)
 	}
-	for _, word := range []string{"lockdown=integrity", "module.sig_enforce=1", "sysctl.kernel.kexec_load_disabled=1", "nohibernate", "efi=noruntime,disable_early_pci_dma"} {
+	for _, word := range []string{"lockdown=integrity", "module.sig_enforce=1", "sysctl.kernel.kexec_load_disabled=1", "nohibernate", "efi=noruntime,disable_early_pci_dma", "intel_iommu=on", "iommu.passthrough=0", "iommu.strict=1"} {
 		if !slices.Contains(strings.Fields(line), word) {
 			t.Errorf("%q lacks %s", line, word)
 		}
