@@ -103,7 +103,8 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		t.Fatal(err)
 	}
 	weak := strings.Replace(hardwareRules, "require: [tdx]", "require: []", 1)
-	weak = weak[:strings.Index(weak, "    mrtds:")] + "    anyMrtd: true\n"
+	weak, _, _ = strings.Cut(weak, "    mrtds:")
+	weak += "    anyMrtd: true\n"
 	for name, tt := range map[string]struct {
 		text  string
 		at    time.Time
