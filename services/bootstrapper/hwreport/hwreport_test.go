@@ -13,6 +13,7 @@ import (
 	"net/http/httptest"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -54,8 +55,22 @@ func hclReport(kind hcl.Kind) []byte {
 // azure is a metadata service with the answers that Azure documents.
 type azure struct {
 	*httptest.Server
+	mu    sync.Mutex
 	calls int
 	wrong http.HandlerFunc // in place of the answer; nil: none
+}
+
+// answerWrongly sets what is answered from now on; nil: the right answers.
+func (a *azure) answerWrongly(h http.HandlerFunc) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.wrong = h
+}
+
+func (a *azure) asked() int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.calls
 }
 
 var vcek, quote = []byte("certificate"), bytes.Repeat([]byte{0xFB, 0xFF}, 2503)
@@ -63,13 +78,16 @@ var vcek, quote = []byte("certificate"), bytes.Repeat([]byte{0xFB, 0xFF}, 2503)
 func newAzure(t testing.TB) *azure {
 	a := &azure{}
 	a.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		a.mu.Lock()
 		a.calls++
+		wrong := a.wrong
+		a.mu.Unlock()
 		if r.Header.Get("Metadata") != "true" {
 			http.Error(w, "no Metadata header", http.StatusBadRequest)
 			return
 		}
-		if a.wrong != nil {
-			a.wrong(w, r)
+		if wrong != nil {
+			wrong(w, r)
 			return
 		}
 		switch r.Method + " " + r.URL.Path {
@@ -121,8 +139,8 @@ func TestTheMetadataServiceIsAskedOnceAnHour(t *testing.T) {
 	r := reports(t, s, a)
 	r.now = func() time.Time { return now }
 	for _, want := range []int{1, 1, 2} {
-		if _, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || a.calls != want {
-			t.Errorf("%d calls, want %d, %v", a.calls, want, err)
+		if _, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || a.asked() != want {
+			t.Errorf("%d calls, want %d, %v", a.asked(), want, err)
 		}
 		now = now.Add(40 * time.Minute)
 	}
@@ -136,8 +154,8 @@ func TestAMachineOfNoKindSendsNoReport(t *testing.T) {
 			t.Errorf("%v, %v", got, err)
 		}
 	}
-	if a.calls != 0 || s.reads != 1 {
-		t.Errorf("%d calls of the metadata service, %d reads of the TPM", a.calls, s.reads)
+	if a.asked() != 0 || s.reads != 1 {
+		t.Errorf("%d calls of the metadata service, %d reads of the TPM", a.asked(), s.reads)
 	}
 }
 
@@ -183,11 +201,11 @@ func TestAzuresErrorsAreReported(t *testing.T) {
 	} {
 		a := newAzure(t)
 		r := reports(t, &stored{report: hclReport(tt.kind)}, a)
-		a.wrong = tt.wrong
+		a.answerWrongly(tt.wrong)
 		if got, err := r.Report(t.Context(), hardware.ReportData{1}); got != nil || err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("%s: %v, %v", name, got, err)
 		}
-		a.wrong = nil
+		a.answerWrongly(nil)
 		if _, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil {
 			t.Errorf("%s, repaired: %v", name, err)
 		}
