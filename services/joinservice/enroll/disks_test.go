@@ -83,6 +83,9 @@ func TestOfTwoSaltsForADiskOneStays(t *testing.T) {
 	if err := a.ClaimDisk(t.Context(), roomtest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("%v, want API_UNAVAILABLE", err)
 	}
+	membertest.Eventually(t, func() error { // with an outdated view SaltOf makes another salt, which ClaimDisk refuses
+		return membertest.Want(a.OwnerOf(roomtest.DiskOne) == roomtest.Claim(1).Machine.String(), "the replica does not see the claim")
+	})
 	if have, err := a.SaltOf(t.Context(), roomtest.Claim(1)); err != nil || have != one {
 		t.Errorf("another salt than the first, %v", err)
 	}
