@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -145,10 +146,7 @@ func (a *app) approve(cmd *cobra.Command, f approving, args []string) error {
 			return err
 		}
 	}
-	if err := a.approveThese(cmd, f, dir, ap, machines, left); err != nil {
-		return err
-	}
-	return nil
+	return a.approveThese(cmd, f, dir, ap, machines, left)
 }
 
 // namedMachines returns the machines that the arguments name, each once. Those of an interrupted approval are left out: it is completed first.
@@ -186,7 +184,7 @@ func namedMachines(ctx context.Context, ap *owner.Approver, args []string) (out 
 func (a *app) approveThese(cmd *cobra.Command, f approving, dir *ownerdir.Dir, ap *owner.Approver, machines, left []owner.Candidate) error {
 	unsent := ap.Unsent()
 	if a.output != outputJSON {
-		if err := a.showWaiting(append(machines, left...), unsent); err != nil {
+		if err := a.showWaiting(slices.Concat(machines, left), unsent); err != nil {
 			return err
 		}
 	}

@@ -26,7 +26,7 @@ const (
 	askAtOnce  = 16
 	// approvePoll is how often [Approver.Await] reads who waits. joinservice writes it every 5 s.
 	approvePoll = 3 * time.Second
-	// bareList is the list of machines whose TPM no authority certifies.
+	// bareList is the policy's list of machines whose TPM has no EK certificate.
 	bareList = "tpm2.bareMachineIds"
 )
 
@@ -212,7 +212,7 @@ func (a *Approver) examine(ctx context.Context, c *Candidate, named bool) {
 		a.booted(c, errors.New(c.Differs))
 		return
 	}
-	a.unproven(c, named)
+	a.refuseBare(c, named)
 }
 
 // judge appraises what this program has verified.
@@ -243,7 +243,7 @@ func (a *Approver) judge(c *Candidate, claims attest.Claims, named bool) {
 		c.refuse(withRemedy(errors.New("the policy accepts it already"), "It joins with its next attempt. If it does not: muster status --endpoint "+c.Endpoint+"."))
 		return
 	}
-	a.unproven(c, named)
+	a.refuseBare(c, named)
 }
 
 // booted refuses a machine for what it booted, which no approval changes.
@@ -252,8 +252,8 @@ func (a *Approver) booted(c *Candidate, err error) {
 		"It is not approved, whatever the flags. muster explain "+c.Endpoint+" shows what differs. "+Explain(err).Remedy))
 }
 
-// unproven refuses a machine whose TPM no authority certifies, unless the owner has named it: its ID is all that is known of it.
-func (a *Approver) unproven(c *Candidate, named bool) {
+// refuseBare refuses a machine whose TPM has no EK certificate, unless the owner has named its ID: nothing else identifies it.
+func (a *Approver) refuseBare(c *Candidate, named bool) {
 	if c.List == bareList && !named && !a.BareEK {
 		c.refuse(withRemedy(errors.New("its TPM has no EK certificate, so any program at its address could show this evidence"),
 			"Compare its ID with the one that bootstrapper doctor shows on the machine's own console, then run muster approve "+c.Machine+". With --bare-ek all such machines are approved unseen."))
@@ -336,7 +336,7 @@ func (a *Approver) list(ctx context.Context, add []policyfile.Listing, report fu
 // Await approves up to n machines in the network from as they come, until ctx ends; a zero from is any network. approved is called
 // with each batch once the policy that lists it is signed and sent. It returns how many were approved, and the error that ended it before.
 func (a *Approver) Await(ctx context.Context, n int, from netip.Prefix, report func(string), approved func([]Candidate)) (int, error) {
-	done, told := 0, map[string]string{}
+	done, reported := 0, map[string]string{}
 	for {
 		all, err := a.Candidates(ctx)
 		if err != nil {
@@ -349,8 +349,8 @@ func (a *Approver) Await(ctx context.Context, n int, from netip.Prefix, report f
 		for _, c := range Within(all, from) {
 			if c.Problem == nil && len(batch) < n-done {
 				batch = append(batch, c)
-			} else if c.Problem != nil && told[c.Machine] != c.Problem.Message {
-				told[c.Machine] = c.Problem.Message
+			} else if c.Problem != nil && reported[c.Machine] != c.Problem.Message {
+				reported[c.Machine] = c.Problem.Message
 				report(fmt.Sprintf("machine %s is left out: %s", c.Machine, c.Problem.Message))
 			}
 		}

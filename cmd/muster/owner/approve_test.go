@@ -28,7 +28,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-// approval is a cluster whose policy demands lists, with machines that wait.
+// approval is a cluster whose policy lists its machines, with machines that wait to be listed.
 type approval struct {
 	*lifecycle
 	ca, cloud *attesttest.CA

@@ -51,20 +51,21 @@ func TestACAIsMadeOnceAndIsARoot(t *testing.T) {
 	}
 }
 
-func TestATPMServesOneConnectionAfterAnother(t *testing.T) {
-	runtime.LockOSThread() // the TPM's process ends with the thread that starts it
-	defer runtime.UnlockOSThread()
+// start makes a TPM in a folder, and starts it until the test ends. The caller has locked its thread, since the TPM's
+// process ends with the thread that starts it.
+func start(t *testing.T, manufacture func(TPM, CA) error) (chip TPM, dir string) {
+	t.Helper()
 	dir, err := os.MkdirTemp("", "vtpm") // short: it holds a socket
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer os.RemoveAll(dir)
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	ca, err := NewCA(filepath.Join(dir, "ca"), "CA")
 	if err != nil {
 		t.Fatal(err)
 	}
-	chip := TPM{Dir: filepath.Join(dir, "tpm")}
-	if err := chip.Manufacture(t.Context(), ca); err != nil {
+	chip = TPM{Dir: filepath.Join(dir, "tpm")}
+	if err := manufacture(chip, ca); err != nil {
 		t.Fatal(err)
 	}
 	cmd := chip.Command()
@@ -72,15 +73,22 @@ func TestATPMServesOneConnectionAfterAnother(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	defer func() {
+	t.Cleanup(func() {
 		if err := cmd.Process.Kill(); err != nil {
 			t.Error(err)
 		}
 		_ = cmd.Wait() // killed
-	}()
+	})
 	if err := chip.WaitReady(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	return chip, dir
+}
+
+func TestATPMServesOneConnectionAfterAnother(t *testing.T) {
+	runtime.LockOSThread() // the TPM's process ends with the thread that starts it
+	defer runtime.UnlockOSThread()
+	chip, dir := start(t, func(chip TPM, ca CA) error { return chip.Manufacture(t.Context(), ca) })
 	files := []firmware.File{{Path: "/etc/x", PCR: firmware.PCRConfig, SHA256: "abababababababababababababababababababababababababababababababab"}}
 	want, err := firmware.Expected("image", files)
 	if err != nil {
@@ -123,33 +131,7 @@ func TestTPMsAreBelievedForWhatTheyStore(t *testing.T) {
 		t.Run(want, func(t *testing.T) {
 			runtime.LockOSThread() // the TPM's process ends with the thread that starts it
 			defer runtime.UnlockOSThread()
-			dir, err := os.MkdirTemp("", "vtpm") // short: it holds a socket
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer os.RemoveAll(dir)
-			ca, err := NewCA(filepath.Join(dir, "ca"), "CA")
-			if err != nil {
-				t.Fatal(err)
-			}
-			chip := TPM{Dir: filepath.Join(dir, "tpm")}
-			if err := manufacture(chip, ca); err != nil {
-				t.Fatal(err)
-			}
-			cmd := chip.Command()
-			cmd.Stderr = t.Output()
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
-			defer func() {
-				if err := cmd.Process.Kill(); err != nil {
-					t.Error(err)
-				}
-				_ = cmd.Wait() // killed
-			}()
-			if err := chip.WaitReady(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			chip, dir := start(t, manufacture)
 			id, endorsement, err := tpm2.Identity(t.Context(), tpm.Open(chip.Socket(), tpm.WithLock(filepath.Join(dir, "lock"))))
 			if err != nil || endorsement != want {
 				t.Errorf("machine %s, %q, %v", id, endorsement, err)

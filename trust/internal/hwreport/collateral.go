@@ -20,7 +20,7 @@ type Collateral struct {
 	lists [][]byte // all of AMD
 }
 
-// CollateralOf gives each of AMD's lists to the lines of processors whose root has issued it.
+// CollateralOf returns the policy's collateral, with each of AMD's lists assigned to the products whose root has issued it.
 func CollateralOf(m *attestv1.Collateral, v Vendors) Collateral {
 	c := Collateral{AMD: maps.Clone(v.AMD), lists: m.GetAmdCrls(), Intel: tdx.Collateral{
 		TCBInfo: m.GetTcbInfos(), TCBInfoChain: m.GetTcbInfoChain(), QEIdentity: m.GetQeIdentity(), QEIdentityChain: m.GetQeIdentityChain(), CRLs: m.GetIntelCrls(),
