@@ -53,10 +53,12 @@ type Key struct {
 func NewKey() Key {
 	b := make([]byte, keySize)
 	_, _ = rand.Read(b) // never fails
-	k := Key{Secret: base64.StdEncoding.EncodeToString(b)}
-	id, _ := k.ID() // it has the right size
-	k.Name = "muster-" + id[:16]
-	return k
+	return Key{Name: "muster-" + idOf(b)[:16], Secret: base64.StdEncoding.EncodeToString(b)}
+}
+
+func idOf(key []byte) string {
+	sum := sha256.Sum256(append([]byte("muster etcd encryption key v1\x00"), key...))
+	return hex.EncodeToString(sum[:])
 }
 
 // ID returns the key's ID, 64 hexadecimal digits: SHA-256 of a label and the key, which says nothing of a random key. It returns an error for a key of
@@ -66,8 +68,7 @@ func (k Key) ID() (string, error) {
 	if err != nil || len(b) != keySize || !validName.MatchString(k.Name) {
 		return "", errors.New("a key of the encryption configuration has no name, or is not 32 bytes in base64") // the cause could contain the key
 	}
-	sum := sha256.Sum256(append([]byte("muster etcd encryption key v1\x00"), b...))
-	return hex.EncodeToString(sum[:]), nil
+	return idOf(b), nil
 }
 
 var validName = regexp.MustCompile(`^[a-zA-Z0-9-]{1,63}$`)
