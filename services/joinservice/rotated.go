@@ -44,7 +44,7 @@ func (s *Service) rotatedKey(ctx context.Context, a *attempt, req *joinv1.GetRot
 	case !slices.Contains(clusterinfo.RotatedKeys(), key) || !clusterinfo.IsKeyID(id):
 		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "key or id is not that of a key that is rotated")
 	}
-	a.record.Node, a.record.Role, a.record.Purpose = req.GetNodeName(), string(v1alpha1.RoleControlPlane), string(key)+" "+id
+	a.record.Node, a.record.Role, a.record.Purpose = req.GetNodeName(), string(v1alpha1.RoleControlPlane), string(key)
 	renewal, err := s.mayRenew(ctx, a, peer, enroll.Claim{Node: req.GetNodeName()}, req.GetBootSecret())
 	s.undoVerdict(ctx, a, peer, err)
 	if err != nil {
