@@ -37,12 +37,18 @@ func ConnectRotation(root, node string, log *slog.Logger) (Cluster, error) {
 // Change runs do, which replaces files that static pods read, while no other control plane joins, renews or restarts (J8), and this machine does not
 // renew. Then it restarts the components whose files differ from those that they run with, each when the one before is Ready. With resume, do was begun
 // before: this control plane may not be well because of that.
-func (r *Renewer) Change(ctx context.Context, resume bool, do func() error, components ...string) error {
-	unlock, err := Pause(ctx, r.Root, r.Timing.Poll)
+func (r *Renewer) Change(ctx context.Context, resume bool, do func() error, restart ...string) error {
+	unlock, left, err := pause(ctx, r.plane, r.Timing.Poll, resume)
 	if err != nil {
 		return err
 	}
 	defer unlock()
+	if left { // by RenewFrontProxy, or by a renewal: what is not in use yet is restarted
+		if err := r.plane.place(); err != nil {
+			return err
+		}
+		restart = components
+	}
 	c, err := r.Connect()
 	if err != nil {
 		return err
@@ -58,7 +64,7 @@ func (r *Renewer) Change(ctx context.Context, resume bool, do func() error, comp
 		if err := do(); err != nil {
 			return err
 		}
-		for _, component := range components {
+		for _, component := range restart {
 			annotation, err := r.plane.restart(component)
 			if err != nil {
 				return err
@@ -125,6 +131,9 @@ func (r *Renewer) RenewFrontProxy() error {
 		return fmt.Errorf("the renewed %s: %w", f.name, err)
 	}
 	if err := p.sync(filepath.Join(part, "pki"), part); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(p.on(Folder)); err != nil { // Change has moved its files to their places
 		return err
 	}
 	if err := os.Rename(part, p.on(Folder)); err != nil {
