@@ -95,6 +95,9 @@ func TestAListedControlPlaneGetsTheNewKey(t *testing.T) {
 func TestRefusedRequestsForARotatedKey(t *testing.T) {
 	s := setUp(t)
 	s.rotates(t)
+	if err := os.WriteFile(filepath.Join(s.pki, "muster-rotation", "service-account-key.short"), rotatedKey, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	listed, unlisted, worker, stranger := s.planned[0], s.machine(t), s.planned[1], s.planned[2]
 	s.member(t, "cp2", listed, v1alpha1.RoleControlPlane)
 	s.member(t, "cp3", unlisted, v1alpha1.RoleControlPlane)
@@ -115,6 +118,7 @@ func TestRefusedRequestsForARotatedKey(t *testing.T) {
 		"a name of another form":                        {listed, named("../cp2"), attestv1.Reason_REASON_REQUEST_INVALID},
 		"another file of the folder":                    {listed, func(r *joinv1.GetRotatedKeyRequest) { r.Key = "../sa" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"an ID with a path":                             {listed, func(r *joinv1.GetRotatedKeyRequest) { r.Id = "../../sa.key" }, attestv1.Reason_REASON_REQUEST_INVALID},
+		"an ID of another form":                         {listed, func(r *joinv1.GetRotatedKeyRequest) { r.Id = "short" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a key that is not here":                        {listed, func(r *joinv1.GetRotatedKeyRequest) { r.Id = strings.Repeat("cd", 32) }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"no boot secret":                                {listed, func(r *joinv1.GetRotatedKeyRequest) { r.BootSecret = nil }, attestv1.Reason_REASON_REQUEST_INVALID},
 	} {

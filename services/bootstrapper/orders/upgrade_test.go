@@ -26,7 +26,9 @@ func TestAnUpgradeReportsWhatItsProgramHasWritten(t *testing.T) {
 		says   string
 		output string
 	}{
-		"done": {func(n *node) error { return WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, `{"version":"1.36.1"}`, nil) }, joinv1.OrderState_ORDER_STATE_DONE, "", `{"version":"1.36.1"}`},
+		"done": {func(n *node) error {
+			return WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, `{"version":"1.36.1"}`, nil)
+		}, joinv1.OrderState_ORDER_STATE_DONE, "", `{"version":"1.36.1"}`},
 		"failed": {func(n *node) error {
 			return errors.Join(WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, "", errors.New("kubeadm upgrade apply: no")), failed)
 		}, joinv1.OrderState_ORDER_STATE_FAILED, "kubeadm upgrade apply: no", ""},

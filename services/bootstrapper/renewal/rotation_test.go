@@ -128,8 +128,15 @@ func TestAFailedChangeRestartsNothing(t *testing.T) {
 	}
 }
 
-// A real authority replaces the front proxy's, with kubeadm's files and a crash at each step.
+// A real authority replaces the front proxy's, with kubeadm's files: at once, and with a crash at each step.
 func TestTheFrontProxysAuthorityIsRotated(t *testing.T) {
+	for name, crashes := range map[string]bool{"at once": false, "with crashes": true} {
+		t.Run(name, func(t *testing.T) { rotatesFrontProxy(t, crashes) })
+	}
+}
+
+func rotatesFrontProxy(t *testing.T, crashing bool) {
+	t.Helper()
 	r, c := newChange(t)
 	steps := 0
 	crash := errors.New("the program ends here")
@@ -158,7 +165,10 @@ func TestTheFrontProxysAuthorityIsRotated(t *testing.T) {
 	soundAt(t, c.root, time.Now())
 	id := c.keys[clusterinfo.FrontProxyCA].Staged[0]
 	crashes := 0
-	for at = 1; ; at++ {
+	if !crashing {
+		at, crashes = -10, 2
+	}
+	for at++; ; at++ {
 		steps = 0
 		err := do(clusterinfo.RotationUse, id)
 		if err == nil {
