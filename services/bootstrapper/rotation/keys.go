@@ -224,7 +224,8 @@ func (s serviceAccount) only(pki string) error {
 type encryption struct{}
 
 func (encryption) create(kubeadmapi.ClusterConfiguration, time.Time) ([]byte, error) {
-	return yaml.Marshal(etcdencryption.NewKey())
+	k := etcdencryption.NewKey()
+	return fmt.Appendf(nil, "name: %s\nsecret: %s\n", k.Name, k.Secret), nil
 }
 
 func (encryption) parse(staged []byte) (k etcdencryption.Key, id string, err error) {

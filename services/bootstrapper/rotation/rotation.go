@@ -175,13 +175,13 @@ func (r *Rotator) accept(ctx context.Context, key clusterinfo.RotatedKey, k kind
 		}
 	}
 	staged, public, err := r.read(key, k, id)
-	if errors.Is(err, fs.ErrNotExist) && id != state.Uses {
-		if staged, public, err = r.fetch(ctx, key, k, id); err != nil {
-			return Result{}, err
+	if errors.Is(err, fs.ErrNotExist) {
+		if id == state.Uses { // this control plane joined with it
+			return Result{ID: id}, nil
 		}
-	} else if errors.Is(err, fs.ErrNotExist) { // this control plane joined with it
-		return Result{ID: id}, nil
-	} else if err != nil {
+		staged, public, err = r.fetch(ctx, key, k, id)
+	}
+	if err != nil {
 		return Result{}, err
 	}
 	defer clear(staged)
