@@ -44,6 +44,7 @@ const usage = `usage: bootstrapper COMMAND [flags]
   orders    execute what the owner orders this machine to do
   reset     erase the header of this machine's state disk, if its owner has ordered it
   upgrade   bring this node to another release of Kubernetes, if its owner has ordered it
+  rotate    do a phase of a key's rotation on this control plane, if its owner has ordered it
   doctor    look for what keeps this machine from becoming a node, and say what to do
   version   print which build this is
 
@@ -129,6 +130,14 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return err
 		}
 		return runUpgrade(ctx, *image, *record, logger(stderr))
+	case "rotate":
+		if err := parse(flags, args[1:]); err != nil {
+			return err
+		}
+		if err := noCoreDumps(); err != nil {
+			return err
+		}
+		return runRotate(ctx, *image, *meta, *record, *lock, logger(stderr))
 	case "doctor":
 		output := flags.String("output", "plain", "plain or json")
 		roots := flags.String("ek-roots", "", "file of the authorities that the owner's policy lists, PEM (default: those of the image)")

@@ -95,6 +95,7 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 			}),
 			ownerorder.ActionVerify:            orders.Verify("/", own),
 			ownerorder.ActionUpgradeKubernetes: orders.UpgradeKubernetes("/", func(ctx context.Context) error { return machine.Oneshot(ctx, machine.UnitUpgrade) }),
+			ownerorder.ActionRotateKey:         orders.RotateKey("/", func(ctx context.Context) error { return machine.Oneshot(ctx, machine.UnitRotation) }),
 			ownerorder.ActionRemoveEtcdMember: orders.RemoveEtcdMember(func() (string, error) {
 				rec, err := journal.Open(record).Load()
 				return rec.NodeName, err

@@ -27,14 +27,14 @@ func runUpgrade(ctx context.Context, image, record string, log *slog.Logger) err
 	if err != nil {
 		return err
 	}
-	if err := orders.BeginResult(root); err != nil {
+	if err := orders.BeginResult(root, order.Action); err != nil {
 		return err
 	}
 	output, err := upgradeNode(ctx, root, img, order, log)
 	if ctx.Err() != nil { // stopped: it goes on after the machine's next start
 		return err
 	}
-	return errors.Join(err, orders.WriteResult(root, output, err))
+	return errors.Join(err, orders.WriteResult(root, order.Action, output, err))
 }
 
 func upgradeNode(ctx context.Context, root string, img *metadata.Image, order ownerorder.MachineOrder, log *slog.Logger) (string, error) {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/spf13/cobra"
@@ -24,6 +25,9 @@ its owner can read the file.`,
 				return err
 			}
 			defer func() { _ = dir.Close() }()
+			if dir.Cluster().EncryptionKeyRotated {
+				return errors.New("the key of this cluster's Secrets was rotated, so it can't be derived from the owner's folder: take encryption.yaml from a backup of the time of the snapshot (muster restore uses it)")
+			}
 			s, err := dir.Secrets()
 			if err != nil {
 				return err

@@ -52,7 +52,7 @@ A first cluster:
 	}
 	root.PersistentFlags().StringVar(&a.output, "output", outputAuto, "auto: a progress bar on a terminal, else lines; plain: lines; json: one object per line")
 	root.PersistentFlags().StringVar(&a.directory, "directory", "", "owner's folder of the cluster (default: the one ./muster-* there is)")
-	root.AddCommand(a.initCommand(), a.installCommand(), a.statusCommand(), a.doctorCommand(), a.drainCommand(), a.rebootCommand(), a.rolloutCommand(), a.upgradeCommand(), a.backupCommand(), a.restoreCommand(), a.uninstallCommand(), a.policyCommand(), a.collateralCommand(), a.verifyCommand(), a.approveCommand(), a.explainCommand(),
+	root.AddCommand(a.initCommand(), a.installCommand(), a.statusCommand(), a.doctorCommand(), a.drainCommand(), a.rebootCommand(), a.rolloutCommand(), a.upgradeCommand(), a.rotateCommand(), a.backupCommand(), a.restoreCommand(), a.uninstallCommand(), a.policyCommand(), a.collateralCommand(), a.verifyCommand(), a.approveCommand(), a.explainCommand(),
 		a.enrollCommand(), a.banCommand(), a.unbanCommand(), a.forgetCommand(), a.replaceCommand(), a.resetCommand(), a.recoverCommand(), a.componentsCommand(), a.encryptionConfigCommand(), a.kubeconfigCommand(), a.keyCommand(), a.initSecretCommand(), a.versionCommand())
 	a.completions(root)
 	return root

@@ -71,7 +71,7 @@ func (c contents) machine(ctx context.Context) (debian, error) {
 	if err := c.program(ctx, &p, filepath.Join(c.bin, "bootstrapper")); err != nil {
 		return p, err
 	}
-	for _, unit := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service", "muster-orders.service", "muster-reset.service", "muster-upgrade.service"} {
+	for _, unit := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service", "muster-orders.service", "muster-reset.service", "muster-upgrade.service", "muster-rotation.service"} {
 		b, err := os.ReadFile(filepath.Join(c.source, "deploy", "systemd", unit))
 		if err != nil {
 			return p, err

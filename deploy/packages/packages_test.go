@@ -86,7 +86,7 @@ func TestPackages(t *testing.T) {
 				"/usr/share/doc/muster/muster.spdx.json -rw-r--r--", "/usr/share/fish/vendor_completions.d/muster.fish -rw-r--r--", "/usr/share/man/man1/muster.1.gz -rw-r--r--", "/usr/share/zsh/vendor-completions/_muster -rw-r--r--",
 			},
 			machine: {
-				"/usr/bin/bootstrapper -rwxr-xr-x", "/usr/lib/systemd/system/muster-attester.service -rw-r--r--", "/usr/lib/systemd/system/muster-bootstrapper.service -rw-r--r--", "/usr/lib/systemd/system/muster-orders.service -rw-r--r--", "/usr/lib/systemd/system/muster-renewal.service -rw-r--r--", "/usr/lib/systemd/system/muster-reset.service -rw-r--r--", "/usr/lib/systemd/system/muster-upgrade.service -rw-r--r--",
+				"/usr/bin/bootstrapper -rwxr-xr-x", "/usr/lib/systemd/system/muster-attester.service -rw-r--r--", "/usr/lib/systemd/system/muster-bootstrapper.service -rw-r--r--", "/usr/lib/systemd/system/muster-orders.service -rw-r--r--", "/usr/lib/systemd/system/muster-renewal.service -rw-r--r--", "/usr/lib/systemd/system/muster-reset.service -rw-r--r--", "/usr/lib/systemd/system/muster-rotation.service -rw-r--r--", "/usr/lib/systemd/system/muster-upgrade.service -rw-r--r--",
 				"/usr/share/doc/muster-bootstrapper/bootstrapper.spdx.json -rw-r--r--", "/usr/share/doc/muster-bootstrapper/changelog.gz -rw-r--r--", "/usr/share/doc/muster-bootstrapper/copyright -rw-r--r--", "/usr/share/man/man8/bootstrapper.8.gz -rw-r--r--",
 			},
 		} {

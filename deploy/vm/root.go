@@ -139,7 +139,7 @@ func additions(o options, b base, kernel string, programs map[string]string, con
 	if err := t.folder(files, "files/root", ""); err != nil {
 		return nil, err
 	}
-	for _, unit := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service", "muster-orders.service", "muster-reset.service", "muster-upgrade.service"} {
+	for _, unit := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service", "muster-orders.service", "muster-reset.service", "muster-upgrade.service", "muster-rotation.service"} {
 		c, err := os.ReadFile(filepath.Join(o.source, "deploy", "systemd", unit))
 		if err != nil {
 			return nil, err

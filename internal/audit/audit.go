@@ -45,7 +45,7 @@ type Record struct {
 	Request string `json:"request,omitempty"`
 	// Serials are the serial numbers of the certificates, in hexadecimal digits.
 	Serials []string `json:"serials,omitempty"`
-	// Purpose is the purpose of a derived key.
+	// Purpose is the purpose of a derived key, or which key is rotated.
 	Purpose string `json:"purpose,omitempty"`
 	// PolicySerial is the owner's serial of the policy that was applied.
 	PolicySerial uint64 `json:"policySerial,omitempty"`

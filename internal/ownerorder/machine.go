@@ -47,6 +47,9 @@ const (
 	ActionBackup Action = "backup"
 	// ActionUpgradeKubernetes brings a node to another release of Kubernetes. Run twice it finds the node upgraded.
 	ActionUpgradeKubernetes Action = "upgrade-kubernetes"
+	// ActionRotateKey has a control plane do a phase of the rotation of a key: [ArgKey], [ArgPhase], [ArgID]. It reports the new key's ID and public part. Run
+	// twice it finds the phase done.
+	ActionRotateKey Action = "rotate-key"
 	// ActionVerify has a machine make evidence that is bound to the order, and answer the challenge [ArgCredential], [ArgSecret]. The evidence is in
 	// [SignedMachineOrder.EvidenceFile]; the report has the answer in hexadecimal digits. Run twice it makes evidence for the same order.
 	ActionVerify Action = "verify"
@@ -63,6 +66,11 @@ const (
 	ArgList = "list"
 	// ArgPart is an argument of [ActionUpgradeKubernetes]: one of the values below.
 	ArgPart = "part"
+	// ArgKey, ArgPhase and ArgID are the arguments of [ActionRotateKey]: what is rotated (clusterinfo.RotatedKey), the phase (clusterinfo.RotationPhase), and
+	// the new key's ID, which is empty if the control plane is to make the key.
+	ArgKey   = "key"
+	ArgPhase = "phase"
+	ArgID    = "id"
 )
 
 // Values of [ArgPart]: what the node does for the whole cluster.

@@ -61,6 +61,7 @@ var levels = map[string]Level{
 	initv1connect.InitServiceRestoreProcedure:      Session,
 	initv1connect.MachineServiceGetStatusProcedure: Plain,
 
+	joinv1connect.JoinServiceGetRotatedKeyProcedure:         Attested,
 	joinv1connect.JoinServiceIssueJoinTicketProcedure:       Attested,
 	joinv1connect.JoinServiceIssueRejoinTicketProcedure:     Attested,
 	joinv1connect.JoinServiceReattestProcedure:              Attested,

@@ -19,7 +19,7 @@ import (
 const retryUpgrade = 10 * time.Second
 
 // joinLease returns the join Lease for a control plane, if it is free; nil for a worker. It refuses with CONTROL_PLANE_BUSY while control planes are
-// upgraded to another release than that with which machines join.
+// upgraded to another release than that with which machines join, or get a new key one after another.
 func (s *Service) joinLease(ctx context.Context, a *attempt, c enroll.Claim) (*joinlease.Acquisition, error) {
 	if c.Role != v1alpha1.RoleControlPlane {
 		return nil, nil //nolint:nilnil // workers may join at any time
@@ -30,6 +30,9 @@ func (s *Service) joinLease(ctx context.Context, a *attempt, c enroll.Claim) (*j
 	}
 	if info.Next != nil {
 		return nil, attest.RefuseFor(retryUpgrade, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "the control planes are being upgraded to Kubernetes %s: a new one joins after them", info.Next.KubernetesVersion)
+	}
+	if !info.Rotation.Joins() {
+		return nil, attest.RefuseFor(retryUpgrade, attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "the control planes get another %s: a new one joins when all have it", info.Rotation.Key)
 	}
 	return s.cfg.JoinLease.Check(ctx, c.Machine, c.Node, a.id)
 }

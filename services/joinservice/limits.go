@@ -18,6 +18,7 @@ var (
 	returnRate   = limit.Rate{Burst: 20, Every: time.Minute}      // ReturnJoinTicket
 	reattestRate = limit.Rate{Burst: 20, Every: 10 * time.Second} // Reattest: every 20 s at the shortest --verdict-max-age
 	orderRate    = limit.Rate{Burst: 20, Every: time.Minute}      // records of what a machine reports of orders
+	rotatedRate  = limit.Rate{Burst: 20, Every: time.Minute}      // GetRotatedKey
 	leaseRate    = limit.Rate{Burst: 20, Every: 5 * time.Second}  // RenewJoinLease: every 13 s
 )
 
@@ -42,9 +43,9 @@ const (
 // limits are those of the RPCs.
 type limits struct {
 	// granting is for tickets and certificates, recording for attestations: neither delays the other.
-	granting, recording                                               *limit.Work
-	admin                                                             *admission.Rate
-	tickets, rejoins, certificates, returns, verdicts, orders, leases *limit.ByMachine[attest.MachineID]
+	granting, recording                                                        *limit.Work
+	admin                                                                      *admission.Rate
+	tickets, rejoins, certificates, returns, verdicts, orders, leases, rotated *limit.ByMachine[attest.MachineID]
 }
 
 func newLimits(now time.Time) limits {
@@ -52,6 +53,6 @@ func newLimits(now time.Time) limits {
 	return limits{
 		granting: limit.NewWork(ticketSlots, slotWait), recording: limit.NewWork(verdictSlots, slotWait),
 		admin:   admission.NewRate(adminRate, adminBurst, adminTotal, now),
-		tickets: of(ticketRate), rejoins: of(rejoinRate), certificates: of(renewalRate), returns: of(returnRate), verdicts: of(reattestRate), orders: of(orderRate), leases: of(leaseRate),
+		tickets: of(ticketRate), rejoins: of(rejoinRate), certificates: of(renewalRate), returns: of(returnRate), verdicts: of(reattestRate), orders: of(orderRate), leases: of(leaseRate), rotated: of(rotatedRate),
 	}
 }

@@ -135,7 +135,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	s.cfg.Records.Accepted(peer.Machine())
-	return &rejoinTicket{id: a.id, disk: key, info: info, authorities: authorities}, nil
+	return &rejoinTicket{id: a.id, disk: key, info: info, authorities: withRotation(authorities, info.Rotation)}, nil
 }
 
 // mayRejoin compares the machine with the policy in force and with its enrollment.

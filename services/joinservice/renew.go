@@ -40,7 +40,7 @@ func (s *Service) renewCertificates(ctx context.Context, a *attempt, req *joinv1
 		return client, serving, err
 	}
 	a.record.Node = asked.client.Node
-	renewal, err := s.mayRenew(ctx, a, peer, asked, req.GetBootSecret())
+	renewal, err := s.mayRenew(ctx, a, peer, enroll.Claim{Node: asked.client.Node, Addresses: asked.serving.Addresses}, req.GetBootSecret())
 	s.undoVerdict(ctx, a, peer, err)
 	if err != nil {
 		return client, serving, err
@@ -94,8 +94,9 @@ func parseRenewal(req *joinv1.RenewNodeCertificatesRequest) (r renewalRequest, e
 	return r, nil
 }
 
-// mayRenew compares the machine with the policy in force and with its enrollment. The verdict is that of this session (J7).
-func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r renewalRequest, secret []byte) (*enroll.Renewal, error) {
+// mayRenew compares the machine with the policy in force and with the enrollment of the claimed name and addresses. The verdict is that of this session
+// (J7).
+func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, claim enroll.Claim, secret []byte) (*enroll.Renewal, error) {
 	if err := fresh(peer.VerifiedAt(), a.began); err != nil {
 		return nil, err
 	}
@@ -109,6 +110,6 @@ func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, r 
 	if err != nil {
 		return nil, err
 	}
-	claim := enroll.Claim{Machine: peer.Machine(), Node: r.client.Node, Addresses: r.serving.Addresses, Boot: boot} // J1: the peer's
+	claim.Machine, claim.Boot = peer.Machine(), boot // J1: the peer's
 	return s.cfg.Enrollments.Renewable(ctx, claim, statusOf(a, peer))
 }

@@ -70,6 +70,8 @@ type Info struct {
 	// release before, with which machines join. Previous is the release before, from then on until all nodes are upgraded. At most
 	// one of them is set.
 	Next, Previous *Release
+	// Rotation is the replacement of a key that is in progress; nil: there is none.
+	Rotation *Rotation
 }
 
 // Release is the software of the cluster's nodes at one version of Kubernetes.
@@ -120,6 +122,7 @@ type document struct {
 	Adopted              bool                 `json:"adopted,omitempty"`
 	Next                 *Release             `json:"next,omitempty"`
 	Previous             *Release             `json:"previous,omitempty"`
+	Rotation             *Rotation            `json:"rotation,omitempty"`
 }
 
 // Parse reads the value of [Key]. Unknown fields are errors, and so are missing ones except apiServerSANs, components and
@@ -163,10 +166,13 @@ func Parse(data []byte) (*Info, error) {
 	if err := d.Previous.check(); err != nil {
 		return nil, fmt.Errorf("%s: previous: %w", Key, err)
 	}
+	if err := d.Rotation.check(); err != nil {
+		return nil, fmt.Errorf("%s: rotation: %w", Key, err)
+	}
 	return &Info{
 		ClusterID: id, MeasurementSalt: salt, KubernetesVersion: d.KubernetesVersion,
 		ControlPlaneEndpoint: d.ControlPlaneEndpoint, APIServerSANs: d.APIServerSANs, Components: d.Components, Images: d.Images, Adopted: d.Adopted,
-		Next: d.Next, Previous: d.Previous,
+		Next: d.Next, Previous: d.Previous, Rotation: d.Rotation,
 	}, nil
 }
 
@@ -175,7 +181,7 @@ func (i *Info) Marshal() ([]byte, error) {
 	return json.Marshal(document{
 		ClusterID: i.ClusterID.String(), MeasurementSalt: hex.EncodeToString(i.MeasurementSalt[:]), KubernetesVersion: i.KubernetesVersion,
 		ControlPlaneEndpoint: i.ControlPlaneEndpoint, APIServerSANs: i.APIServerSANs, Components: i.Components, Images: i.Images, Adopted: i.Adopted,
-		Next: i.Next, Previous: i.Previous,
+		Next: i.Next, Previous: i.Previous, Rotation: i.Rotation,
 	})
 }
 

@@ -10,7 +10,7 @@ import (
 // The lab's units are small, since hardening needs a real systemd; their commands and restart rules are those of the
 // shipped ones.
 func TestTheLabStartsWhatTheShippedUnitsStart(t *testing.T) {
-	for _, name := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service", "muster-orders.service", "muster-upgrade.service"} {
+	for _, name := range []string{"muster-bootstrapper.service", "muster-attester.service", "muster-renewal.service", "muster-orders.service", "muster-upgrade.service", "muster-rotation.service"} {
 		shipped, err := os.ReadFile(filepath.Join("..", "..", "..", "deploy", "systemd", name))
 		if err != nil {
 			t.Fatal(err)

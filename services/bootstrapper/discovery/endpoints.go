@@ -2,6 +2,7 @@ package discovery
 
 import (
 	"net"
+	"net/netip"
 	"slices"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -17,6 +18,11 @@ func Endpoints(meta *metadata.Machine) []string {
 	if meta.Role != metadata.RoleControlPlane {
 		return out
 	}
+	return Merge(out, append(out, At(meta, meta.Addresses)...))
+}
+
+// At returns the endpoints of joinservices at addresses, by all ports that the metadata has.
+func At(meta *metadata.Machine, addresses []netip.Addr) (out []string) {
 	var ports []string
 	for _, e := range meta.JoinEndpoints {
 		if _, port, err := net.SplitHostPort(e); err == nil && !slices.Contains(ports, port) {
@@ -24,8 +30,10 @@ func Endpoints(meta *metadata.Machine) []string {
 		}
 	}
 	for _, port := range append(ports, joinservicePort) { // the metadata's may be a load balancer's
-		for _, a := range meta.Addresses {
-			out = Merge(out, append(out, net.JoinHostPort(a.String(), port)))
+		for _, a := range addresses {
+			if e := net.JoinHostPort(a.String(), port); !slices.Contains(out, e) {
+				out = append(out, e)
+			}
 		}
 	}
 	return out

@@ -41,6 +41,7 @@ const (
 	UnitOrders       = "muster-orders.service"
 	UnitReset        = "muster-reset.service"
 	UnitUpgrade      = "muster-upgrade.service"
+	UnitRotation     = "muster-rotation.service"
 	UnitContainerd   = "containerd.service"
 )
 

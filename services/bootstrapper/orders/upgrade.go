@@ -15,14 +15,20 @@ import (
 )
 
 const (
-	// resultFile has the end of the latest upgrade: a unit that fails has no text. `bootstrapper upgrade` writes it.
-	resultFile = "/var/lib/muster/upgrade/result"
+	// RotationTime is how long [ownerorder.ActionRotateKey] may take. The time limit of muster-rotation.service is shorter.
+	RotationTime = 30 * time.Minute
 	// UpgradeTime is how long [ownerorder.ActionUpgradeKubernetes] may take. The time limit of muster-upgrade.service is shorter.
 	UpgradeTime = time.Hour
 )
 
-// upgradeResult is the content of [resultFile].
-type upgradeResult struct {
+// results have the end of the latest order that a unit has executed: a unit that fails has no text. Its program writes the file.
+var results = map[ownerorder.Action]string{
+	ownerorder.ActionUpgradeKubernetes: "/var/lib/muster/upgrade/result",
+	ownerorder.ActionRotateKey:         "/var/lib/muster/rotation/result",
+}
+
+// unitResult is the content of such a file.
+type unitResult struct {
 	// Order is the digest of the order.
 	Order  string `json:"order"`
 	Output string `json:"output,omitempty"`
@@ -32,16 +38,29 @@ type upgradeResult struct {
 // UpgradeKubernetes returns the action that brings this node to another release of Kubernetes. start runs the unit with the rights for it to its end, or
 // waits for the end of one that runs: after an interruption of this process it goes on.
 func UpgradeKubernetes(root string, start func(context.Context) error) Action {
-	a := repeatable(func(ctx context.Context, _ Args) (string, error) {
+	a := byUnit(root, ownerorder.ActionUpgradeKubernetes, start, ownerorder.ArgVersion, ownerorder.ArgList, ownerorder.ArgPart)
+	a.Time = UpgradeTime
+	return a
+}
+
+// RotateKey returns the action that does a phase of a key's rotation on this control plane; start as in [UpgradeKubernetes].
+func RotateKey(root string, start func(context.Context) error) Action {
+	a := byUnit(root, ownerorder.ActionRotateKey, start, ownerorder.ArgKey, ownerorder.ArgPhase, ownerorder.ArgID)
+	a.Time = RotationTime
+	return a
+}
+
+func byUnit(root string, action ownerorder.Action, start func(context.Context) error, args ...string) Action {
+	return repeatable(func(ctx context.Context, _ Args) (string, error) {
 		began := start(ctx)
 		var rec record
 		if err := read(filepath.Join(root, Journal), &rec); err != nil {
 			return "", err
 		}
-		var r upgradeResult
-		if err := read(filepath.Join(root, resultFile), &r); err != nil || r.Order != rec.Last.Order.signed().Digest() {
+		var r unitResult
+		if err := read(filepath.Join(root, results[action]), &r); err != nil || r.Order != rec.Last.Order.signed().Digest() {
 			if began == nil {
-				began = errors.New("the upgrade has left no result; order it again")
+				began = fmt.Errorf("%s has left no result; order it again", action)
 			}
 			return "", began
 		}
@@ -49,32 +68,30 @@ func UpgradeKubernetes(root string, start func(context.Context) error) Action {
 			return r.Output, errors.New(r.Error)
 		}
 		return r.Output, began
-	}, ownerorder.ArgVersion, ownerorder.ArgList, ownerorder.ArgPart)
-	a.Time = UpgradeTime
-	return a
+	}, args...)
 }
 
-// BeginResult removes the result of an earlier upgrade.
-func BeginResult(root string) error {
-	if err := os.Remove(filepath.Join(root, resultFile)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+// BeginResult removes the result of an earlier order with the action.
+func BeginResult(root string, action ownerorder.Action) error {
+	if err := os.Remove(filepath.Join(root, results[action])); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	return nil
 }
 
 // WriteResult writes the end of the order that runs on this machine.
-func WriteResult(root, output string, failed error) error {
+func WriteResult(root string, action ownerorder.Action, output string, failed error) error {
 	var rec record
 	if err := read(filepath.Join(root, Journal), &rec); err != nil {
 		return err
 	}
-	r := upgradeResult{Order: rec.Last.Order.signed().Digest(), Output: output}
+	r := unitResult{Order: rec.Last.Order.signed().Digest(), Output: output}
 	if failed != nil {
 		r.Error = failed.Error()
 	}
 	b, err := json.Marshal(r)
 	if err != nil {
-		return fmt.Errorf("result of the upgrade: %w", err)
+		return fmt.Errorf("result of %s: %w", action, err)
 	}
-	return machine.WriteFile(filepath.Join(root, resultFile), b, 0o600, 0o700)
+	return machine.WriteFile(filepath.Join(root, results[action]), b, 0o600, 0o700)
 }

@@ -26,14 +26,16 @@ func TestAnUpgradeReportsWhatItsProgramHasWritten(t *testing.T) {
 		says   string
 		output string
 	}{
-		"done": {func(n *node) error { return WriteResult(n.root, `{"version":"1.36.1"}`, nil) }, joinv1.OrderState_ORDER_STATE_DONE, "", `{"version":"1.36.1"}`},
+		"done": {func(n *node) error {
+			return WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, `{"version":"1.36.1"}`, nil)
+		}, joinv1.OrderState_ORDER_STATE_DONE, "", `{"version":"1.36.1"}`},
 		"failed": {func(n *node) error {
-			return errors.Join(WriteResult(n.root, "", errors.New("kubeadm upgrade apply: no")), failed)
+			return errors.Join(WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, "", errors.New("kubeadm upgrade apply: no")), failed)
 		}, joinv1.OrderState_ORDER_STATE_FAILED, "kubeadm upgrade apply: no", ""},
 		"killed":               {func(*node) error { return failed }, joinv1.OrderState_ORDER_STATE_FAILED, "exit status 1", ""},
 		"ended without a word": {func(*node) error { return nil }, joinv1.OrderState_ORDER_STATE_FAILED, "left no result", ""},
 		"killed after its result": {func(n *node) error {
-			return errors.Join(WriteResult(n.root, "", nil), failed)
+			return errors.Join(WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, "", nil), failed)
 		}, joinv1.OrderState_ORDER_STATE_FAILED, "exit status 1", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -55,7 +57,7 @@ func TestTheResultOfAnEarlierUpgradeIsNotReported(t *testing.T) {
 	write := true
 	n.actions[ownerorder.ActionUpgradeKubernetes] = UpgradeKubernetes(n.root, func(context.Context) error {
 		if write {
-			return WriteResult(n.root, "first", nil)
+			return WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, "first", nil)
 		}
 		return nil
 	})
@@ -70,7 +72,7 @@ func TestTheResultOfAnEarlierUpgradeIsNotReported(t *testing.T) {
 	write = true
 	third := n.order(3, upgrades)
 	n.actions[ownerorder.ActionUpgradeKubernetes] = UpgradeKubernetes(n.root, func(context.Context) error {
-		return errors.Join(WriteResult(n.root, "before", nil), BeginResult(n.root), BeginResult(n.root))
+		return errors.Join(WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, "before", nil), BeginResult(n.root, ownerorder.ActionUpgradeKubernetes), BeginResult(n.root, ownerorder.ActionUpgradeKubernetes))
 	})
 	n.deliver(third)
 	n.look()
@@ -114,7 +116,7 @@ func TestTheLargestOrdersFitIntoTheJournal(t *testing.T) {
 	n := newNode(t)
 	n.actions[ownerorder.ActionUpgradeKubernetes] = UpgradeKubernetes(n.root, func(context.Context) error {
 		n.ran("upgrade")
-		return WriteResult(n.root, strings.Repeat("\x01", 2*maxOutput), nil)
+		return WriteResult(n.root, ownerorder.ActionUpgradeKubernetes, strings.Repeat("\x01", 2*maxOutput), nil)
 	})
 	large := func(o *ownerorder.MachineOrder) {
 		upgrades(o)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -49,6 +50,12 @@ type Cluster interface {
 	Evicted(ctx context.Context, node string) (bool, error)
 	// Publish writes this control plane's certificates to where the owner's program reads them.
 	Publish(ctx context.Context, list []Certificate) error
+	// PublishKeys writes the state of this control plane's keys to where the owner's program reads it.
+	PublishKeys(ctx context.Context, s clusterinfo.KeyStates) error
+	// Name is the name of this control plane's node.
+	Name() string
+	// OtherControlPlanes returns the addresses of the other enrolled control planes.
+	OtherControlPlanes(ctx context.Context) ([]netip.Addr, error)
 	// Epoch returns the cluster's epoch, its policy's serial and its bans, and increments the epoch if they changed.
 	Epoch(ctx context.Context) (epoch.Record, clusterinfo.History, error)
 	// PublishEpoch writes the epoch in this machine's TPM to where the owner's program reads it.

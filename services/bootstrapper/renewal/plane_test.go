@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -127,6 +128,7 @@ type memoryCluster struct {
 	epoch     epoch.Record
 	history   clusterinfo.History
 	published uint64
+	keys      clusterinfo.KeyStates
 }
 
 func (c *memoryCluster) note(what string) {
@@ -229,6 +231,17 @@ func (c *memoryCluster) PublishEpoch(_ context.Context, e clusterinfo.HistoryEpo
 	c.published = e.Number
 	return nil
 }
+
+func (c *memoryCluster) PublishKeys(_ context.Context, s clusterinfo.KeyStates) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.keys = s
+	return nil
+}
+
+func (*memoryCluster) Name() string { return "node1" }
+
+func (*memoryCluster) OtherControlPlanes(context.Context) ([]netip.Addr, error) { return nil, nil }
 
 func (*memoryCluster) SignAdministrators(context.Context, Config) error { return nil }
 

@@ -13,9 +13,10 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 )
 
-// Annotation of a static pod is a digest of the certificate files that it runs with; an API server's also covers the bans after which it was started.
+// Annotation of a static pod is a digest of the certificates and keys that it runs with; an API server's also covers the bans after which it was started.
 // The kubelet restarts a static pod whose manifest changes, as `kubeadm upgrade` relies on, and copies its annotations to the mirror pod in the API.
 const Annotation = "muster.dev/certificates"
 
@@ -34,6 +35,19 @@ func (p plane) digest(component string) (string, error) {
 			return "", err
 		}
 		h.Write(leaf.Raw)
+	}
+	// A digest of keys of at least 128 bits says nothing of them.
+	for _, name := range rotation.Files(component) {
+		text, err := os.ReadFile(p.on(filepath.Join(pki, name)))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return "", err
+		}
+		one := sha256.Sum256(text)
+		clear(text)
+		h.Write(one[:])
 	}
 	if component == apiServer {
 		bans, err := os.ReadFile(p.on(restarted))

@@ -19,6 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -244,7 +245,14 @@ func (r *Renewer) publish(ctx context.Context, list []Certificate) error {
 		return err
 	}
 	defer c.Close()
-	return c.Publish(ctx, list)
+	if err := c.Publish(ctx, list); err != nil {
+		return err
+	}
+	keys, err := rotation.Read(r.Root)
+	if err != nil || keys == nil { // a rotation is at work
+		return err
+	}
+	return c.PublishKeys(ctx, keys)
 }
 
 func (r *Renewer) renew(ctx context.Context, now time.Time) error {

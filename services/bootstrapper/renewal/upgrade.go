@@ -48,21 +48,26 @@ func (u Upgrading) Close() { u.c.Close() }
 // Pause takes the lock of this machine's renewal, which neither renews nor restarts a static pod until the returned function is called. A renewal that was
 // begun ends first.
 func Pause(ctx context.Context, root string, every time.Duration) (func(), error) {
-	p := plane{root: root}
+	unlock, _, err := pause(ctx, plane{root: root}, every, false)
+	return unlock, err
+}
+
+// pause is [Pause]. With over it takes the lock of a renewal that was begun as well, and reports that there is one.
+func pause(ctx context.Context, p plane, every time.Duration, over bool) (unlock func(), pending bool, err error) {
 	for {
 		unlock, err := p.exclusive()
-		if err == nil && !p.pending() {
-			return unlock, nil
+		if err == nil && (over || !p.pending()) {
+			return unlock, p.pending(), nil
 		}
 		switch {
 		case err == nil:
 			unlock()
 			err = errors.New("renewed certificates are being put in place")
 		case !errors.Is(err, unix.EWOULDBLOCK):
-			return nil, err
+			return nil, false, err
 		}
 		if werr := retry.Wait(ctx, every); werr != nil {
-			return nil, errors.Join(errors.New("waiting for the renewal of this control plane's certificates"), werr, err)
+			return nil, false, errors.Join(errors.New("waiting for the renewal of this control plane's certificates"), werr, err)
 		}
 	}
 }

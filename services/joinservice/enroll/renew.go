@@ -60,6 +60,9 @@ func (es *Enrollments) Renewable(ctx context.Context, c Claim, status v1alpha1.A
 	return &Renewal{enrollments: es, node: own}, nil
 }
 
+// Role is the machine's role by its enrollment.
+func (r *Renewal) Role() v1alpha1.Role { return r.node.Spec.Role }
+
 // Allow checks that the machine may still have the certificate, which was signed meanwhile, and lets it write if older ones
 // of the node's name are revoked (J4). Errors are refusals.
 func (r *Renewal) Allow(ctx context.Context, c *x509.Certificate) error {

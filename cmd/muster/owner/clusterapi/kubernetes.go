@@ -37,6 +37,8 @@ type NodeRelease struct {
 	Unschedulable, Returns bool
 	// Images are those of a control plane's static pods by their names.
 	Images map[string]string
+	// Keys is what a control plane reports of the keys that it shares with the others.
+	Keys clusterinfo.KeyStates
 	// Unwell are the static pods that are not Ready, or not there.
 	Unwell []string
 }
@@ -118,6 +120,7 @@ func (c *Client) release(ctx context.Context, name string, n *corev1.Node, e *v1
 	if !out.ControlPlane {
 		return out, nil
 	}
+	out.Keys = clusterinfo.ParseKeyStates(n.Annotations[clusterinfo.KeysAnnotation])
 	out.Images = map[string]string{}
 	for _, pod := range staticPods {
 		p := &corev1.Pod{}
@@ -269,14 +272,19 @@ func (c *Client) AwaitAddons(ctx context.Context, images versions.Images) error 
 	return err
 }
 
-// upgrading sets the upgrade of Kubernetes that is in progress. A description that can't be read is muster doctor's to report.
+// upgrading sets the upgrade of Kubernetes, and the rotation of a key, that are in progress. A description that can't be read is muster doctor's to report.
 func (c *Client) upgrading(ctx context.Context, s *Status, _ time.Time) error {
 	info, _, err := c.description(ctx)
 	switch {
-	case Absent(err) || err == nil && info.Other() == nil || info == nil && !passes(err):
+	case Absent(err) || info == nil && !passes(err):
 		return nil
 	case err != nil:
 		return err
+	}
+	s.Rotation = info.Rotation
+	switch {
+	case info.Other() == nil:
+		return nil
 	case info.Next != nil:
 		s.Upgrade = &KubernetesUpgrade{From: info.KubernetesVersion, To: info.Next.KubernetesVersion, Stage: "control planes"}
 	default:

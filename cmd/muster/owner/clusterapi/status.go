@@ -35,6 +35,8 @@ type Status struct {
 	Services map[string]string `json:"services"`
 	// Upgrade is the upgrade of Kubernetes that is in progress; nil: none is.
 	Upgrade *KubernetesUpgrade `json:"kubernetesUpgrade,omitempty"`
+	// Rotation is the replacement of a control planes' key that is in progress; nil: none is.
+	Rotation *clusterinfo.Rotation `json:"rotation,omitempty"`
 	// Chart is the installed release; nil if there is none.
 	Chart *ChartStatus `json:"chart,omitempty"`
 	// Pods are those of Services, one of each on each control plane.

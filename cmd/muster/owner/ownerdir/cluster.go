@@ -63,6 +63,8 @@ type Cluster struct {
 	Restore *Restore `json:"restore,omitempty"`
 	// Upgrade is the release to which Kubernetes is being upgraded; nil: it is not.
 	Upgrade *clusterinfo.Release `json:"upgrade,omitempty"`
+	// EncryptionKeyRotated reports that the key of Secrets in etcd is not derived from the root secret any more.
+	EncryptionKeyRotated bool `json:"encryptionKeyRotated,omitempty"`
 	// FirstMachine is the machine that was appraised and initialized.
 	FirstMachine *Machine `json:"firstMachine,omitempty"`
 	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached; nil until

@@ -1335,6 +1335,130 @@ func (x *RenewNodeCertificatesResponse) GetKubeletServingCertificate() []byte {
 	return nil
 }
 
+// GetRotatedKeyRequest names the key. The machine's bootstrapper sets all of it. It does not
+// identify the caller: that is the attested peer.
+type GetRotatedKeyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The caller's node name. Refused with NOT_ENROLLED, NAME_TAKEN or NAME_MISMATCH as in
+	// RenewNodeCertificatesRequest.
+	NodeName string `protobuf:"bytes,1,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
+	// The secret of this boot, as in ReattestRequest.
+	BootSecret []byte `protobuf:"bytes,2,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
+	// What is rotated: service-account-key, encryption-key or front-proxy-ca. Otherwise
+	// REQUEST_INVALID.
+	Key string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
+	// Which new key: 64 hexadecimal digits, from the owner's order to the machine. Another form
+	// and a key that this control plane does not have are refused with REQUEST_INVALID.
+	Id            string `protobuf:"bytes,4,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetRotatedKeyRequest) Reset() {
+	*x = GetRotatedKeyRequest{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetRotatedKeyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetRotatedKeyRequest) ProtoMessage() {}
+
+func (x *GetRotatedKeyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetRotatedKeyRequest.ProtoReflect.Descriptor instead.
+func (*GetRotatedKeyRequest) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *GetRotatedKeyRequest) GetNodeName() string {
+	if x != nil {
+		return x.NodeName
+	}
+	return ""
+}
+
+func (x *GetRotatedKeyRequest) GetBootSecret() []byte {
+	if x != nil {
+		return x.BootSecret
+	}
+	return nil
+}
+
+func (x *GetRotatedKeyRequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *GetRotatedKeyRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// GetRotatedKeyResponse carries the key; the joinservice sets it. The machine refuses one
+// whose ID is not that of the request: the ID is a SHA-256 of the key, or of its public part.
+type GetRotatedKeyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The key in the form of a control plane's file, at most 64 KiB. A secret: never logged (K3).
+	Content       []byte `protobuf:"bytes,1,opt,name=content,proto3" json:"content,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetRotatedKeyResponse) Reset() {
+	*x = GetRotatedKeyResponse{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetRotatedKeyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetRotatedKeyResponse) ProtoMessage() {}
+
+func (x *GetRotatedKeyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetRotatedKeyResponse.ProtoReflect.Descriptor instead.
+func (*GetRotatedKeyResponse) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *GetRotatedKeyResponse) GetContent() []byte {
+	if x != nil {
+		return x.Content
+	}
+	return nil
+}
+
 // RenewJoinLeaseRequest identifies the join lease. It does not identify the machine: that
 // is the attested peer.
 type RenewJoinLeaseRequest struct {
@@ -1350,7 +1474,7 @@ type RenewJoinLeaseRequest struct {
 
 func (x *RenewJoinLeaseRequest) Reset() {
 	*x = RenewJoinLeaseRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1362,7 +1486,7 @@ func (x *RenewJoinLeaseRequest) String() string {
 func (*RenewJoinLeaseRequest) ProtoMessage() {}
 
 func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1375,7 +1499,7 @@ func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseRequest.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RenewJoinLeaseRequest) GetTicketId() []byte {
@@ -1404,7 +1528,7 @@ type RenewJoinLeaseResponse struct {
 
 func (x *RenewJoinLeaseResponse) Reset() {
 	*x = RenewJoinLeaseResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1416,7 +1540,7 @@ func (x *RenewJoinLeaseResponse) String() string {
 func (*RenewJoinLeaseResponse) ProtoMessage() {}
 
 func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1429,7 +1553,7 @@ func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseResponse.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
@@ -1464,7 +1588,7 @@ type AdministratorOrder struct {
 
 func (x *AdministratorOrder) Reset() {
 	*x = AdministratorOrder{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[16]
+	mi := &file_muster_join_v1_join_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1476,7 +1600,7 @@ func (x *AdministratorOrder) String() string {
 func (*AdministratorOrder) ProtoMessage() {}
 
 func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[16]
+	mi := &file_muster_join_v1_join_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1489,7 +1613,7 @@ func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdministratorOrder.ProtoReflect.Descriptor instead.
 func (*AdministratorOrder) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{16}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *AdministratorOrder) GetClusterId() []byte {
@@ -1531,7 +1655,7 @@ type RenewAdministratorRequest struct {
 
 func (x *RenewAdministratorRequest) Reset() {
 	*x = RenewAdministratorRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[17]
+	mi := &file_muster_join_v1_join_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1543,7 +1667,7 @@ func (x *RenewAdministratorRequest) String() string {
 func (*RenewAdministratorRequest) ProtoMessage() {}
 
 func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[17]
+	mi := &file_muster_join_v1_join_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1556,7 +1680,7 @@ func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorRequest.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{17}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *RenewAdministratorRequest) GetOrder() *AdministratorOrder {
@@ -1580,7 +1704,7 @@ type RenewAdministratorResponse struct {
 
 func (x *RenewAdministratorResponse) Reset() {
 	*x = RenewAdministratorResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[18]
+	mi := &file_muster_join_v1_join_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1716,7 @@ func (x *RenewAdministratorResponse) String() string {
 func (*RenewAdministratorResponse) ProtoMessage() {}
 
 func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[18]
+	mi := &file_muster_join_v1_join_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1729,7 @@ func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorResponse.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{18}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RenewAdministratorResponse) GetCertificate() []byte {
@@ -1719,7 +1843,15 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\n" +
 	"renewal_id\x18\x01 \x01(\fR\trenewalId\x12<\n" +
 	"\x1akubelet_client_certificate\x18\x02 \x01(\fR\x18kubeletClientCertificate\x12>\n" +
-	"\x1bkubelet_serving_certificate\x18\x03 \x01(\fR\x19kubeletServingCertificate\"H\n" +
+	"\x1bkubelet_serving_certificate\x18\x03 \x01(\fR\x19kubeletServingCertificate\"{\n" +
+	"\x14GetRotatedKeyRequest\x12\x1b\n" +
+	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12$\n" +
+	"\vboot_secret\x18\x02 \x01(\fB\x03\x80\x01\x01R\n" +
+	"bootSecret\x12\x10\n" +
+	"\x03key\x18\x03 \x01(\tR\x03key\x12\x0e\n" +
+	"\x02id\x18\x04 \x01(\tR\x02id\"6\n" +
+	"\x15GetRotatedKeyResponse\x12\x1d\n" +
+	"\acontent\x18\x01 \x01(\fB\x03\x80\x01\x01R\acontent\"H\n" +
 	"\x15RenewJoinLeaseRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x12\n" +
 	"\x04done\x18\x02 \x01(\bR\x04done\"O\n" +
@@ -1751,13 +1883,14 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x13ORDER_STATE_RUNNING\x10\x01\x12\x14\n" +
 	"\x10ORDER_STATE_DONE\x10\x02\x12\x16\n" +
 	"\x12ORDER_STATE_FAILED\x10\x03\x12\x17\n" +
-	"\x13ORDER_STATE_REFUSED\x10\x042\xd5\x05\n" +
+	"\x13ORDER_STATE_REFUSED\x10\x042\xb3\x06\n" +
 	"\vJoinService\x12b\n" +
 	"\x0fIssueJoinTicket\x12&.muster.join.v1.IssueJoinTicketRequest\x1a'.muster.join.v1.IssueJoinTicketResponse\x12e\n" +
 	"\x10ReturnJoinTicket\x12'.muster.join.v1.ReturnJoinTicketRequest\x1a(.muster.join.v1.ReturnJoinTicketResponse\x12M\n" +
 	"\bReattest\x12\x1f.muster.join.v1.ReattestRequest\x1a .muster.join.v1.ReattestResponse\x12h\n" +
 	"\x11IssueRejoinTicket\x12(.muster.join.v1.IssueRejoinTicketRequest\x1a).muster.join.v1.IssueRejoinTicketResponse\x12t\n" +
-	"\x15RenewNodeCertificates\x12,.muster.join.v1.RenewNodeCertificatesRequest\x1a-.muster.join.v1.RenewNodeCertificatesResponse\x12_\n" +
+	"\x15RenewNodeCertificates\x12,.muster.join.v1.RenewNodeCertificatesRequest\x1a-.muster.join.v1.RenewNodeCertificatesResponse\x12\\\n" +
+	"\rGetRotatedKey\x12$.muster.join.v1.GetRotatedKeyRequest\x1a%.muster.join.v1.GetRotatedKeyResponse\x12_\n" +
 	"\x0eRenewJoinLease\x12%.muster.join.v1.RenewJoinLeaseRequest\x1a&.muster.join.v1.RenewJoinLeaseResponse\x12k\n" +
 	"\x12RenewAdministrator\x12).muster.join.v1.RenewAdministratorRequest\x1a*.muster.join.v1.RenewAdministratorResponseB\xb1\x01\n" +
 	"\x12com.muster.join.v1B\tJoinProtoP\x01Z6github.com/muster-k8s/muster/gen/muster/join/v1;joinv1\xa2\x02\x03MJX\xaa\x02\x0eMuster.Join.V1\xca\x02\x0eMuster\\Join\\V1\xe2\x02\x1aMuster\\Join\\V1\\GPBMetadata\xea\x02\x10Muster::Join::V1b\x06proto3"
@@ -1775,7 +1908,7 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
 var file_muster_join_v1_join_proto_goTypes = []any{
 	(Role)(0),                             // 0: muster.join.v1.Role
 	(DiskMode)(0),                         // 1: muster.join.v1.DiskMode
@@ -1794,55 +1927,59 @@ var file_muster_join_v1_join_proto_goTypes = []any{
 	(*Release)(nil),                       // 14: muster.join.v1.Release
 	(*RenewNodeCertificatesRequest)(nil),  // 15: muster.join.v1.RenewNodeCertificatesRequest
 	(*RenewNodeCertificatesResponse)(nil), // 16: muster.join.v1.RenewNodeCertificatesResponse
-	(*RenewJoinLeaseRequest)(nil),         // 17: muster.join.v1.RenewJoinLeaseRequest
-	(*RenewJoinLeaseResponse)(nil),        // 18: muster.join.v1.RenewJoinLeaseResponse
-	(*AdministratorOrder)(nil),            // 19: muster.join.v1.AdministratorOrder
-	(*RenewAdministratorRequest)(nil),     // 20: muster.join.v1.RenewAdministratorRequest
-	(*RenewAdministratorResponse)(nil),    // 21: muster.join.v1.RenewAdministratorResponse
-	(*v1.Component)(nil),                  // 22: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),         // 23: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 24: google.protobuf.Duration
+	(*GetRotatedKeyRequest)(nil),          // 17: muster.join.v1.GetRotatedKeyRequest
+	(*GetRotatedKeyResponse)(nil),         // 18: muster.join.v1.GetRotatedKeyResponse
+	(*RenewJoinLeaseRequest)(nil),         // 19: muster.join.v1.RenewJoinLeaseRequest
+	(*RenewJoinLeaseResponse)(nil),        // 20: muster.join.v1.RenewJoinLeaseResponse
+	(*AdministratorOrder)(nil),            // 21: muster.join.v1.AdministratorOrder
+	(*RenewAdministratorRequest)(nil),     // 22: muster.join.v1.RenewAdministratorRequest
+	(*RenewAdministratorResponse)(nil),    // 23: muster.join.v1.RenewAdministratorResponse
+	(*v1.Component)(nil),                  // 24: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),         // 25: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 26: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	22, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	24, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
 	5,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	23, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	24, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
-	23, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
-	23, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
+	25, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	26, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	25, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
+	25, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
 	9,  // 8: muster.join.v1.ReattestRequest.order:type_name -> muster.join.v1.OrderReport
 	2,  // 9: muster.join.v1.OrderReport.state:type_name -> muster.join.v1.OrderState
-	23, // 10: muster.join.v1.OrderReport.began_at:type_name -> google.protobuf.Timestamp
-	23, // 11: muster.join.v1.OrderReport.ended_at:type_name -> google.protobuf.Timestamp
-	24, // 12: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	25, // 10: muster.join.v1.OrderReport.began_at:type_name -> google.protobuf.Timestamp
+	25, // 11: muster.join.v1.OrderReport.ended_at:type_name -> google.protobuf.Timestamp
+	26, // 12: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
 	10, // 13: muster.join.v1.ReattestResponse.order:type_name -> muster.join.v1.OwnerOrder
 	0,  // 14: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	22, // 15: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
+	24, // 15: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
 	5,  // 16: muster.join.v1.IssueRejoinTicketResponse.authorities:type_name -> muster.join.v1.ControlPlaneFile
 	14, // 17: muster.join.v1.IssueRejoinTicketResponse.other:type_name -> muster.join.v1.Release
-	22, // 18: muster.join.v1.Release.components:type_name -> muster.init.v1.Component
-	24, // 19: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	23, // 20: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
-	19, // 21: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
-	24, // 22: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	24, // 18: muster.join.v1.Release.components:type_name -> muster.init.v1.Component
+	26, // 19: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	25, // 20: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	21, // 21: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	26, // 22: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
 	3,  // 23: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
 	6,  // 24: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
 	8,  // 25: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
 	12, // 26: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
 	15, // 27: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	17, // 28: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	20, // 29: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
-	4,  // 30: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	7,  // 31: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	11, // 32: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	13, // 33: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	16, // 34: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	18, // 35: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	21, // 36: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
-	30, // [30:37] is the sub-list for method output_type
-	23, // [23:30] is the sub-list for method input_type
+	17, // 28: muster.join.v1.JoinService.GetRotatedKey:input_type -> muster.join.v1.GetRotatedKeyRequest
+	19, // 29: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	22, // 30: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	4,  // 31: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	7,  // 32: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	11, // 33: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	13, // 34: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	16, // 35: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	18, // 36: muster.join.v1.JoinService.GetRotatedKey:output_type -> muster.join.v1.GetRotatedKeyResponse
+	20, // 37: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	23, // 38: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	31, // [31:39] is the sub-list for method output_type
+	23, // [23:31] is the sub-list for method input_type
 	23, // [23:23] is the sub-list for extension type_name
 	23, // [23:23] is the sub-list for extension extendee
 	0,  // [0:23] is the sub-list for field type_name
@@ -1859,7 +1996,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   19,
+			NumMessages:   21,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -50,6 +50,9 @@ const (
 	// JoinServiceRenewNodeCertificatesProcedure is the fully-qualified name of the JoinService's
 	// RenewNodeCertificates RPC.
 	JoinServiceRenewNodeCertificatesProcedure = "/muster.join.v1.JoinService/RenewNodeCertificates"
+	// JoinServiceGetRotatedKeyProcedure is the fully-qualified name of the JoinService's GetRotatedKey
+	// RPC.
+	JoinServiceGetRotatedKeyProcedure = "/muster.join.v1.JoinService/GetRotatedKey"
 	// JoinServiceRenewJoinLeaseProcedure is the fully-qualified name of the JoinService's
 	// RenewJoinLease RPC.
 	JoinServiceRenewJoinLeaseProcedure = "/muster.join.v1.JoinService/RenewJoinLease"
@@ -94,6 +97,13 @@ type JoinServiceClient interface {
 	// requests, and must not be banned (BANNED). The evidence must be fresh, as for Reattest
 	// (VERDICT_OLD), and its content is recorded as by Reattest (J7).
 	RenewNodeCertificates(context.Context, *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error)
+	// GetRotatedKey returns the new key of a rotation that is in progress, if this control
+	// plane has it, to another control plane. Access: attested. The caller is the attested peer
+	// (J1), its PCR 15 must have this cluster's value (LOCK_FOREIGN), it must be enrolled as a
+	// control plane (NOT_ENROLLED, ROLE_REFUSED) and not banned (BANNED), and the owner's policy
+	// must list it (SERVER_NOT_LISTED, J6). The evidence must be fresh, as for Reattest
+	// (VERDICT_OLD), and its content is recorded as by Reattest.
+	GetRotatedKey(context.Context, *v1.GetRotatedKeyRequest) (*v1.GetRotatedKeyResponse, error)
 	// RenewJoinLease renews or ends the calling machine's join lease. Machines become control
 	// planes one after another: the machine that holds the join lease may. It gets the lease
 	// with the ticket, for lease_lifetime; if it does not renew the lease in that time,
@@ -152,6 +162,12 @@ func NewJoinServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(joinServiceMethods.ByName("RenewNodeCertificates")),
 			connect.WithClientOptions(opts...),
 		),
+		getRotatedKey: connect.NewClient[v1.GetRotatedKeyRequest, v1.GetRotatedKeyResponse](
+			httpClient,
+			baseURL+JoinServiceGetRotatedKeyProcedure,
+			connect.WithSchema(joinServiceMethods.ByName("GetRotatedKey")),
+			connect.WithClientOptions(opts...),
+		),
 		renewJoinLease: connect.NewClient[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse](
 			httpClient,
 			baseURL+JoinServiceRenewJoinLeaseProcedure,
@@ -174,6 +190,7 @@ type joinServiceClient struct {
 	reattest              *connect.Client[v1.ReattestRequest, v1.ReattestResponse]
 	issueRejoinTicket     *connect.Client[v1.IssueRejoinTicketRequest, v1.IssueRejoinTicketResponse]
 	renewNodeCertificates *connect.Client[v1.RenewNodeCertificatesRequest, v1.RenewNodeCertificatesResponse]
+	getRotatedKey         *connect.Client[v1.GetRotatedKeyRequest, v1.GetRotatedKeyResponse]
 	renewJoinLease        *connect.Client[v1.RenewJoinLeaseRequest, v1.RenewJoinLeaseResponse]
 	renewAdministrator    *connect.Client[v1.RenewAdministratorRequest, v1.RenewAdministratorResponse]
 }
@@ -217,6 +234,15 @@ func (c *joinServiceClient) IssueRejoinTicket(ctx context.Context, req *v1.Issue
 // RenewNodeCertificates calls muster.join.v1.JoinService.RenewNodeCertificates.
 func (c *joinServiceClient) RenewNodeCertificates(ctx context.Context, req *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error) {
 	response, err := c.renewNodeCertificates.CallUnary(ctx, connect.NewRequest(req))
+	if response != nil {
+		return response.Msg, err
+	}
+	return nil, err
+}
+
+// GetRotatedKey calls muster.join.v1.JoinService.GetRotatedKey.
+func (c *joinServiceClient) GetRotatedKey(ctx context.Context, req *v1.GetRotatedKeyRequest) (*v1.GetRotatedKeyResponse, error) {
+	response, err := c.getRotatedKey.CallUnary(ctx, connect.NewRequest(req))
 	if response != nil {
 		return response.Msg, err
 	}
@@ -277,6 +303,13 @@ type JoinServiceHandler interface {
 	// requests, and must not be banned (BANNED). The evidence must be fresh, as for Reattest
 	// (VERDICT_OLD), and its content is recorded as by Reattest (J7).
 	RenewNodeCertificates(context.Context, *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error)
+	// GetRotatedKey returns the new key of a rotation that is in progress, if this control
+	// plane has it, to another control plane. Access: attested. The caller is the attested peer
+	// (J1), its PCR 15 must have this cluster's value (LOCK_FOREIGN), it must be enrolled as a
+	// control plane (NOT_ENROLLED, ROLE_REFUSED) and not banned (BANNED), and the owner's policy
+	// must list it (SERVER_NOT_LISTED, J6). The evidence must be fresh, as for Reattest
+	// (VERDICT_OLD), and its content is recorded as by Reattest.
+	GetRotatedKey(context.Context, *v1.GetRotatedKeyRequest) (*v1.GetRotatedKeyResponse, error)
 	// RenewJoinLease renews or ends the calling machine's join lease. Machines become control
 	// planes one after another: the machine that holds the join lease may. It gets the lease
 	// with the ticket, for lease_lifetime; if it does not renew the lease in that time,
@@ -331,6 +364,12 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(joinServiceMethods.ByName("RenewNodeCertificates")),
 		connect.WithHandlerOptions(opts...),
 	)
+	joinServiceGetRotatedKeyHandler := connect.NewUnaryHandlerSimple(
+		JoinServiceGetRotatedKeyProcedure,
+		svc.GetRotatedKey,
+		connect.WithSchema(joinServiceMethods.ByName("GetRotatedKey")),
+		connect.WithHandlerOptions(opts...),
+	)
 	joinServiceRenewJoinLeaseHandler := connect.NewUnaryHandlerSimple(
 		JoinServiceRenewJoinLeaseProcedure,
 		svc.RenewJoinLease,
@@ -355,6 +394,8 @@ func NewJoinServiceHandler(svc JoinServiceHandler, opts ...connect.HandlerOption
 			joinServiceIssueRejoinTicketHandler.ServeHTTP(w, r)
 		case JoinServiceRenewNodeCertificatesProcedure:
 			joinServiceRenewNodeCertificatesHandler.ServeHTTP(w, r)
+		case JoinServiceGetRotatedKeyProcedure:
+			joinServiceGetRotatedKeyHandler.ServeHTTP(w, r)
 		case JoinServiceRenewJoinLeaseProcedure:
 			joinServiceRenewJoinLeaseHandler.ServeHTTP(w, r)
 		case JoinServiceRenewAdministratorProcedure:
@@ -386,6 +427,10 @@ func (UnimplementedJoinServiceHandler) IssueRejoinTicket(context.Context, *v1.Is
 
 func (UnimplementedJoinServiceHandler) RenewNodeCertificates(context.Context, *v1.RenewNodeCertificatesRequest) (*v1.RenewNodeCertificatesResponse, error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.RenewNodeCertificates is not implemented"))
+}
+
+func (UnimplementedJoinServiceHandler) GetRotatedKey(context.Context, *v1.GetRotatedKeyRequest) (*v1.GetRotatedKeyResponse, error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("muster.join.v1.JoinService.GetRotatedKey is not implemented"))
 }
 
 func (UnimplementedJoinServiceHandler) RenewJoinLease(context.Context, *v1.RenewJoinLeaseRequest) (*v1.RenewJoinLeaseResponse, error) {

@@ -1,0 +1,130 @@
+package clusterapi
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// secretsAtOnce bounds the Secrets in memory.
+const secretsAtOnce = 100
+
+// secrets calls each for the Secrets of the cluster, those of a type only if it is not empty.
+func (c *Client) secrets(ctx context.Context, of corev1.SecretType, each func(context.Context, *corev1.Secret) error) error {
+	next := ""
+	for {
+		var list corev1.SecretList
+		o := &client.ListOptions{Limit: secretsAtOnce, Continue: next}
+		if of != "" {
+			client.MatchingFields{"type": string(of)}.ApplyToList(o)
+		}
+		if err := once(ctx, func(ctx context.Context) error { return c.client.List(ctx, &list, o) }); err != nil {
+			return err
+		}
+		for i := range list.Items {
+			if err := each(ctx, &list.Items[i]); err != nil {
+				return err
+			}
+		}
+		if next = list.Continue; next == "" {
+			return nil
+		}
+	}
+}
+
+// RewriteSecrets has the API servers encrypt every Secret with the key that they use now. They write an unchanged object only if it is encrypted with
+// another one.
+func (c *Client) RewriteSecrets(ctx context.Context) (n int, err error) {
+	err = c.secrets(ctx, "", func(ctx context.Context, s *corev1.Secret) error {
+		n++
+		err := until(ctx, func(ctx context.Context) (bool, error) {
+			err := c.client.Update(ctx, s)
+			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) { // written meanwhile, with the key that is used now; or deleted
+				return true, nil
+			}
+			return err == nil, err
+		})
+		if err != nil {
+			err = fmt.Errorf("write Secret %s/%s again: %w", s.Namespace, s.Name, err)
+		}
+		return err
+	})
+	return n, err
+}
+
+// TokenSecrets returns the names of the Secrets with a service account's token that another key than the one with this ID has signed. Such tokens do not
+// expire, and nothing makes them anew.
+func (c *Client) TokenSecrets(ctx context.Context, than string) (names []string, err error) {
+	err = c.secrets(ctx, corev1.SecretTypeServiceAccountToken, func(_ context.Context, s *corev1.Secret) error {
+		if token := s.Data[corev1.ServiceAccountTokenKey]; len(token) > 0 && keyOf(token) != than {
+			names = append(names, s.Namespace+"/"+s.Name)
+		}
+		return nil
+	})
+	return names, err
+}
+
+// keyOf returns the ID of the key that has signed a token, in hexadecimal digits, as its header says: Kubernetes' key IDs are the SHA-256 of the public key,
+// as those of rotations. Empty: the token has none.
+func keyOf(token []byte) string {
+	head, _, _ := bytes.Cut(token, []byte("."))
+	text, err := base64.RawURLEncoding.DecodeString(string(head))
+	if err != nil {
+		return ""
+	}
+	var h struct {
+		KeyID string `json:"kid"`
+	}
+	if err := json.Unmarshal(text, &h); err != nil {
+		return ""
+	}
+	id, err := base64.RawURLEncoding.DecodeString(h.KeyID)
+	if err != nil {
+		return ""
+	}
+	return fmt.Sprintf("%x", id)
+}
+
+// The ConfigMap from which aggregated API servers read what the API servers accept.
+const (
+	authenticationMap = "extension-apiserver-authentication"
+	frontProxyKey     = "requestheader-client-ca-file"
+)
+
+// DropFrontProxies removes from what aggregated API servers read all authorities of the front proxy but one, in PEM: API servers only add to it.
+func (c *Client) DropFrontProxies(ctx context.Context, but string) error {
+	return once(ctx, func(ctx context.Context) error {
+		m := &corev1.ConfigMap{}
+		if err := c.client.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: authenticationMap}, m); err != nil {
+			return err
+		}
+		has := slices.Sorted(slices.Values(blocks(m.Data[frontProxyKey])))
+		if want := slices.Sorted(slices.Values(blocks(but))); slices.Equal(has, want) {
+			return nil
+		}
+		m.Data[frontProxyKey] = strings.Join(blocks(but), "")
+		return c.client.Update(ctx, m) // a conflict is tried again
+	})
+}
+
+// blocks returns the blocks of a text in PEM.
+func blocks(text string) (out []string) {
+	for rest := []byte(text); ; {
+		var b *pem.Block
+		if b, rest = pem.Decode(rest); b == nil {
+			return out
+		}
+		out = append(out, string(pem.EncodeToMemory(b)))
+	}
+}

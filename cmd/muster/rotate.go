@@ -1,0 +1,120 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+)
+
+// rotationPoll is the pause between two looks at the cluster.
+const rotationPoll = 2 * time.Second
+
+func (a *app) rotateCommand() *cobra.Command {
+	var (
+		dryRun, yes bool
+		cfg         = owner.RotationConfig{Poll: rotationPoll, Now: time.Now}
+		names       []string
+	)
+	for _, k := range clusterinfo.RotatedKeys() {
+		names = append(names, string(k))
+	}
+	cmd := &cobra.Command{
+		Use:   "rotate " + strings.Join(names, "|") + " [--dry-run] [--finish]",
+		Short: "Replace a key that the control planes share",
+		Long: `Replaces the key of service accounts' tokens, the key that encrypts Secrets in etcd, or the authority of the front proxy. One control
+plane after another gets an order that is signed with the owner's key: first all get a new key and accept it beside the old one, then all
+use it. Each must be well before the next one. The old key stays accepted until you run the command once more with --finish, which says
+what stops working then.
+
+The command ends at the first control plane that fails or is not well. The same command continues. Until then, no control plane can join.`,
+		Args:      cobra.ExactArgs(1),
+		ValidArgs: names,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if cfg.Key = clusterinfo.RotatedKey(args[0]); !slices.Contains(names, args[0]) {
+				return usagef("%q: want one of %s", args[0], strings.Join(names, ", "))
+			}
+			if cfg.Early && !cfg.Finish {
+				return usagef("--early is for --finish")
+			}
+			open := a.open
+			if dryRun {
+				open = a.view
+			}
+			dir, err := open()
+			if err != nil {
+				return err
+			}
+			cfg.Dir = dir
+			cfg.Report = func(node, step string) { a.steps(node)(step) }
+			return errors.Join(a.rotate(cmd, cfg, dryRun, yes), dir.Close())
+		},
+	}
+	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "show what would be done, and change nothing")
+	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
+	cmd.Flags().BoolVar(&cfg.Finish, "finish", false, "drop the old key")
+	cmd.Flags().BoolVar(&cfg.Early, "early", false, "finish although tokens of pods may be signed with the old key, for instance because it is disclosed")
+	cmd.Flags().DurationVar(&cfg.Wait, "wait", owner.RotationTimeout, "how long to wait for each control plane")
+	return cmd
+}
+
+func (a *app) rotate(cmd *cobra.Command, cfg owner.RotationConfig, dryRun, yes bool) error {
+	plan, err := owner.PlanRotation(cmd.Context(), cfg)
+	if err != nil {
+		return err
+	}
+	switch {
+	case dryRun && a.output == outputJSON:
+		err = a.json(plan)
+	case dryRun:
+		showRotationPlan(a.stdout, plan)
+	case !yes:
+		showRotationPlan(a.stderr, plan)
+	}
+	if err != nil {
+		return err
+	}
+	if err := plan.Err(); err != nil {
+		return err
+	}
+	if dryRun {
+		return nil
+	}
+	if !yes {
+		if err := a.confirm(cmd.Context(), cmd.InOrStdin(), string(plan.Key)); err != nil {
+			return err
+		}
+	}
+	if plan, err = owner.Rotate(cmd.Context(), cfg); err != nil {
+		return err
+	}
+	if plan.Phase == "" {
+		return a.result("cluster", "the control planes accept only the new "+string(plan.Key)+".")
+	}
+	return a.result("cluster", fmt.Sprintf("the control planes use the new %s, and accept the old one until muster rotate %s --finish.", plan.Key, plan.Key))
+}
+
+func showRotationPlan(w io.Writer, p *owner.RotationPlan) {
+	phase := string(p.Phase)
+	if phase == "" {
+		phase = "not begun"
+	}
+	fmt.Fprintf(w, "Rotation of the %s: %s\n", p.Key, phase)
+	for _, n := range p.Nodes {
+		has := "none"
+		if len(n.Has) > 0 {
+			has = fmt.Sprint(n.Has)
+		}
+		fmt.Fprintf(w, "  %-30s  accepts %d, uses %-16.16s  phases done: %s\n", n.Name, n.Accepts, dash(n.Uses), has)
+	}
+	for _, n := range p.Notes {
+		fmt.Fprintf(w, "Note: %s\n", printable(n))
+	}
+}

@@ -1,0 +1,135 @@
+package clusterinfo
+
+import (
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// RotatedKey names a key that control planes share, and that `muster rotate` replaces.
+type RotatedKey string
+
+// The keys.
+const (
+	// ServiceAccountKey signs the tokens of service accounts: sa.key, sa.pub.
+	ServiceAccountKey RotatedKey = "service-account-key"
+	// EncryptionKey encrypts Secrets in etcd: encryption.yaml.
+	EncryptionKey RotatedKey = "encryption-key"
+	// FrontProxyCA signs the certificate with which API servers authenticate to aggregated ones: front-proxy-ca.crt, front-proxy-ca.key.
+	FrontProxyCA RotatedKey = "front-proxy-ca"
+)
+
+// RotatedKeys lists all of them.
+func RotatedKeys() []RotatedKey { return []RotatedKey{ServiceAccountKey, EncryptionKey, FrontProxyCA} }
+
+// PublicFile returns the file below /etc/kubernetes/pki with the accepted keys' public parts, which a machine that reboots compares with the cluster's
+// (B8); empty: the key has none.
+func (k RotatedKey) PublicFile() string {
+	switch k {
+	case ServiceAccountKey:
+		return "sa.pub"
+	case FrontProxyCA:
+		return "front-proxy-ca.crt"
+	case EncryptionKey:
+	}
+	return ""
+}
+
+// RotationPhase is how far a rotation is. Each phase but the third is done by one control plane after another, and the next begins when all have done it.
+type RotationPhase string
+
+// The phases.
+const (
+	// RotationAccept: the control planes get the new key, and accept it beside the old one.
+	RotationAccept RotationPhase = "accept"
+	// RotationUse: they sign or encrypt with the new key.
+	RotationUse RotationPhase = "use"
+	// RotationSettled: all do, and still accept the old key. Until the owner finishes, machines may join.
+	RotationSettled RotationPhase = "settled"
+	// RotationFinish: they accept the old key no more.
+	RotationFinish RotationPhase = "finish"
+)
+
+// Rotation is the replacement of a key of the control planes that is in progress.
+type Rotation struct {
+	Key   RotatedKey    `json:"key"`
+	Phase RotationPhase `json:"phase"`
+	// ID identifies the new key; see [KeyState]. It is empty until a control plane has made the key.
+	ID string `json:"id,omitempty"`
+	// Public is the new key's public part in PEM, of a key with [RotatedKey.PublicFile].
+	Public string `json:"public,omitempty"`
+	// Since is when the phase began, by the clock of the owner's workstation.
+	Since time.Time `json:"since"`
+}
+
+// Joins reports whether control planes may join: in the other phases a new one could get files that the others have had before.
+func (r *Rotation) Joins() bool { return r == nil || r.Phase == RotationSettled }
+
+func (r *Rotation) check() error {
+	switch {
+	case r == nil:
+		return nil
+	case !slices.Contains(RotatedKeys(), r.Key):
+		return fmt.Errorf("key %q is not known", r.Key)
+	case !slices.Contains([]RotationPhase{RotationAccept, RotationUse, RotationSettled, RotationFinish}, r.Phase):
+		return fmt.Errorf("phase %q is not known", r.Phase)
+	case r.ID == "" && r.Phase != RotationAccept:
+		return fmt.Errorf("id is missing in phase %q", r.Phase)
+	case r.ID != "" && !IsKeyID(r.ID):
+		return errors.New("id: want 64 hexadecimal digits")
+	case r.ID != "" && (r.Public != "") != (r.Key.PublicFile() != ""):
+		return fmt.Errorf("public: it has to be there if the key has a public part, and %s has the file %q", r.Key, r.Key.PublicFile())
+	}
+	return nil
+}
+
+// IsKeyID reports whether a text has the form of a key's ID.
+func IsKeyID(id string) bool {
+	b, err := hex.DecodeString(id)
+	return err == nil && len(b) == 32 && hex.EncodeToString(b) == id
+}
+
+// KeysAnnotation is the annotation of a control plane's Node with the keys that it accepts and uses: [KeyStates] in JSON.
+const KeysAnnotation = "muster.dev/control-plane-keys"
+
+// KeyState is what a control plane does with one kind of key. Keys are named by their IDs: the SHA-256 of a public key (SubjectPublicKeyInfo) or of a
+// certificate, each in DER, or of a secret key with a label before it; 64 hexadecimal digits.
+type KeyState struct {
+	// Accepts are the keys that it verifies or decrypts with.
+	Accepts []string `json:"accepts"`
+	// Uses is the key that it signs or encrypts with.
+	Uses string `json:"uses"`
+	// Staged are the new keys that it has for a rotation, and can pass on.
+	Staged []string `json:"staged,omitempty"`
+}
+
+// KeyStates are a control plane's.
+type KeyStates map[RotatedKey]KeyState
+
+// ParseKeyStates reads the value of [KeysAnnotation]; nil: there is none, or it is damaged. Root on the machine can have written anything.
+func ParseKeyStates(value string) KeyStates {
+	var s KeyStates
+	if err := json.Unmarshal([]byte(value), &s); err != nil {
+		return nil
+	}
+	return s
+}
+
+// Reached reports whether a control plane has done a phase of the rotation.
+func (r *Rotation) Reached(phase RotationPhase, s KeyState) bool {
+	if r.ID == "" || !slices.Contains(s.Accepts, r.ID) {
+		return false
+	}
+	switch phase {
+	case RotationAccept:
+		return s.Uses == r.ID || slices.Contains(s.Staged, r.ID)
+	case RotationUse, RotationSettled:
+		return s.Uses == r.ID
+	case RotationFinish:
+		return s.Uses == r.ID && len(s.Accepts) == 1 && len(s.Staged) == 0
+	}
+	return false
+}

@@ -1,0 +1,210 @@
+package renewal
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
+)
+
+func newChange(t *testing.T) (*Renewer, *memoryCluster) {
+	t.Helper()
+	c := &memoryCluster{root: newControlPlane(t), lease: &sync.Mutex{}}
+	return newRenewer(t, c, time.Now()), c
+}
+
+// restarts notes a restart of both components, so that the next one is because of a change.
+func restarts(t *testing.T, r *Renewer) {
+	t.Helper()
+	if err := r.Change(t.Context(), false, func() error { return nil }, components...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestAChangeRestartsWhatReadsTheFilesUnderTheLease(t *testing.T) {
+	for name, tt := range map[string]struct {
+		file string
+		want []string
+	}{
+		"the keys that verify tokens": {"sa.pub", []string{"kube-apiserver"}},
+		"the key that signs tokens":   {"sa.key", []string{"kube-apiserver", "kube-controller-manager"}},
+		"the front proxy's authority": {"front-proxy-ca.crt", []string{"kube-apiserver", "kube-controller-manager"}},
+		"the key of Secrets":          {"encryption.yaml", []string{"kube-apiserver"}},
+		"a file that is not read":     {"other", nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, c := newChange(t)
+			restarts(t, r)
+			note := func(component string) string {
+				n, err := NoteOf(c.root, component)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return n
+			}
+			before := map[string]string{}
+			for _, component := range components {
+				before[component] = note(component)
+			}
+			held := false
+			if err := r.Change(t.Context(), false, func() error {
+				held = !c.lease.TryLock() // J8
+				file := filepath.Join(c.root, pki, tt.file)
+				text, err := os.ReadFile(file)
+				if err != nil && tt.file != "encryption.yaml" && tt.file != "other" {
+					return err
+				}
+				return machine.WriteFile(file, append(text, "# more\n"...), 0o600, 0o700)
+			}, components...); err != nil {
+				t.Fatal(err)
+			}
+			if !held {
+				t.Error("it was done without the lease")
+			}
+			var changed []string
+			for _, component := range components {
+				if note(component) != before[component] {
+					changed = append(changed, component)
+				}
+			}
+			if !slices.Equal(changed, tt.want) {
+				t.Errorf("restarted %q, want %q", changed, tt.want)
+			}
+		})
+	}
+}
+
+func TestAChangeDoesNotBeginOnAnUnhealthyCluster(t *testing.T) {
+	for name, tt := range map[string]struct {
+		down   []string
+		resume bool
+		out    bool
+		begins bool
+	}{
+		"all are well":                            {nil, false, false, true},
+		"another control plane is not":            {[]string{"etcd-node2"}, false, false, false},
+		"another is not, and it was begun":        {[]string{"etcd-node2"}, true, false, false},
+		"this one is not":                         {[]string{"kube-apiserver-node1"}, false, false, false},
+		"this one is not, because it was begun":   {[]string{"kube-apiserver-node1"}, true, false, true},
+		"a node whose name ends as this one's is": {[]string{"kube-apiserver-x-node1"}, true, false, false},
+		"this one is banned":                      {nil, false, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, c := newChange(t)
+			c.down, c.out = tt.down, tt.out
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			if tt.begins {
+				cancel()
+				ctx, cancel = context.WithTimeout(t.Context(), time.Minute)
+			}
+			defer cancel()
+			begun := false
+			err := r.Change(ctx, tt.resume, func() error { begun = true; return nil }, apiServer)
+			if begun != tt.begins || (err == nil) != tt.begins {
+				t.Errorf("begun %v, %v", begun, err)
+			}
+			c.down, c.out = nil, false
+			if err := r.Change(t.Context(), tt.resume, func() error { return nil }, apiServer); err != nil {
+				t.Errorf("when all are well: %v", err)
+			}
+		})
+	}
+}
+
+func TestAFailedChangeRestartsNothing(t *testing.T) {
+	r, c := newChange(t)
+	no := errors.New("no")
+	if err := r.Change(t.Context(), false, func() error { return no }, apiServer); !errors.Is(err, no) || slices.Contains(c.order, apiServer) {
+		t.Errorf("%v; %q", err, c.order)
+	}
+}
+
+// A real authority replaces the front proxy's, with kubeadm's files: at once, and with a crash at each step.
+func TestTheFrontProxysAuthorityIsRotated(t *testing.T) {
+	for name, crashes := range map[string]bool{"at once": false, "with crashes": true} {
+		t.Run(name, func(t *testing.T) { rotatesFrontProxy(t, crashes) })
+	}
+}
+
+func rotatesFrontProxy(t *testing.T, crashing bool) {
+	t.Helper()
+	r, c := newChange(t)
+	steps := 0
+	crash := errors.New("the program ends here")
+	at := 0
+	r.plane.step = func(string) error {
+		if steps++; steps == at {
+			return crash
+		}
+		return nil
+	}
+	rotate, err := rotation.New(rotation.Config{
+		Root: c.root, Kubeadm: image, ControlPlane: r, Now: time.Now, Log: r.Log,
+		Fetch:      func(context.Context, clusterinfo.RotatedKey, string) ([]byte, error) { return nil, errors.New("none") },
+		OldSecrets: func(context.Context, string) (int, error) { return 0, nil },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	do := func(phase clusterinfo.RotationPhase, id string) error {
+		_, err := rotate.Run(t.Context(), map[string]string{"key": string(clusterinfo.FrontProxyCA), "phase": string(phase), "id": id})
+		return err
+	}
+	if err := do(clusterinfo.RotationAccept, ""); err != nil {
+		t.Fatal(err)
+	}
+	soundAt(t, c.root, time.Now())
+	id := c.keys[clusterinfo.FrontProxyCA].Staged[0]
+	crashes := 0
+	if !crashing {
+		at, crashes = -10, 2
+	}
+	for at++; ; at++ {
+		steps = 0
+		err := do(clusterinfo.RotationUse, id)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, crash) {
+			t.Fatal(err)
+		}
+		crashes++
+		// The machine boots: whatever is started next reads a certificate with its key.
+		if err := AtBoot(c.root, image, time.Now(), r.Log, func() error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		soundAt(t, c.root, time.Now())
+	}
+	if crashes < 2 {
+		t.Errorf("%d crashes only", crashes)
+	}
+	at = 0
+	soundAt(t, c.root, time.Now())
+	if s := c.keys[clusterinfo.FrontProxyCA]; s.Uses != id || len(s.Accepts) != 2 {
+		t.Errorf("%+v", s)
+	}
+	if err := do(clusterinfo.RotationFinish, id); err != nil {
+		t.Fatal(err)
+	}
+	soundAt(t, c.root, time.Now())
+	if s := c.keys[clusterinfo.FrontProxyCA]; s.Uses != id || len(s.Accepts) != 1 {
+		t.Errorf("%+v", s)
+	}
+	// The renewal goes on with the new authority.
+	if err := r.plane.prepare(time.Now()); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(filepath.Join(c.root, pki, "front-proxy-ca.crt"))
+	if err != nil || strings.Count(string(text), "BEGIN CERTIFICATE") != 1 {
+		t.Errorf("%s, %v", text, err)
+	}
+}
