@@ -44,7 +44,6 @@ var silenced = []string{"systemd-gpt-auto-generator", "systemd-getty-generator",
 // enabled maps units to the target that wants them.
 var enabled = map[string]string{
 	"/etc/systemd/system/containerd.service":                       "multi-user.target",
-	"/etc/systemd/system/muster-images.service":                    "multi-user.target",
 	"/etc/systemd/system/muster-measured.service":                  "multi-user.target",
 	"/etc/systemd/system/tmp.mount":                                "local-fs.target",
 	"/usr/lib/systemd/system/muster-bootstrapper.service":          "multi-user.target",

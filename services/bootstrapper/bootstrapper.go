@@ -93,6 +93,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	if err := statecheck.Run(ctx, b.node); err != nil { // B8: at every step of the journal
 		return fmt.Errorf("compare what is on the state disk with the cluster's list: %w", err)
 	}
+	b.loadImages(ctx)
 	b.init.Start(ctx)
 	rec := b.node.Lock.Record()
 	if moved {
@@ -128,6 +129,21 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 			}
 			b.node.Log.InfoContext(ctx, "the owner has taken the node lock; not joining any more")
 		}
+	}
+}
+
+// imagesOfRoot exists if the machine's root has container images for [machine.UnitImages].
+const imagesOfRoot = "/usr/share/muster/images/index.json"
+
+// loadImages makes containerd load the images of the machine's root, after its store was renewed. Pods whose images are missing are reported by the
+// cluster: a failure does not keep the machine from its owner.
+func (b *Bootstrapper) loadImages(ctx context.Context) {
+	if _, err := os.Stat(b.node.On(imagesOfRoot)); err != nil {
+		return
+	}
+	if err := b.node.Machine.Unit(ctx, "start", machine.UnitImages); err != nil {
+		b.node.Log.ErrorContext(ctx, "the container images of the machine image are not loaded; it is tried again every 10 s", "unit", machine.UnitImages, "err", err)
+		b.node.Console.Print("the container images of the machine image are not loaded: see journalctl -u " + machine.UnitImages)
 	}
 }
 

@@ -126,3 +126,50 @@ func TestAnImageThatIsNotThereEndsAnInit(t *testing.T) {
 		t.Errorf("%v, %q", out.err, w.machine.Calls())
 	}
 }
+
+// B8: containerd's store is renewed in each boot of an encrypted disk, with the sandbox image named and before the kubelet may use it; then the images of
+// the machine's root are loaded. A bootstrapper that starts again in the same boot leaves the store alone, since containers may use it.
+func TestTheStoreIsRenewedBeforeTheKubeletStarts(t *testing.T) {
+	w := rebooted(t)
+	w.put(t, "usr/share/muster/images/index.json", "{}")
+	left := "var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs/kube-proxy"
+	w.put(t, left, "evil")
+	before := len(w.machine.Calls())
+	w.startAgain(t)
+	var order []string
+	for _, call := range w.machine.Calls()[before:] {
+		if strings.Contains(call, "containerd") || strings.Contains(call, "images") || strings.Contains(call, "start kubelet") {
+			order = append(order, call)
+		}
+	}
+	if want := []string{"list images", "stop containerd.service", "start containerd.service", "start muster-images.service", "start kubelet.service"}; !slices.Equal(order, want) {
+		t.Errorf("%q", order)
+	}
+	if w.exists(left) {
+		t.Error("an unpacked layer of before is left")
+	}
+	w.sandbox(t)
+
+	w.put(t, left, "of a running container")
+	before = len(w.machine.Calls())
+	w.startAgain(t)
+	if calls := w.machine.Calls()[before:]; !w.exists(left) || slices.Contains(calls, "stop containerd.service") {
+		t.Errorf("%q", calls)
+	}
+}
+
+// A machine whose own images can't be loaded still takes its owner's orders.
+func TestImagesThatAreNotLoadedKeepNobodyOut(t *testing.T) {
+	w := rebooted(t)
+	w.put(t, "usr/share/muster/images/index.json", "{}")
+	w.machine.Step = func(name string) error {
+		if name == "start muster-images.service" {
+			return errors.New("no space left on device")
+		}
+		return nil
+	}
+	w.startAgain(t)
+	if !strings.Contains(w.logged.String(), "no space left on device") {
+		t.Error(w.logged.String())
+	}
+}

@@ -16,16 +16,22 @@ const sandboxFile = "/run/muster/containerd/sandbox.toml"
 
 // PinSandbox makes containerd use the image for each pod's sandbox (B9).
 func PinSandbox(ctx context.Context, root string, m machine.Machine, image versions.Image) error {
-	want := fmt.Appendf(nil, "version = 3\n\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n  sandbox = %q\n", image)
-	file := filepath.Join(root, sandboxFile)
-	if have, err := os.ReadFile(file); err == nil && bytes.Equal(have, want) {
-		return nil
-	}
-	if err := machine.WriteFile(file, want, 0o644, 0o755); err != nil {
+	changed, err := NameSandbox(root, image)
+	if err != nil || !changed {
 		return err
 	}
 	if err := m.Unit(ctx, "restart", machine.UnitContainerd); err != nil {
 		return fmt.Errorf("%s: %w", machine.UnitContainerd, err)
 	}
 	return nil
+}
+
+// NameSandbox writes the image's name for containerd, which reads it when it starts, and returns whether it has changed.
+func NameSandbox(root string, image versions.Image) (changed bool, err error) {
+	want := fmt.Appendf(nil, "version = 3\n\n[plugins.\"io.containerd.cri.v1.images\".pinned_images]\n  sandbox = %q\n", image)
+	file := filepath.Join(root, sandboxFile)
+	if have, err := os.ReadFile(file); err == nil && bytes.Equal(have, want) {
+		return false, nil
+	}
+	return true, machine.WriteFile(file, want, 0o644, 0o755)
 }

@@ -27,6 +27,11 @@ type Machine interface {
 	Kubeadm(ctx context.Context, line func(string), args ...string) error
 	// Pull makes the container runtime at socket, a unix:// URL, pull an image by its digest, unless it has it.
 	Pull(ctx context.Context, socket, image string) error
+	// ImageNames returns the names with a digest, as in "registry.k8s.io/pause@sha256:…", of the images that containerd has. It fails until containerd has
+	// read its database.
+	ImageNames(ctx context.Context, socket string) ([]string, error)
+	// ImportImages makes containerd import an OCI image layout as a tar archive. containerd compares each blob with its digest, and unpacks none.
+	ImportImages(ctx context.Context, socket string, archive io.Reader) error
 }
 
 // Verbs are the allowed operations on a unit.
@@ -43,11 +48,14 @@ const (
 	UnitUpgrade      = "muster-upgrade.service"
 	UnitRotation     = "muster-rotation.service"
 	UnitContainerd   = "containerd.service"
+	UnitImages       = "muster-images.service"
 )
 
-// unitTimeout bounds one run of systemctl, versionTimeout one of a program that only prints its version.
+// unitTimeout bounds one run of systemctl, imagesTimeout one for [UnitImages], whose own limit is a minute less, versionTimeout one of a program that only
+// prints its version.
 const (
 	unitTimeout    = 2 * time.Minute
+	imagesTimeout  = 16 * time.Minute
 	versionTimeout = time.Minute
 )
 
@@ -63,7 +71,11 @@ func (Real) Unit(ctx context.Context, verb, unit string) error {
 	if !slices.Contains(Verbs, verb) {
 		return fmt.Errorf("systemctl %q is not among what the bootstrapper does", verb)
 	}
-	ctx, cancel := context.WithTimeout(ctx, unitTimeout)
+	limit := unitTimeout
+	if unit == UnitImages {
+		limit = imagesTimeout
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	var out []string
 	if err := run(ctx, func(l string) { out = append(out, l) }, "systemctl", verb, unit); err != nil {
@@ -130,6 +142,11 @@ func LookPath(name string) (string, error) {
 }
 
 func run(ctx context.Context, line func(string), name string, args ...string) error {
+	return feed(ctx, nil, line, name, args...)
+}
+
+// feed runs a program with in as its standard input; nil: it has none.
+func feed(ctx context.Context, in io.Reader, line func(string), name string, args ...string) error {
 	path, err := LookPath(name)
 	if err != nil {
 		return err
@@ -143,7 +160,7 @@ func run(ctx context.Context, line func(string), name string, args ...string) er
 	defer runtime.UnlockOSThread()
 	cmd.WaitDelay = 10 * time.Second // a grandchild may hold the pipe
 	r, w := io.Pipe()
-	cmd.Stdout, cmd.Stderr = w, w
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = in, w, w
 	read := make(chan struct{})
 	go func() {
 		defer close(read)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/imagestore"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -139,6 +140,22 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 	}
 	ck.found(ctx, kubeadm.KubeletConf, "written anew")
 	return nil
+}
+
+// renewStore keeps of containerd's store what can be verified (B8), and names the sandbox's image (B9).
+func (ck *check) renewStore(ctx context.Context, pause versions.Image) error {
+	if ck.KubeletMayStart() { // containers may run
+		return component.PinSandbox(ctx, ck.Root, ck.Machine, pause)
+	}
+	if _, err := component.NameSandbox(ck.Root, pause); err != nil {
+		return err
+	}
+	ck.Console.Print("comparing the container images on the disk with their digests")
+	s := imagestore.Store{
+		Root: ck.Root, Machine: ck.Machine, Socket: ck.Image.Kubeadm.CRISocket, Pause: ck.Components.Pause, Log: ck.Log,
+		Found: func(what, done string) { ck.found(ctx, what, done) },
+	}
+	return s.Renew(ctx)
 }
 
 // recallSandbox sets containerd's sandbox image after a reboot. An adopted machine has installed no image, and keeps its own.

@@ -103,7 +103,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.checkAdministrators(ctx, meta, d); err != nil {
 		return err
 	}
-	if err := component.PinSandbox(ctx, ck.Root, ck.Machine, s.Images[versions.Pause]); err != nil {
+	if err := ck.renewStore(ctx, s.Images[versions.Pause]); err != nil {
 		return err
 	}
 	return machine.WriteFile(ck.On(checkedFile), mark, 0o600, 0o755)

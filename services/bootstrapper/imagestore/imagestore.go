@@ -1,0 +1,348 @@
+// Package imagestore renews containerd's store at a boot: of what lies on the state disk, only content with the SHA-256 that it is named by is kept (B8).
+package imagestore
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+)
+
+const (
+	// Folder is containerd's store.
+	Folder = "/var/lib/containerd"
+	// blobs is where containerd has content inside of its store: a file for each SHA-256.
+	blobs = "io.containerd.content.v1.content/blobs"
+	// kept is an OCI image layout inside of the store while it is renewed: a boot that is interrupted leaves it to the next one.
+	kept = "muster-kept"
+	// networks has the addresses of pods that ran before the reboot, and settings by which a network plugin would remove them. The new store knows of
+	// none of these pods.
+	networks = "/var/lib/cni"
+	// nameAnnotation is the name under which containerd imports an image.
+	nameAnnotation = "io.containerd.image.name"
+	// maxManifest is the largest manifest or index that containerd reads, in bytes.
+	maxManifest = 8 << 20
+	// listTime is how long containerd gets to list its images: if its database is damaged, it never does.
+	listTime = 2 * time.Minute
+)
+
+// Store is containerd's store on one machine.
+type Store struct {
+	Root    string // of the file system
+	Machine machine.Machine
+	Socket  string        // containerd's, as a unix:// URL
+	Pause   time.Duration // before containerd is asked again for its images
+	Log     *slog.Logger
+	// Found is called once if content was not what its name says.
+	Found func(what, done string)
+}
+
+// Renew stops containerd, removes everything from its store but content that is what its name says, and starts it with the images that are complete. Nothing
+// of containerd's database or of the unpacked layers is used again: whoever was root once can have changed both, and containerd compares neither.
+//
+// Images keep the names that contain their digest. A name with a tag is not kept, since nothing proves what the tag named: the kubelet asks the registry for
+// it, and downloads what is missing. Layers are unpacked again when a container needs them.
+//
+// It reads the kept content twice and writes it once. It may only be called before a container runs in this boot.
+func (s Store) Renew(ctx context.Context) error {
+	if _, err := os.Lstat(s.on(kept + "/blobs")); errors.Is(err, fs.ErrNotExist) {
+		if err := s.moveAway(ctx); err != nil {
+			return err
+		}
+	} else if err != nil {
+		return err
+	} else if err := s.Machine.Unit(ctx, "stop", machine.UnitContainerd); err != nil {
+		return err
+	}
+	err := errors.Join(
+		removeOthers(s.on(""), kept),
+		removeOthers(s.on(kept), "blobs", "index.json"),
+		removeOthers(s.on(kept+"/blobs"), "sha256"),
+		machine.EmptyDir(filepath.Join(s.Root, networks)),
+	)
+	if err != nil {
+		return err
+	}
+	n, err := s.verify(ctx)
+	if err != nil {
+		return err
+	}
+	if err := s.Machine.Unit(ctx, "start", machine.UnitContainerd); err != nil {
+		return err
+	}
+	if n > 0 {
+		if err := s.load(ctx); ctx.Err() != nil { // the next boot goes on
+			return err
+		} else if err != nil {
+			s.Log.WarnContext(ctx, "the container images of this disk are not kept: the kubelet pulls them again", "err", err)
+		}
+	}
+	return os.RemoveAll(s.on(kept))
+}
+
+// removeOthers removes everything in a folder but the named entries.
+func removeOthers(folder string, keep ...string) error {
+	entries, err := os.ReadDir(folder)
+	for _, e := range entries {
+		if !slices.Contains(keep, e.Name()) {
+			err = errors.Join(err, os.RemoveAll(filepath.Join(folder, e.Name())))
+		}
+	}
+	return err
+}
+
+func (s Store) on(name string) string { return filepath.Join(s.Root, Folder, name) }
+
+// moveAway stops containerd, and makes its content and the names of its images an OCI image layout.
+func (s Store) moveAway(ctx context.Context) error {
+	names, err := s.names(ctx)
+	if ctx.Err() != nil {
+		return err
+	}
+	if err != nil {
+		s.Log.WarnContext(ctx, "containerd does not list its images: none is kept, and the kubelet pulls them again", "err", err)
+	}
+	index := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{}}
+	for _, name := range names {
+		_, digest, _ := strings.Cut(name, "@")
+		if h, err := v1.NewHash(digest); err == nil && h.Algorithm == "sha256" {
+			index.Manifests = append(index.Manifests, v1.Descriptor{Digest: h, Annotations: map[string]string{nameAnnotation: name}})
+		}
+	}
+	if err := os.RemoveAll(s.on(kept)); err != nil {
+		return err
+	}
+	if err := s.writeIndex(index); err != nil {
+		return err
+	}
+	if err := s.Machine.Unit(ctx, "stop", machine.UnitContainerd); err != nil {
+		return err
+	}
+	err = os.Rename(s.on(blobs), s.on(kept+"/blobs"))
+	if errors.Is(err, fs.ErrNotExist) { // containerd has never had an image
+		return os.MkdirAll(s.on(kept+"/blobs/sha256"), 0o700)
+	}
+	if err != nil {
+		return err
+	}
+	return machine.Sync(s.on(kept))
+}
+
+// names returns the names of containerd's images that contain a digest. They are not to be trusted.
+func (s Store) names(ctx context.Context) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, listTime)
+	defer cancel()
+	backoff := retry.Backoff{Min: s.Pause, Max: 5 * time.Second}
+	for {
+		names, err := s.Machine.ImageNames(ctx, s.Socket)
+		if err == nil {
+			return names, nil
+		}
+		if werr := retry.Wait(ctx, backoff.Next(0)); werr != nil { // containerd answers with an error until it has read its database
+			return nil, err
+		}
+	}
+}
+
+func (s Store) writeIndex(index v1.IndexManifest) error {
+	text, err := json.Marshal(index)
+	if err != nil {
+		return err
+	}
+	return machine.WriteFile(s.on(kept+"/index.json"), text, 0o600, 0o700)
+}
+
+// verify removes all blobs from the layout that differ from their names or that no complete image needs, and incomplete images from its index. It returns
+// the number of images that are left.
+func (s Store) verify(ctx context.Context) (int, error) {
+	folder := s.on(kept + "/blobs/sha256")
+	files, err := os.ReadDir(folder)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	have, wrong := map[string]bool{}, 0
+	for _, f := range files {
+		if err := ctx.Err(); err != nil {
+			return 0, err
+		}
+		at := filepath.Join(folder, f.Name())
+		sum := ""
+		if f.Type().IsRegular() {
+			if sum, err = sumOf(at); err != nil {
+				return 0, err
+			}
+		}
+		if sum == f.Name() {
+			have[f.Name()] = true
+			continue
+		}
+		if err := os.RemoveAll(at); err != nil {
+			return 0, err
+		}
+		wrong++
+	}
+	if wrong > 0 {
+		s.Found(Folder+"/"+blobs, fmt.Sprintf("%d of %d files removed, since each is named by its SHA-256, and theirs differ", wrong, len(files)))
+	}
+	var index v1.IndexManifest
+	text, err := os.ReadFile(s.on(kept + "/index.json"))
+	if err == nil {
+		err = json.Unmarshal(text, &index)
+	}
+	if err != nil { // another program wrote or removed it
+		s.Log.WarnContext(ctx, "the list of container images can't be read: none is kept", "err", err)
+		index = v1.IndexManifest{}
+	}
+	images := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{}}
+	l, needed := verified{folder, have}, map[string]bool{}
+	for _, d := range index.Manifests {
+		name := d.Annotations[nameAnnotation]
+		of, whole := l.image(d.Digest.Hex)
+		if _, digest, _ := strings.Cut(name, "@"); !whole || digest != d.Digest.String() {
+			s.Log.InfoContext(ctx, "a container image is not complete: the kubelet pulls it again", "image", name)
+			continue
+		}
+		for _, b := range of.blobs {
+			needed[b] = true
+		}
+		images.Manifests = append(images.Manifests, v1.Descriptor{
+			MediaType: of.mediaType, Size: of.size, Digest: d.Digest, Annotations: map[string]string{nameAnnotation: name},
+		})
+	}
+	for b := range have {
+		if !needed[b] {
+			if err := os.Remove(filepath.Join(folder, b)); err != nil {
+				return 0, err
+			}
+		}
+	}
+	return len(images.Manifests), s.writeIndex(images)
+}
+
+// verified is the verified content of an OCI image layout.
+type verified struct {
+	folder string
+	have   map[string]bool
+}
+
+// content is what an image consists of.
+type content struct {
+	mediaType types.MediaType
+	size      int64
+	blobs     []string
+}
+
+// document has the parts of a manifest and of an index of manifests that are read here, as OCI (Image Format Specification 1.1) and Docker have them.
+type document struct {
+	MediaType types.MediaType `json:"mediaType"`
+	Manifests []v1.Descriptor `json:"manifests"`
+	Config    v1.Descriptor   `json:"config"`
+	Layers    []v1.Descriptor `json:"layers"`
+}
+
+// image returns what the image with this digest, a manifest or an index of manifests, consists of, and whether all of it is there. Of an index only the
+// manifests for some platforms are there, after a pull.
+func (l verified) image(digest string) (c content, whole bool) {
+	d, size, ok := l.read(digest)
+	if !ok {
+		return content{}, false
+	}
+	if len(d.Manifests) == 0 {
+		blobs, ok := l.manifest(digest, d)
+		return content{cmp.Or(d.MediaType, types.OCIManifestSchema1), size, blobs}, ok
+	}
+	c = content{cmp.Or(d.MediaType, types.OCIImageIndex), size, []string{digest}}
+	for _, part := range d.Manifests {
+		if !part.MediaType.IsImage() || !l.have[part.Digest.Hex] {
+			continue
+		}
+		m, _, ok := l.read(part.Digest.Hex)
+		if !ok {
+			return content{}, false
+		}
+		blobs, ok := l.manifest(part.Digest.Hex, m)
+		if !ok {
+			return content{}, false
+		}
+		c.blobs = append(c.blobs, blobs...)
+	}
+	return c, len(c.blobs) > 1
+}
+
+// manifest returns the blobs of a manifest, and whether all are there.
+func (l verified) manifest(digest string, m document) ([]string, bool) {
+	blobs := []string{digest}
+	for _, d := range append(m.Layers, m.Config) {
+		if d.Digest.Algorithm != "sha256" || !l.have[d.Digest.Hex] {
+			return nil, false
+		}
+		blobs = append(blobs, d.Digest.Hex)
+	}
+	return blobs, true
+}
+
+// read returns a verified manifest or index, and its size in bytes.
+func (l verified) read(digest string) (d document, size int64, ok bool) {
+	if !l.have[digest] {
+		return document{}, 0, false
+	}
+	at := filepath.Join(l.folder, digest)
+	if info, err := os.Stat(at); err != nil || info.Size() > maxManifest {
+		return document{}, 0, false
+	}
+	text, err := os.ReadFile(at)
+	if err != nil || json.Unmarshal(text, &d) != nil {
+		return document{}, 0, false
+	}
+	return d, int64(len(text)), true
+}
+
+func sumOf(file string) (string, error) {
+	f, err := os.Open(file)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close() //nolint:errcheck // it was only read
+	h := sha256.New()
+	if _, err := io.Copy(h, f); err != nil {
+		return "", err
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// load gives the layout to containerd, which compares the content again.
+func (s Store) load(ctx context.Context) error {
+	if _, err := s.names(ctx); err != nil { // it has just been started
+		return err
+	}
+	r, w := io.Pipe()
+	go func() { w.CloseWithError(s.archive(w)) }()
+	err := s.Machine.ImportImages(ctx, s.Socket, r)
+	if cerr := r.Close(); err == nil { // the archive's end, if nobody reads it
+		err = cerr
+	}
+	if err != nil {
+		return fmt.Errorf("import into containerd: %w", err)
+	}
+	return nil
+}
