@@ -61,7 +61,7 @@ func TestTheRunbooksHaveAllTheirParts(t *testing.T) {
 			}
 		}
 	}
-	if len(books) != 9 {
-		t.Errorf("%d runbooks, want nine", len(books))
+	if len(books) != 10 {
+		t.Errorf("%d runbooks, want ten", len(books))
 	}
 }

@@ -20,6 +20,9 @@ func TestLeaving(t *testing.T) { withCluster(t, "leave") }
 // TestUninstall runs the scripts in testdata/uninstall, in a cluster of its own.
 func TestUninstall(t *testing.T) { withCluster(t, "uninstall") }
 
+// TestRotate runs the scripts in testdata/rotate, in a cluster of its own.
+func TestRotate(t *testing.T) { withCluster(t, "rotate") }
+
 // withCluster runs the scripts of a folder against a real API server, with an owner's folder for it. Machines are only
 // objects: no kubelet and no joinservice runs.
 func withCluster(t *testing.T, scripts string) {

@@ -12,7 +12,6 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
-	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
 func (a *app) statusCommand() *cobra.Command {
@@ -85,13 +84,9 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 		fmt.Fprintf(a.stdout, "Chart       %s, revision %d, %s\n", s.Chart.Version, s.Chart.Revision, s.Chart.Status)
 	}
 	if r := s.Rotation; r != nil {
-		next := "muster rotate " + string(r.Key) + " continues; until then no control plane can join"
-		switch r.Phase {
-		case clusterinfo.RotationAccept, clusterinfo.RotationUse:
-		case clusterinfo.RotationSettled:
-			next = "the old key is accepted until muster rotate " + string(r.Key) + " --finish"
-		case clusterinfo.RotationFinish:
-			next = "muster rotate " + string(r.Key) + " --finish continues; until then no control plane can join"
+		next := r.Command() + " continues; until then no control plane can join"
+		if r.Joins() {
+			next = "the old key is accepted until " + r.Command()
 		}
 		fmt.Fprintf(a.stdout, "Rotation    %s, %s since %s: %s\n", r.Key, r.Phase, r.Since.Local().Format(time.DateTime), next)
 	}

@@ -5,42 +5,24 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/lab/driver"
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// ordering runs a command that gives orders to control planes, one after another: each attests when it has one, and not only after five minutes.
+// ordering runs a command that gives orders to control planes, one after another.
 func (c *cluster) ordering(t *testing.T, args ...string) {
 	t.Helper()
-	done := make(chan error, 1)
-	go func() {
-		_, progress, err := c.Run(t.Context(), driver.Owner, "", append([]string{"muster"}, args...)...)
-		t.Logf("muster %s: %v\n%s", strings.Join(args, " "), err, progress)
-		done <- err
-	}()
-	seen := map[string]bool{}
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	for {
-		select {
-		case err := <-done:
-			if err != nil {
-				t.Fatal(err)
-			}
-			return
-		case <-tick.C:
-		}
-		for i := range c.planes {
-			order, err := c.kubectl(t.Context(), "get", "attestednode", node(i+1), "-o", `jsonpath={.metadata.annotations.muster\.dev/order}`)
-			if err != nil || seen[order] || !strings.Contains(order, `"action":"rotate-key"`) {
-				continue // an API server restarts
-			}
-			seen[order] = true
-			c.Must(t, node(i+1), "", "systemctl", "restart", "muster-attester") // it attests at its start
-		}
+	var nodes []string
+	for i := range c.planes {
+		nodes = append(nodes, node(i+1))
+	}
+	defer c.TakeOrders(t, c.kubectl, "rotate-key", nodes...)()
+	_, progress, err := c.Run(t.Context(), driver.Owner, "", append([]string{"muster"}, args...)...)
+	t.Logf("muster %s: %v\n%s", strings.Join(args, " "), err, progress)
+	if err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -77,13 +59,13 @@ func (c *cluster) rotates(t *testing.T) {
 	}
 	for _, key := range clusterinfo.RotatedKeys() {
 		c.Muster(t, "rotate", string(key), "--dry-run")
-		c.ordering(t, "rotate", string(key), "--yes", "--timeout", "2h")
+		c.ordering(t, "rotate", string(key), "--yes")
 		c.say(t, "the %s is new, and the old one still accepted", key)
 		c.taken(t, old, true)
 		if key == clusterinfo.ServiceAccountKey {
 			c.taken(t, c.token(t), true)
 		}
-		c.ordering(t, "rotate", string(key), "--finish", "--early", "--yes", "--timeout", "2h")
+		c.ordering(t, "rotate", string(key), "--finish", "--early", "--yes")
 		c.say(t, "the old %s is dropped", key)
 		if key == clusterinfo.ServiceAccountKey {
 			c.taken(t, old, false)

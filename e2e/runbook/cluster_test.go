@@ -102,8 +102,8 @@ func (w *fixture) machine(node string) driver.Node {
 	return n
 }
 
-// blockTime limits a block, which has its own limits of ten minutes where it waits.
-const blockTime = 12 * time.Minute
+// blockTime limits a block, which has its own limits where it waits: ten minutes, and for a rotation more for each control plane.
+const blockTime = 30 * time.Minute
 
 // cutOff are the errors of programs whose API server was not reachable or became unavailable.
 var cutOff = regexp.MustCompile(`EOF|connection re(?:set|fused)|Unable to connect|http2: |ServiceUnavailable|etcdserver: `)

@@ -38,6 +38,7 @@ func TestTheRunbooks(t *testing.T) {
 	}{
 		{"first boot", w.firstBoot},
 		{"reboot", w.reboot},
+		{"rotate a key", w.rotateKey},
 		{"etcd is full", w.etcdIsFull},
 		{"lost TPM", func(t *testing.T) { w.lostTPM(t, "node4") }},
 		{"cleared TPM", func(t *testing.T) { w.clearedTPM(t, "node5") }},
@@ -102,6 +103,25 @@ func (w *fixture) reboot(t *testing.T) {
 	each(t, []string{"node5", "node2"}, func(n string) error { _, err := w.RebootNode(t.Context(), n); return err })
 	w.back(t, start, "node5", "node2")
 	w.voters(t, "node1", "node1", "node2", "node3")
+	w.well(t)
+}
+
+// rotateKey rotates the key that no running token or Secret depends on; e2e/controlplane rotates all.
+func (w *fixture) rotateKey(t *testing.T) {
+	accepted := func() string {
+		return w.Must(t, "node2", "", "grep", "-c", "BEGIN CERTIFICATE", "/etc/kubernetes/pki/front-proxy-ca.crt")
+	}
+	before := w.Must(t, "node2", "", "cat", "/etc/kubernetes/pki/front-proxy-ca.crt")
+	defer w.TakeOrders(t, w.kubectl, "rotate-key", "node1", "node2", "node3")()
+	w.owner(t, "rotate-use", "node1", "KEY=front-proxy-ca")
+	if n := strings.TrimSpace(accepted()); n != "2" {
+		t.Errorf("node2 accepts %s authorities, want the old and the new one", n)
+	}
+	w.owner(t, "rotate-notes", "node1", "KEY=front-proxy-ca")
+	w.owner(t, "rotate-finish", "node1", "KEY=front-proxy-ca")
+	if n := strings.TrimSpace(accepted()); n != "1" || w.Must(t, "node2", "", "cat", "/etc/kubernetes/pki/front-proxy-ca.crt") == before {
+		t.Errorf("node2 accepts %s authorities, want the new one alone", n)
+	}
 	w.well(t)
 }
 

@@ -63,6 +63,7 @@ type joinservice struct {
 	ahead    atomic.Int64      // offset of the cluster's clock
 	renewed  []*joinv1.RenewNodeCertificatesRequest
 	renew    func(n int, out *joinv1.RenewNodeCertificatesResponse) error // changes the nth answer; nil: certificates
+	rotated  func(*joinv1.GetRotatedKeyRequest) ([]byte, error)           // nil: it has no key of a rotation
 }
 
 // signs sets the policy that the joinservice shows from now on.

@@ -253,7 +253,7 @@ func (k *kubeUpgrade) checkCluster(problem func(string, ...any)) {
 		problem("Kubernetes: %v.", err)
 	}
 	if r := k.was.Rotation; !r.Joins() {
-		problem("the %s is being rotated: end that first (muster rotate %s).", r.Key, r.Key)
+		problem("the %s is being rotated: end that first (%s).", r.Key, r.Command())
 	}
 	if len(k.was.Components) == 0 || len(k.was.Images) == 0 {
 		problem("the cluster has no list of the release that it runs, with which machines could join and restart meanwhile: write components and images of Kubernetes %s (muster components pin) into cluster.json of the ConfigMap muster-cluster.", from)

@@ -131,7 +131,7 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 	case r.info.Other() != nil:
 		problem("Kubernetes is being upgraded: end that first (muster status shows it).")
 	case r.now != nil && r.now.Key != r.Key:
-		problem("the %s is being rotated: end that first (muster rotate %s --finish).", printable(string(r.now.Key)), printable(string(r.now.Key)))
+		problem("the %s is being rotated: end that first (%s).", r.now.Key, r.now.Command())
 	case r.Finish && (r.now == nil || r.now.Phase == clusterinfo.RotationAccept || r.now.Phase == clusterinfo.RotationUse):
 		problem("no rotation of the %s is ready to be finished: run muster rotate %s without --finish first.", r.Key, r.Key)
 	}

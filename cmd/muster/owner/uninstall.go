@@ -401,6 +401,8 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 		return err
 	case err == nil && info.Other() != nil, u.Dir.Cluster().Upgrade != nil:
 		busy("Kubernetes is being upgraded", "muster upgrade kubernetes ends that")
+	case err == nil && info.Rotation != nil: // without orders, the old key would stay accepted, or control planes would use different ones
+		busy("the "+string(info.Rotation.Key)+" is being rotated", info.Rotation.Command()+" ends that")
 	}
 	holder, err := u.kube.JoinLeaseHolder(ctx)
 	if err != nil {

@@ -306,6 +306,13 @@ func (r *removal) refusals(t *testing.T) {
 			}
 		}
 	}
+	rotates := func(phase clusterinfo.RotationPhase) func(*testing.T) {
+		return describe(func(i *clusterinfo.Info) {
+			if i.Rotation = nil; phase != "" {
+				i.Rotation = &clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: phase, ID: newKey, Public: publicPart, Since: time.Now()}
+			}
+		})
+	}
 	folder := func(set func(*ownerdir.Cluster)) func(*testing.T) {
 		return func(t *testing.T) {
 			c := r.Cluster()
@@ -388,6 +395,8 @@ func (r *removal) refusals(t *testing.T) {
 		{"an approver of which nothing is known", managed(), on, attestv1.Reason_REASON_MACHINE_CONFIG, "c1"},
 		{"an upgrade of Kubernetes", describe(func(i *clusterinfo.Info) { i.Next = release }), describe(func(i *clusterinfo.Info) { i.Next = nil }), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "being upgraded"},
 		{"an upgrade that only the folder knows", folder(func(c *ownerdir.Cluster) { c.Upgrade = release }), folder(func(c *ownerdir.Cluster) { c.Upgrade = nil }), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "being upgraded"},
+		{"a phase of a rotation", rotates(clusterinfo.RotationUse), rotates(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "muster rotate service-account-key ends that"},
+		{"a rotation that is not finished", rotates(clusterinfo.RotationSettled), rotates(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "muster rotate service-account-key --finish ends that"},
 		{"a control plane that joins", hold("c2", 0), hold("c2", time.Minute), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "c2 holds the join lease"},
 		{"a node that muster has drained", drained("1"), drained(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "has drained w1"},
 		{"an order that may begin", order, reports(v1alpha1.OrderDone), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, `w1 has the order "reboot"`},

@@ -68,6 +68,15 @@ type Rotation struct {
 // Joins reports whether control planes may join: in the other phases a new one could get files that the others have had before.
 func (r *Rotation) Joins() bool { return r == nil || r.Phase == RotationSettled }
 
+// Command returns the owner's command that continues the rotation.
+func (r *Rotation) Command() string {
+	c := "muster rotate " + string(r.Key)
+	if r.Phase == RotationSettled || r.Phase == RotationFinish {
+		c += " --finish"
+	}
+	return c
+}
+
 func (r *Rotation) check() error {
 	switch {
 	case r == nil:

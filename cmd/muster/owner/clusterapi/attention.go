@@ -32,6 +32,10 @@ const (
 	ownCertificateSoon = 30 * 24 * time.Hour
 	// requestSoon is how long a kubelet's request may wait: a machine attests every five minutes.
 	requestSoon = 10 * time.Minute
+	// phaseSoon is how long a phase of a rotation may take: half an hour with three control planes, and one may be repaired meanwhile. In settledSoon, the
+	// owner should have dropped the old key: tokens of pods are renewed within a day.
+	phaseSoon   = 2 * time.Hour
+	settledSoon = 7 * 24 * time.Hour
 )
 
 // attention returns the problems of s. Insecure switches are none: the cluster's owner chose them.
@@ -51,6 +55,11 @@ func (s *Status) attention(now time.Time) []Attention {
 	}
 	if behind := s.Behind(); behind != "" {
 		add("cluster", BehindRemedy, "%s", behind)
+	}
+	if r := s.Rotation; r != nil {
+		if age := now.Sub(r.Since); !r.Joins() && age > phaseSoon || age > settledSoon {
+			add("rotation", "Run "+r.Command()+": it names the control plane that is not done yet. muster doctor --node NODE shows what is wrong with one.", "the %s is in the phase %s for %s", r.Key, r.Phase, age.Round(time.Minute))
+		}
 	}
 	for _, n := range s.Nodes {
 		s.nodeAttention(n, now, add)

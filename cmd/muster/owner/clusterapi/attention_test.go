@@ -30,6 +30,20 @@ func sound() *Status {
 	}
 }
 
+func rotationSince(phase clusterinfo.RotationPhase, age time.Duration) *clusterinfo.Rotation {
+	return &clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: phase, Since: now.Add(-age)}
+}
+
+func TestARotationThatIsInTimeNeedsNoAttention(t *testing.T) {
+	for phase, age := range map[clusterinfo.RotationPhase]time.Duration{clusterinfo.RotationAccept: time.Hour, clusterinfo.RotationSettled: 2 * 24 * time.Hour} {
+		s := sound()
+		s.Rotation = rotationSince(phase, age)
+		if got := s.attention(now); len(got) != 0 {
+			t.Errorf("%s since %s: %+v", phase, age, got)
+		}
+	}
+}
+
 func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 	if got := sound().attention(now); len(got) != 0 {
 		t.Fatalf("a sound cluster: %+v", got)
@@ -62,6 +76,8 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		}, "node node1", "certificate etcd-peer ends in"},
 		"admin.conf": {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
 		"the CA":     {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
+		"a phase of a rotation that stopped": {func(s *Status) { s.Rotation = rotationSince(clusterinfo.RotationUse, 3*time.Hour) }, "rotation", "in the phase use for 3h0m0s"},
+		"an old key that stays accepted":     {func(s *Status) { s.Rotation = rotationSince(clusterinfo.RotationSettled, 8*24*time.Hour) }, "rotation", "in the phase settled"},
 		"a request":  {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
 		"an enrolled machine that waits": {func(s *Status) {
 			s.Nodes[1].MachineID = strings.Repeat("ab", 32)

@@ -45,6 +45,7 @@ const (
 	CheckOwnerKey    = "owner's key"
 	CheckRoot        = "root secret"
 	CheckDescription = "cluster's description"
+	CheckRotation    = "rotation"
 	CheckKnown       = "what was known"
 	CheckAccess      = "node access"
 	CheckTPMs        = "TPMs"

@@ -433,6 +433,8 @@ func (p *patient) harms() []harm {
 		{CheckDescription, checkup.Fail, "not the one", CheckJoinservice, p.file("cluster.json", func(path string, b []byte) error {
 			return os.WriteFile(path, []byte(strings.Replace(string(b), p.dir.Cluster().ClusterID, hex.EncodeToString(make([]byte, 32)), 1)), 0o600)
 		})},
+		{CheckRotation, checkup.Warn, "service-account-key is in the phase accept", "", p.rotates(clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: clusterinfo.RotationAccept})},
+		{CheckRotation, checkup.Warn, "still accept the old one", "", p.rotates(clusterinfo.Rotation{Key: clusterinfo.EncryptionKey, Phase: clusterinfo.RotationSettled, ID: strings.Repeat("ab", 32)})},
 		{CheckAccess, checkup.Fail, "node9 is listed as a node that may write", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\nnode9\n", "data", "control-planes")},
 		{CheckAccess, checkup.Fail, "refuses its writes", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "suspended")},
 		{CheckAccess, checkup.Fail, "want a name and a time", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "revoked-certificates")},
@@ -464,6 +466,20 @@ func (p *patient) harms() []harm {
 			change(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, true, func(n *corev1.Node) { n.Status.Conditions = nil })
 			return p.healthy
 		}},
+	}
+}
+
+// rotates returns a harm that begins a rotation.
+func (p *patient) rotates(r clusterinfo.Rotation) func(*testing.T) func(*testing.T) {
+	describe := func(t *testing.T, to *clusterinfo.Rotation) {
+		t.Helper()
+		try(t, p.kube.Describe(t.Context(), func(i *clusterinfo.Info) error { i.Rotation = to; return nil }))
+	}
+	return func(t *testing.T) func(*testing.T) {
+		t.Helper()
+		r.Since = time.Now().Add(-time.Minute).UTC().Truncate(time.Second)
+		describe(t, &r)
+		return func(t *testing.T) { t.Helper(); describe(t, nil) }
 	}
 }
 

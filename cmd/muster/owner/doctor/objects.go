@@ -253,7 +253,20 @@ func (d *doctor) description(ctx context.Context) error {
 	if d.Clean(CheckDescription) {
 		d.OK(CheckDescription, "cluster %s, Kubernetes %s", info.ClusterID.String()[:16], info.KubernetesVersion)
 	}
+	d.rotation(info.Rotation)
 	return nil
+}
+
+// rotation reports a rotation of a key that is not over.
+func (d *doctor) rotation(r *clusterinfo.Rotation) {
+	switch {
+	case r == nil:
+		d.OK(CheckRotation, "no key is being rotated")
+	case r.Joins():
+		d.Add(CheckRotation, checkup.Warn, "Run "+r.Command()+": with --dry-run it shows what stops working then.", "all control planes use the new %s since %s, and still accept the old one", r.Key, r.Since.Local().Format(time.DateTime))
+	default:
+		d.Add(CheckRotation, checkup.Warn, "Run "+r.Command()+": it continues where it stopped.", "the %s is in the phase %s since %s; until that is over, no control plane can join", r.Key, r.Phase, r.Since.Local().Format(time.DateTime))
+	}
 }
 
 // nodeClocks reads the leases that kubelets renew every ten seconds by their own clocks.
