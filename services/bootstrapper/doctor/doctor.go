@@ -66,8 +66,8 @@ type TPM interface {
 type Config struct {
 	// Root is the folder that has a control plane's certificates and the kernel's files: "/" on a machine.
 	Root string
-	// Image and Metadata are the paths of the two files, Journal that of the journal.
-	Image, Metadata, Journal string
+	// Image and Metadata are the paths of the two files, Found that of metadata which the machine has found itself, Journal that of the journal.
+	Image, Metadata, Found, Journal string
 	// OpenTPM opens the TPM that the image names.
 	OpenTPM func(*metadata.Image) (TPM, error)
 	// Roots certify EK certificates, as in the owner's policy; empty: the image's roots.
@@ -131,11 +131,15 @@ func (d *doctor) files() {
 			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: a change of the state disk by an attacker is not detected")
 		}
 	}
-	if d.meta, err = metadata.LoadMachine(d.Metadata); err != nil {
-		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each attempt.", err)
+	if d.meta, err = metadata.LoadMachine(d.Metadata, d.Found); err != nil {
+		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each attempt, and on a machine without the file it looks for them (docs/metadata.md).", err)
 		return
 	}
-	d.OK(CheckMetadata, "valid: %s, %s", d.meta.Name, d.meta.Role)
+	from := d.Metadata
+	if d.meta.Source != nil {
+		from = d.meta.Source.String()
+	}
+	d.OK(CheckMetadata, "valid: %s, %s, %s; from %s", d.meta.Name, d.meta.Role, d.meta.Addresses[0], from)
 	if len(d.meta.JoinEndpoints) == 0 && d.meta.InitSecretHash == nil {
 		d.Add(CheckMetadata, checkup.Fail, "Name joinEndpoints, or initSecretHash on the machine that becomes the first.", "they name no joinEndpoints and allow no init, so nothing will happen")
 	}
