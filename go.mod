@@ -5,10 +5,12 @@ go 1.26.0
 toolchain go1.26.8
 
 require (
+	cloud.google.com/go/compute/metadata v0.10.0
 	connectrpc.com/connect v1.21.1
 	connectrpc.com/grpcreflect v1.3.1
 	filippo.io/age v1.3.2
 	github.com/KimMachineGun/automemlimit v1.0.1
+	github.com/aws/aws-sdk-go-v2/feature/ec2/imds v1.18.35
 	github.com/google/go-attestation v0.6.1
 	github.com/google/go-containerregistry v0.22.1
 	github.com/google/go-tpm v0.9.8
@@ -90,6 +92,8 @@ require (
 	github.com/Masterminds/squirrel v1.5.4 // indirect
 	github.com/ProtonMail/go-crypto v1.4.1 // indirect
 	github.com/asaskevich/govalidator v0.0.0-20230301143203-a9d515a09cc2 // indirect
+	github.com/aws/aws-sdk-go-v2 v1.43.4 // indirect
+	github.com/aws/smithy-go v1.27.6 // indirect
 	github.com/beorn7/perks v1.0.1 // indirect
 	github.com/blang/semver/v4 v4.0.0 // indirect
 	github.com/cespare/xxhash/v2 v2.3.0 // indirect

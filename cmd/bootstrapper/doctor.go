@@ -25,7 +25,7 @@ const doctorTime = time.Minute
 
 func doctorConfig(image, meta, record, lock string) doctor.Config {
 	cfg := doctor.Config{
-		Root: "/", Image: image, Metadata: meta, Journal: record, Now: time.Now, Ports: kubernetesPorts,
+		Root: "/", Image: image, Metadata: meta, Found: metadata.RunPath, Journal: record, Now: time.Now, Ports: kubernetesPorts,
 		Folders: []string{"/", "/var/lib", "/var/lib/containerd", "/var/lib/muster"},
 		OpenTPM: func(img *metadata.Image) (doctor.TPM, error) { return openTPM(img, lock) },
 	}

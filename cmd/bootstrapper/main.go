@@ -236,7 +236,7 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock, screen stri
 	defer done()
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
-			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) },
+			Image: img, Metadata: newSources(img, meta, log).each(ctx),
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
 			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: terminal, Log: log,
 		}},
@@ -257,7 +257,7 @@ func runAttester(ctx context.Context, image, meta, record, dir, lock string, log
 		Dir: dir, Metrics: img.Listen.AttesterMetrics, Log: log,
 		NewAttester: func(p attest.Purpose) (attest.Attester, error) { return newAttester(img, device, p) },
 		Reattest: reattestation.Config{
-			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Journal: journal.Open(record).Load, Policy: journal.Open(filepath.Join(filepath.Dir(record), "attester", "policy")),
+			Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta, metadata.RunPath) }, Journal: journal.Open(record).Load, Policy: journal.Open(filepath.Join(filepath.Dir(record), "attester", "policy")),
 			Root: "/", TPM: device, NewVerifier: newVerifier, Timing: reattestation.DefaultTiming,
 		},
 	})

@@ -48,7 +48,7 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	terminal, done := openConsole(screen, log)
 	defer done()
 	return unlock.Serve(ctx, unlock.Config{
-		Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta) }, Root: "/", Disk: volume,
+		Image: img, Metadata: newSources(img, meta, log).each(ctx), Root: "/", Disk: volume,
 		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Desired: component.UnlockFile, Console: terminal, Timing: unlock.DefaultTiming, Log: log,
 	})
 }

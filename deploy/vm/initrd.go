@@ -15,9 +15,10 @@ import (
 )
 
 // modules are those that the machine needs before it has its root: disks, the network, dm-verity, and everything that
-// cryptsetup uses of the kernel. The others come from the root.
+// cryptsetup uses of the kernel; and where a virtual machine's host puts metadata. The others come from the root.
 var modules = []string{
 	"virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "nvme", "virtio_net", "virtio_rng", "virtio_console", "af_packet",
+	"qemu_fw_cfg", "sr_mod",
 	"dm_verity", "dm_crypt", "dm_integrity", "squashfs", "ext4", "vfat", "nls_cp437", "nls_ascii",
 	"xts", "aesni_intel", "essiv", "authenc", "authencesn", "hmac", "sha256_ssse3", "sha256_generic", "crc32c_generic",
 	"crypto_user", "algif_skcipher", "algif_hash",

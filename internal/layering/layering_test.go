@@ -127,7 +127,7 @@ func forbidden(from, to string) string {
 		return "trust is the audited core"
 	case service(from) != "" && service(to) != "" && service(from) != service(to):
 		return "a service never imports another"
-	case strings.HasPrefix(from, "deploy/vm") && to == "services/bootstrapper/metadata":
+	case strings.HasPrefix(from, "deploy/vm") && (to == "services/bootstrapper/metadata" || to == "services/bootstrapper/metadata/provider"):
 		return "" // the image's tool and its first program read files that the bootstrapper will read
 	case service(to) != "" && service(from) == "" && !wires && top(from) != "lab" && top(from) != "e2e":
 		return "services are wired in cmd alone"

@@ -4,25 +4,18 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"io/fs"
 	"net"
 	"net/netip"
-	"os"
-	"path/filepath"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
 )
 
-// maxConfig limits a file of the config medium, in bytes.
-const maxConfig = 256 << 10
-
-// network is the content of network.yaml. Like the whole config medium, it is not measured. False values can isolate
+// network is the content of network.yaml, or of another source's document of this kind. Like all metadata, it is not measured. False values can isolate
 // the machine but disclose nothing, because all connections are attested.
 type network struct {
 	APIVersion string `json:"apiVersion"` // muster.dev/v1alpha1
@@ -103,79 +96,64 @@ func (f netInterface) check(of int) error {
 	return nil
 }
 
-// config waits for the config medium and reads it. The network is nil if DHCP configures it.
-func (b *boot) config(ctx context.Context) (*metadata.Machine, *network, error) {
+// config waits for the machine's metadata and writes their file for this boot. It configures the network first if they are a cloud's; the network is nil if
+// DHCP configures it.
+func (b *boot) config(ctx context.Context, img *metadata.Image, at provider.Machine) (*metadata.Machine, *network, error) {
+	local, cloud := at.Choose(img.Metadata)
+	most := devices
+	if len(cloud) > 0 {
+		most = b.settle
+	}
 	for {
-		device, err := await(ctx, devices, func() (string, error) { return labelled("/sys", "/dev", layout.ConfigLabel) })
+		found, err := await(ctx, most, func() (*provider.Found, error) {
+			f, err := at.Find(ctx, local)
+			if errors.Is(err, provider.ErrAbsent) {
+				err = fmt.Errorf("%w: %w", errNotYet, err)
+			}
+			return f, err
+		})
+		if errors.Is(err, errNotYet) && len(cloud) > 0 {
+			if err = b.up(ctx, nil); err == nil {
+				found, err = at.Find(ctx, cloud)
+			}
+		}
 		if errors.Is(err, errNotYet) {
-			b.print("waiting for the config medium: %v; it has to hold %s", err, layout.MetadataFile)
+			b.print("waiting for this machine's metadata: %v", err)
 			continue
 		}
-		if err != nil {
-			return nil, nil, err
-		}
-		m, n, err := takeConfig(device)
 		if err == nil {
-			b.print("this machine is %s, and asks to be a %s; its metadata are from %s", m.Name, m.Role, device)
-			return m, n, nil
+			m, n, uerr := b.use(found)
+			if err = uerr; err == nil {
+				return m, n, nil
+			}
 		}
-		b.print("the config medium %s can't be used: %v; reading it again in %s", device, err, before)
+		b.print("this machine has no usable metadata: %v; looking again in %s", err, before)
 		if err := wait(ctx, before); err != nil {
 			return nil, nil, err
 		}
 	}
 }
 
-// takeConfig copies the medium's files to their paths for this boot.
-func takeConfig(device string) (*metadata.Machine, *network, error) {
-	const at = "/run/muster/medium"
-	if err := os.MkdirAll(at, 0o700); err != nil {
-		return nil, nil, err
-	}
-	if err := unix.Mount(device, at, "vfat", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
-		return nil, nil, fmt.Errorf("mount it: %w", err)
-	}
-	defer func() { _ = unix.Unmount(at, unix.MNT_DETACH) }()
-	return readConfig(at)
-}
-
-func readConfig(dir string) (*metadata.Machine, *network, error) {
-	b, err := readBounded(filepath.Join(dir, layout.MetadataFile))
+// use completes and parses what was found, and writes the file.
+func (b *boot) use(found *provider.Found) (*metadata.Machine, *network, error) {
+	file, m, err := metadata.Complete(found.Document, found.Platform, found.Source)
 	if err != nil {
-		return nil, nil, err
-	}
-	m, err := metadata.ParseMachine(b)
-	if err != nil {
-		return nil, nil, fmt.Errorf("%s: %w", layout.MetadataFile, err)
+		return nil, nil, fmt.Errorf("%s: %s: %w", found.From, layout.MetadataFile, err)
 	}
 	var n *network
-	nb, err := readBounded(filepath.Join(dir, layout.NetworkFile))
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-	case err != nil:
-		return nil, nil, err
-	default:
-		if n, err = parseNetwork(nb); err != nil {
-			return nil, nil, fmt.Errorf("%s: %w", layout.NetworkFile, err)
+	if found.Network != nil {
+		if n, err = parseNetwork(found.Network); err != nil {
+			return nil, nil, fmt.Errorf("%s: %s: %w", found.From, layout.NetworkFile, err)
+		}
+		if b.servers != nil { // the metadata came over the network that DHCP has configured
+			return nil, nil, fmt.Errorf("%s: remove the document of kind %s: a cloud's machine has its network by DHCP", found.From, networkKind)
 		}
 	}
-	return m, n, write(layout.RunMetadata, b)
-}
-
-func readBounded(name string) ([]byte, error) {
-	f, err := os.Open(name)
-	if err != nil {
-		return nil, err
+	if err := write(b.metadata, file); err != nil {
+		return nil, nil, err
 	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxConfig+1))
-	if err != nil {
-		return nil, err
-	}
-	if len(b) > maxConfig {
-		return nil, fmt.Errorf("%s: longer than %d bytes", filepath.Base(name), maxConfig)
-	}
-	return b, nil
+	b.print("this machine is %s, and asks to be a %s; its metadata are from %s", m.Name, m.Role, m.Source)
+	return m, n, nil
 }
 
 // linkTimeout is how long an interface may take to appear.

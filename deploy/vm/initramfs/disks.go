@@ -104,44 +104,6 @@ func disk(sys, serial string) (string, error) {
 	return "", fmt.Errorf("a disk with the serial number %s: %w", serial, errNotYet)
 }
 
-// labelled finds a disk or partition that holds a FAT file system of this label.
-func labelled(sys, dev, label string) (string, error) {
-	all, err := os.ReadDir(sys + "/class/block")
-	if err != nil {
-		return "", err
-	}
-	for _, e := range all {
-		name := filepath.Join(dev, e.Name())
-		if got, err := fatLabel(name); err == nil && got == label {
-			return name, nil
-		}
-	}
-	return "", fmt.Errorf("a vfat volume labeled %s: %w", label, errNotYet)
-}
-
-// fatLabel reads the label in a FAT file system's first sector (Microsoft, FAT File System
-// Specification, "Boot Sector and BPB").
-func fatLabel(name string) (string, error) {
-	f, err := os.Open(name)
-	if err != nil {
-		return "", err
-	}
-	defer f.Close()
-	b := make([]byte, 512)
-	if _, err := io.ReadFull(f, b); err != nil {
-		return "", err
-	}
-	if b[510] != 0x55 || b[511] != 0xaa {
-		return "", errors.New("no boot sector")
-	}
-	for _, at := range []int{54, 82} { // the file system's type in FAT12 and FAT16, and in FAT32; the label is before it
-		if bytes.HasPrefix(b[at:], []byte("FAT")) {
-			return strings.TrimRight(string(b[at-11:at]), " "), nil
-		}
-	}
-	return "", errors.New("no FAT")
-}
-
 // state opens the state disk, and returns the device of its file system. It returns when the disk is open, however
 // long that takes.
 func (b *boot) state(ctx context.Context, img *metadata.Image) (string, error) {

@@ -11,7 +11,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -112,47 +111,6 @@ func TestNothingOfTheStateDiskIsWhereSystemdLooks(t *testing.T) {
 	}
 }
 
-func TestTheConfigMediumIsFoundByItsLabel(t *testing.T) {
-	dir := t.TempDir()
-	for name, args := range map[string][]string{
-		"small": {"-n", layout.ConfigLabel}, "large": {"-F", "32", "-n", "MUSTER-METB"}, "none": nil,
-	} {
-		file := filepath.Join(dir, "dev", name)
-		place(t, dir, "dev/"+name, "")
-		place(t, dir, "sys/class/block/"+name+"/dev", "")
-		if err := os.Truncate(file, 40<<20); err != nil {
-			t.Fatal(err)
-		}
-		if out, err := exec.CommandContext(t.Context(), "/usr/sbin/mkfs.vfat", append(args, file)...).CombinedOutput(); err != nil {
-			t.Fatalf("mkfs.vfat: %v: %s", err, out)
-		}
-	}
-	place(t, dir, "dev/text", strings.Repeat("FAT", 500))
-	place(t, dir, "sys/class/block/text/dev", "")
-	place(t, dir, "sys/class/block/absent/dev", "")
-	for label, want := range map[string]string{layout.ConfigLabel: "small", "MUSTER-METB": "large"} {
-		if got, err := labelled(dir+"/sys", dir+"/dev", label); err != nil || got != dir+"/dev/"+want {
-			t.Errorf("%s: %q, %v", label, got, err)
-		}
-	}
-	if got, err := labelled(dir+"/sys", dir+"/dev", "OTHER"); !errors.Is(err, errNotYet) {
-		t.Errorf("%q, %v", got, err)
-	}
-}
-
-func FuzzLabel(f *testing.F) {
-	f.Add([]byte(strings.Repeat("FAT16   ", 64)))
-	f.Fuzz(func(t *testing.T, b []byte) {
-		file := filepath.Join(t.TempDir(), "x")
-		if err := os.WriteFile(file, b, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if label, err := fatLabel(file); err == nil && len(label) > 11 {
-			t.Errorf("%q", label)
-		}
-	})
-}
-
 const machine = "apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node1\nrole: worker\naddresses: [192.0.2.7]\n"
 
 const static = `apiVersion: muster.dev/v1alpha1
@@ -217,22 +175,6 @@ func FuzzNetwork(f *testing.F) {
 			t.Errorf("timesyncd's drop-in is %q", c)
 		}
 	})
-}
-
-func TestAMediumThatIsTooLargeOrEmptyIsRefused(t *testing.T) {
-	dir := t.TempDir()
-	if _, _, err := readConfig(dir); err == nil || !strings.Contains(err.Error(), layout.MetadataFile) {
-		t.Errorf("no metadata: %v", err)
-	}
-	place(t, dir, layout.MetadataFile, machine+strings.Repeat("#", maxConfig))
-	if _, _, err := readConfig(dir); err == nil || !strings.Contains(err.Error(), "longer") {
-		t.Errorf("large metadata: %v", err)
-	}
-	place(t, dir, layout.MetadataFile, machine)
-	place(t, dir, layout.NetworkFile, "x")
-	if _, _, err := readConfig(dir); err == nil || !strings.Contains(err.Error(), layout.NetworkFile) {
-		t.Errorf("a bad network: %v", err)
-	}
 }
 
 func TestHostsNameTheMachine(t *testing.T) {

@@ -20,6 +20,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
 )
 
 const (
@@ -27,8 +28,12 @@ const (
 	bootstrapper = "/usr/bin/bootstrapper"
 	// sysroot is where the root is mounted until it becomes /.
 	sysroot = "/sysroot"
+	// mediumFolder is where a volume with metadata is mounted while it is read.
+	mediumFolder = "/run/muster/medium"
 	// devices is how long disks of the image may take to appear.
 	devices = time.Minute
+	// settle is how long disks with metadata may take to appear on a machine of a cloud.
+	settle = 5 * time.Second
 	// before is how long an error is shown before the machine restarts.
 	before = 30 * time.Second
 )
@@ -41,7 +46,7 @@ func main() {
 		os.Exit(1)
 	}
 	ctx := context.Background()
-	b := &boot{console: os.Stdout}
+	b := &boot{console: os.Stdout, metadata: layout.RunMetadata, settle: settle}
 	err := b.run(ctx)
 	b.print("the machine can't start: %v", err)
 	b.print("it restarts in %s", before)
@@ -55,6 +60,12 @@ func main() {
 type boot struct {
 	console io.Writer
 	journal io.Writer // nil until there is one
+	// metadata is the path of the file with the machine's metadata.
+	metadata string
+	// settle is how long the machine looks for disks with metadata before it asks its cloud.
+	settle time.Duration
+	// servers are what the network's configuration names; nil: the network is not up.
+	servers *servers
 }
 
 // run returns only after a failure.
@@ -75,17 +86,20 @@ func (b *boot) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	machine, network, err := b.config(ctx)
+	machine, network, err := b.config(ctx, img, provider.This(mediumFolder))
 	if err != nil {
 		return err
 	}
 	if err := unix.Sethostname([]byte(machine.Name)); err != nil {
 		return fmt.Errorf("name the machine %s: %w", machine.Name, err)
 	}
-	if err := bind(layout.RunMetadata, sysroot+metadata.MachinePath); err != nil {
+	if err := bind(b.metadata, sysroot+metadata.MachinePath); err != nil {
 		return err
 	}
-	if err := b.network(ctx, network, machine); err != nil {
+	if err := b.up(ctx, network); err != nil {
+		return err
+	}
+	if err := b.names(machine); err != nil {
 		return err
 	}
 	device, err := b.state(ctx, img)

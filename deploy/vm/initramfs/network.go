@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -23,9 +24,11 @@ import (
 // servers are addresses that the site provides: IP addresses, in order of preference.
 type servers struct{ names, clocks []string }
 
-// network configures the machine's network, by the medium's file or by DHCP, and writes the files to which the root's
-// resolv.conf and hosts are links, and the one that systemd-timesyncd waits for.
-func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) error {
+// up configures the machine's network once, by a document or by DHCP.
+func (b *boot) up(ctx context.Context, n *network) error {
+	if b.servers != nil {
+		return nil
+	}
 	if err := noAdvertisements(); err != nil {
 		return fmt.Errorf("the network: %w", err)
 	}
@@ -45,16 +48,22 @@ func (b *boot) network(ctx context.Context, n *network, m *metadata.Machine) err
 	if err != nil {
 		return fmt.Errorf("the network: %w", err)
 	}
+	b.servers = &found
+	return nil
+}
+
+// names writes the files to which the root's resolv.conf and hosts are links, and the one that systemd-timesyncd waits for.
+func (b *boot) names(m *metadata.Machine) error {
 	if err := write(layout.RunHosts, hosts(m)); err != nil {
 		return err
 	}
-	if len(found.clocks) > 0 {
-		b.print("the time comes from %s", strings.Join(found.clocks, ", "))
-		if err := write(layout.RunClock, clock(found.clocks)); err != nil {
+	if clocks := b.servers.clocks; len(clocks) > 0 {
+		b.print("the time comes from %s", strings.Join(clocks, ", "))
+		if err := write(layout.RunClock, clock(clocks)); err != nil {
 			return err
 		}
 	}
-	return write(layout.RunResolv, resolv(found.names))
+	return write(layout.RunResolv, resolv(b.servers.names))
 }
 
 // noAdvertisements makes all interfaces, also later ones, ignore IPv6 router advertisements (accept_ra in the kernel's ip-sysctl). A neighbor could otherwise reach the
@@ -151,7 +160,11 @@ func configure(link netlink.Link, addresses []netip.Prefix, gateway netip.Addr) 
 	if !gateway.IsValid() {
 		return nil
 	}
-	if err := netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Gw: gateway.AsSlice()}); err != nil {
+	route := &netlink.Route{LinkIndex: link.Attrs().Index, Gw: gateway.AsSlice()}
+	if !slices.ContainsFunc(addresses, func(a netip.Prefix) bool { return a.Contains(gateway) }) { // clouds give an address without a network, as 10.0.0.2/32
+		route.Flags = int(netlink.FLAG_ONLINK)
+	}
+	if err := netlink.RouteReplace(route); err != nil {
 		return fmt.Errorf("%s: default route by %s: %w", name, gateway, err)
 	}
 	return nil
@@ -165,7 +178,7 @@ func (b *boot) dhcp(ctx context.Context) (servers, error) {
 		if err == nil || ctx.Err() != nil {
 			return found, err
 		}
-		b.print("waiting for an address by DHCP: %v; the config medium may have a %s instead", err, layout.NetworkFile)
+		b.print("waiting for an address by DHCP: %v; a document of kind %s in the metadata may configure it instead", err, networkKind)
 	}
 }
 

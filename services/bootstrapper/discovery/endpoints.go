@@ -1,6 +1,8 @@
 package discovery
 
 import (
+	"context"
+	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
@@ -11,17 +13,21 @@ import (
 // joinservicePort is the NodePort of joinservice on every control plane, unless the owner chose another.
 const joinservicePort = "30090"
 
-// Endpoints returns the joinservices to attest to. A control plane also has its own, so it does not depend on other ones. All serve at one port, which
-// the owner may have chosen: the endpoints in the metadata have it.
-func Endpoints(meta *metadata.Machine) []string {
-	out := Merge(nil, meta.JoinEndpoints)
-	if meta.Role != metadata.RoleControlPlane {
-		return out
+// Endpoints returns the joinservices to attest to, those known before in their order. A control plane also has its own, so it does not depend on other ones,
+// nor on DNS. All serve at one port, which the owner may have chosen: the endpoints in the metadata have it.
+func Endpoints(ctx context.Context, meta *metadata.Machine, known []string, log *slog.Logger) ([]string, error) {
+	var own []netip.Addr
+	if meta.Role == metadata.RoleControlPlane {
+		own = meta.Addresses
 	}
-	return Merge(out, append(out, At(meta, meta.Addresses)...))
+	meta, err := Resolve(ctx, meta, slices.Concat(known, At(&metadata.Machine{}, own)), log)
+	if err != nil {
+		return nil, err
+	}
+	return Merge(known, slices.Concat(meta.JoinEndpoints, At(meta, own))), nil
 }
 
-// At returns the endpoints of joinservices at addresses, by all ports that the metadata has.
+// At returns the endpoints of joinservices at addresses, by all ports that the endpoints of [Resolve] have.
 func At(meta *metadata.Machine, addresses []netip.Addr) (out []string) {
 	var ports []string
 	for _, e := range meta.JoinEndpoints {

@@ -8,6 +8,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -18,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
@@ -66,8 +68,8 @@ type TPM interface {
 type Config struct {
 	// Root is the folder that has a control plane's certificates and the kernel's files: "/" on a machine.
 	Root string
-	// Image and Metadata are the paths of the two files, Journal that of the journal.
-	Image, Metadata, Journal string
+	// Image and Metadata are the paths of the two files, Found that of metadata which the machine has found itself, Journal that of the journal.
+	Image, Metadata, Found, Journal string
 	// OpenTPM opens the TPM that the image names.
 	OpenTPM func(*metadata.Image) (TPM, error)
 	// Roots certify EK certificates, as in the owner's policy; empty: the image's roots.
@@ -131,11 +133,15 @@ func (d *doctor) files() {
 			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: a change of the state disk by an attacker is not detected")
 		}
 	}
-	if d.meta, err = metadata.LoadMachine(d.Metadata); err != nil {
-		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each attempt.", err)
+	if d.meta, err = metadata.LoadMachine(d.Metadata, d.Found); err != nil {
+		d.Err(CheckMetadata, "Correct the machine's metadata; the bootstrapper reads them again at each attempt, and on a machine without the file it looks for them (docs/metadata.md).", err)
 		return
 	}
-	d.OK(CheckMetadata, "valid: %s, %s", d.meta.Name, d.meta.Role)
+	from := d.Metadata
+	if d.meta.Source != nil {
+		from = d.meta.Source.String()
+	}
+	d.OK(CheckMetadata, "valid: %s, %s, %s; from %s", d.meta.Name, d.meta.Role, d.meta.Addresses[0], from)
 	if len(d.meta.JoinEndpoints) == 0 && d.meta.InitSecretHash == nil {
 		d.Add(CheckMetadata, checkup.Fail, "Name joinEndpoints, or initSecretHash on the machine that becomes the first.", "they name no joinEndpoints and allow no init, so nothing will happen")
 	}
@@ -277,8 +283,13 @@ func (d *doctor) clock() {
 
 // joinservices checks that each joinservice answers, as any HTTPS client does. The bootstrapper verifies whether it is the right one.
 func (d *doctor) joinservices(ctx context.Context) {
+	meta, err := discovery.Resolve(ctx, d.meta, nil, slog.New(slog.DiscardHandler))
+	if err != nil {
+		d.Err(CheckJoinservices, "Check joinEndpoints in the metadata, the SRV records there (dig SRV NAME), and the machine's name servers.", err)
+		return
+	}
 	reached := 0
-	for _, e := range d.meta.JoinEndpoints {
+	for _, e := range meta.JoinEndpoints {
 		theirs, took, err := ask(ctx, e)
 		if err != nil {
 			d.Add(CheckJoinservices, checkup.Warn, "Check the network to there, and on the control plane that muster-joinservice is ready.", "%s: %v", e, err)
@@ -294,7 +305,7 @@ func (d *doctor) joinservices(ctx context.Context) {
 			d.Add(CheckClock, checkup.Warn, remedy, "%s off that of %s", off, e)
 		}
 	}
-	switch n := len(d.meta.JoinEndpoints); {
+	switch n := len(meta.JoinEndpoints); {
 	case n > 0 && reached == 0:
 		d.Add(CheckJoinservices, checkup.Fail, "Check joinEndpoints in the metadata, the network, and that the cluster runs.", "none of %d answers", n)
 	case n > 0:

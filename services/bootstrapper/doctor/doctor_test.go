@@ -105,7 +105,7 @@ func newMachine(t *testing.T) *machine {
 		m.file(t, name, content)
 	}
 	m.cfg = Config{
-		Root: m.dir, Image: m.write(t, "image.yaml", m.image), Metadata: m.write(t, "metadata.yaml", m.meta), Journal: filepath.Join(m.dir, "journal"),
+		Root: m.dir, Image: m.write(t, "image.yaml", m.image), Metadata: m.write(t, "metadata.yaml", m.meta), Found: filepath.Join(m.dir, "found.yaml"), Journal: filepath.Join(m.dir, "journal"),
 		OpenTPM: func(*metadata.Image) (TPM, error) { return m.Machine, nil }, Roots: ca.Roots(), Folders: []string{m.dir}, Built: time.Now(), Now: time.Now,
 	}
 	return m

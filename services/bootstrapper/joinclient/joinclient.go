@@ -126,6 +126,9 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 	if err != nil {
 		return true, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
+	if meta, err = discovery.Resolve(racing, meta, t.order, c.node.Log); err != nil {
+		return true, err
+	}
 	t.order, t.init = discovery.Merge(t.order, meta.JoinEndpoints), meta.InitSecretHash != nil
 	c.node.Attempts.Begin(t.order)
 	if len(t.order) == 0 {

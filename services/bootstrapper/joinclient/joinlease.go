@@ -129,6 +129,9 @@ func (k *joinLease) call(ctx context.Context, done bool) error {
 
 func (k *joinLease) reopen(ctx context.Context) error {
 	if meta, err := k.node.Metadata(); err == nil { // which may have other endpoints by now
+		if meta, err = discovery.Resolve(ctx, meta, k.order, k.node.Log); err != nil {
+			return err
+		}
 		k.order = discovery.Merge(k.order, meta.JoinEndpoints)
 	}
 	if len(k.order) == 0 {

@@ -13,6 +13,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"path"
@@ -27,6 +28,7 @@ import (
 	kubeletv1 "k8s.io/kubelet/config/v1beta1"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
+	kubeadmconstants "k8s.io/kubernetes/cmd/kubeadm/app/constants"
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
@@ -115,6 +117,10 @@ type Node struct {
 	Name string
 	// Addresses are its IP addresses, the main one first; at least one.
 	Addresses []netip.Addr
+	// ProviderID, Labels and Taints are those of its Node when the kubelet registers it. Package metadata has checked them: they are flags of the kubelet.
+	ProviderID string
+	Labels     map[string]string
+	Taints     []corev1.Taint
 }
 
 // Cluster is the owner's configuration of a new cluster.
@@ -147,7 +153,7 @@ func Init(img *Image, c Cluster) ([]byte, error) {
 		SkipPhases:       []string{"bootstrap-token", "show-join-command", "addon/kube-proxy"},
 		Patches:          &v1beta4.Patches{Directory: PatchesFolder},
 		LocalAPIEndpoint: localEndpoint(c.ControlPlaneNode),
-		NodeRegistration: registration(img, c.ControlPlaneNode),
+		NodeRegistration: registration(img, c.ControlPlaneNode, true),
 		Timeouts:         &v1beta4.Timeouts{ControlPlaneComponentHealthCheck: &metav1.Duration{Duration: healthCheck}, KubernetesAPICall: &metav1.Duration{Duration: apiCall}},
 	}
 	if c.Restored {
@@ -176,7 +182,7 @@ func Join(img *Image, n Node, controlPlane bool, token *TokenDiscovery) ([]byte,
 	join := v1beta4.JoinConfiguration{
 		TypeMeta:         typeMeta("JoinConfiguration"),
 		Discovery:        v1beta4.Discovery{File: &v1beta4.FileDiscovery{KubeConfigPath: DiscoveryConf}},
-		NodeRegistration: registration(img, n),
+		NodeRegistration: registration(img, n, controlPlane),
 	}
 	if token != nil {
 		pins := make([]string, 0, len(token.CA))
@@ -214,14 +220,35 @@ func localEndpoint(n Node) v1beta4.APIEndpoint {
 	return v1beta4.APIEndpoint{AdvertiseAddress: n.Addresses[0].String(), BindPort: apiServerPort}
 }
 
-func registration(img *Image, n Node) v1beta4.NodeRegistrationOptions {
+func registration(img *Image, n Node, controlPlane bool) v1beta4.NodeRegistrationOptions {
+	taints := slices.Clone(n.Taints)
+	if controlPlane && len(taints) > 0 { // a list replaces kubeadm's own, without which pods of users come to control planes
+		taints = append(taints, kubeadmconstants.ControlPlaneTaint)
+	}
 	return v1beta4.NodeRegistrationOptions{
+		Taints:                taints,
 		Name:                  n.Name,
 		CRISocket:             img.criSocket,
 		ImagePullPolicy:       corev1.PullNever, // B9: kubeadm's preflight would pull by tag
 		IgnorePreflightErrors: slices.Clone(img.ignoreChecks),
-		KubeletExtraArgs:      []v1beta4.Arg{{Name: "node-ip", Value: nodeIP(n.Addresses)}},
+		KubeletExtraArgs:      kubeletArgs(n),
 	}
+}
+
+// kubeletArgs returns the kubelet's flags that say what its Node is.
+func kubeletArgs(n Node) []v1beta4.Arg {
+	args := []v1beta4.Arg{{Name: "node-ip", Value: nodeIP(n.Addresses)}}
+	if len(n.Labels) > 0 {
+		var labels []string
+		for _, k := range slices.Sorted(maps.Keys(n.Labels)) {
+			labels = append(labels, k+"="+n.Labels[k])
+		}
+		args = append(args, v1beta4.Arg{Name: "node-labels", Value: strings.Join(labels, ",")})
+	}
+	if n.ProviderID != "" {
+		args = append(args, v1beta4.Arg{Name: "provider-id", Value: n.ProviderID})
+	}
+	return args
 }
 
 // nodeIP returns the main address, and the first address of the other family, if any: the kubelet takes no more.

@@ -217,7 +217,7 @@ func force(in map[string]any, at []string, want, zero any) bool {
 }
 
 // kubeletFlag matches the arguments that kubeadm gives to the kubelet, each with its value.
-var kubeletFlag = regexp.MustCompile(`^--(node-ip|hostname-override|pod-infra-container-image|register-with-taints|container-runtime-endpoint)=([A-Za-z0-9_.:/@,=-]*)$`)
+var kubeletFlag = regexp.MustCompile(`^--(node-ip|node-labels|provider-id|hostname-override|pod-infra-container-image|register-with-taints|container-runtime-endpoint)=([A-Za-z0-9_.:/@,=-]*)$`)
 
 // CheckKubeletFlags reports whether the file has only kubeadm's variable, with only arguments that kubeadm writes (B8): systemd would put every other
 // variable into the kubelet's environment.
@@ -236,7 +236,11 @@ func (i *Image) CheckKubeletFlags(file []byte) bool {
 	return true
 }
 
-// KubeletFlags returns a new content of the file.
+// KubeletFlags returns a new content of the file. It has no taints: the Node is registered.
 func KubeletFlags(n Node) []byte {
-	return fmt.Appendf(nil, "KUBELET_KUBEADM_ARGS=\"--node-ip=%s\"\n", nodeIP(n.Addresses))
+	var flags []string
+	for _, a := range kubeletArgs(n) {
+		flags = append(flags, "--"+a.Name+"="+a.Value)
+	}
+	return fmt.Appendf(nil, "KUBELET_KUBEADM_ARGS=%q\n", strings.Join(flags, " "))
 }

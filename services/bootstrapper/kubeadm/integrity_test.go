@@ -125,7 +125,10 @@ func TestAKubeletsFlagsAreThoseOfKubeadm(t *testing.T) {
 	img := image(t, "")
 	for file, want := range map[string]bool{
 		string(KubeletFlags(first().ControlPlaneNode)): true,
-		`KUBELET_KUBEADM_ARGS=""`:                      true,
+		string(KubeletFlags(labeled())):                true,
+		`KUBELET_KUBEADM_ARGS="--node-labels=a=b,c=d --provider-id=aws:///eu-west-1a/i-0 --register-with-taints=a=b:NoSchedule,c:NoExecute"`: true,
+		`KUBELET_KUBEADM_ARGS="--node-labels=a=$(x)"`: false,
+		`KUBELET_KUBEADM_ARGS=""`:                     true,
 		`KUBELET_KUBEADM_ARGS="--node-ip=192.0.2.1,fd00::1 --hostname-override=n1 --pod-infra-container-image=registry.example/pause@sha256:00"` + "\n": true,
 		`KUBELET_KUBEADM_ARGS="--container-runtime-endpoint=unix:///run/containerd/containerd.sock"`:                                                    true,
 		`KUBELET_KUBEADM_ARGS="--container-runtime-endpoint=unix:///var/evil"`:                                                                          false,

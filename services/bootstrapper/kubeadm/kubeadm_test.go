@@ -13,9 +13,13 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+	corev1 "k8s.io/api/core/v1"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
+	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
+	kubeadmconstants "k8s.io/kubernetes/cmd/kubeadm/app/constants"
 	kubeadmimages "k8s.io/kubernetes/cmd/kubeadm/app/images"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
+	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/versions"
 )
@@ -203,6 +207,52 @@ func TestJoinGoldenAndReadByKubeadmItself(t *testing.T) {
 		}
 		if err := kubeadmconfig.ValidateConfig(bytes.Replace(b, []byte(DiscoveryConf), []byte(conf), 1), false, false); err != nil {
 			t.Fatalf("%s: kubeadm refuses it: %v", name, err)
+		}
+	}
+}
+
+// labeled is a node with all that metadata can say of it.
+func labeled() Node {
+	return Node{
+		Name: "node2", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, ProviderID: "aws:///eu-west-1a/i-0123",
+		Labels: map[string]string{"topology.kubernetes.io/zone": "eu-west-1a", "muster.dev/pool": "gpu", "a": ""},
+		Taints: []corev1.Taint{{Key: "example.org/gpu", Value: "yes", Effect: corev1.TaintEffectNoSchedule}},
+	}
+}
+
+func TestANodesLabelsAndTaintsAreReadByKubeadmItself(t *testing.T) {
+	conf := filepath.Join(t.TempDir(), "discovery.conf")
+	if err := os.WriteFile(conf, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := first()
+	c.ControlPlaneNode = labeled()
+	for name, config := range map[string]func() ([]byte, error){
+		"worker":        func() ([]byte, error) { return Join(image(t, ""), labeled(), false, nil) },
+		"control plane": func() ([]byte, error) { return Join(image(t, ""), labeled(), true, nil) },
+		"init":          func() ([]byte, error) { return Init(image(t, ""), c) },
+	} {
+		b, err := config()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := kubeadmconfig.ValidateConfig(bytes.Replace(b, []byte(DiscoveryConf), []byte(conf), 1), false, false); err != nil {
+			t.Errorf("%s: kubeadm refuses it: %v", name, err)
+		}
+		var doc struct {
+			NodeRegistration v1beta4.NodeRegistrationOptions `json:"nodeRegistration"`
+		}
+		head, _, _ := bytes.Cut(b, []byte("---\n"))
+		if err := yaml.Unmarshal(head, &doc); err != nil {
+			t.Fatal(err)
+		}
+		want := []v1beta4.Arg{{Name: "node-ip", Value: "192.168.77.12"}, {Name: "node-labels", Value: "a=,muster.dev/pool=gpu,topology.kubernetes.io/zone=eu-west-1a"}, {Name: "provider-id", Value: "aws:///eu-west-1a/i-0123"}}
+		if got := doc.NodeRegistration; !slices.Equal(got.KubeletExtraArgs, want) || len(got.Taints) == 0 || got.Taints[0] != labeled().Taints[0] {
+			t.Errorf("%s: %+v", name, got)
+		}
+		// A control plane keeps the taint that keeps users' pods away.
+		if got := slices.Contains(doc.NodeRegistration.Taints, kubeadmconstants.ControlPlaneTaint); got != (name != "worker") {
+			t.Errorf("%s: %+v", name, doc.NodeRegistration.Taints)
 		}
 	}
 }

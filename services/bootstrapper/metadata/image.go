@@ -19,11 +19,13 @@ import (
 	"net"
 	"os"
 	"path"
+	"slices"
 	"strings"
 	"time"
 
 	"sigs.k8s.io/yaml"
 
+	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
@@ -31,6 +33,8 @@ import (
 const (
 	ImagePath   = "/etc/muster/image.yaml"
 	MachinePath = "/etc/muster/metadata.yaml"
+	// RunPath is the file of a machine whose metadata are from a [Source]: found once in a boot, and kept in memory.
+	RunPath = layout.RunMetadata
 )
 
 // APIVersion is the version of both files.
@@ -74,6 +78,41 @@ type Image struct {
 	Kubeadm Kubeadm
 	// Listen configures the bootstrapper's addresses.
 	Listen Listen
+	// Metadata configures where machines look for their metadata.
+	Metadata Sources
+}
+
+// Sources configures where the machines of an image look for their metadata.
+type Sources struct {
+	// Providers are names of [ProviderNames], in the order in which the machine looks. Empty: all of them in their own order, of the clouds only the one
+	// that the firmware's tables name.
+	Providers []string `json:"providers,omitempty"`
+}
+
+// These are the names of providers, one for each kind of source; package provider has them.
+const (
+	ProviderMedium      = "medium"
+	ProviderCredential  = "credential"
+	ProviderNoCloud     = "nocloud"
+	ProviderConfigDrive = "configdrive"
+	ProviderAWS         = "aws"
+	ProviderGCP         = "gcp"
+	ProviderAzure       = "azure"
+	ProviderOpenStack   = "openstack"
+)
+
+// ProviderNames returns the names of all providers in their default order: those of the machine itself, then clouds.
+func ProviderNames() []string {
+	return []string{ProviderMedium, ProviderCredential, ProviderNoCloud, ProviderConfigDrive, ProviderAWS, ProviderGCP, ProviderAzure, ProviderOpenStack}
+}
+
+func (s Sources) validate() error {
+	for i, p := range s.Providers {
+		if !slices.Contains(ProviderNames(), p) || slices.Contains(s.Providers[:i], p) {
+			return fmt.Errorf("metadata.providers[%d]: want one of %s, each once, not %q", i, strings.Join(ProviderNames(), ", "), p)
+		}
+	}
+	return nil
 }
 
 // StateDisk is the mode and the place of a machine's state.
@@ -179,6 +218,7 @@ type imageFile struct {
 	Backup             backupFile `json:"backup,omitzero"`
 	Kubeadm            Kubeadm    `json:"kubeadm,omitempty"`
 	Listen             Listen     `json:"listen,omitempty"`
+	Metadata           Sources    `json:"metadata,omitzero"`
 	Insecure           struct {
 		NoOwnerKey bool `json:"noOwnerKey,omitempty"`
 	} `json:"insecure,omitzero"`
@@ -193,7 +233,7 @@ func ParseImage(b []byte) (*Image, error) {
 	if err := strict(b, &f, "ImageConfiguration", func() (string, string) { return f.APIVersion, f.Kind }); err != nil {
 		return nil, err
 	}
-	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen, NoOwnerKey: f.Insecure.NoOwnerKey, LowestPolicySerial: f.LowestPolicySerial}
+	img := &Image{StateDisk: f.StateDisk, TPM: f.TPM, Kubeadm: f.Kubeadm, Listen: f.Listen, Metadata: f.Metadata, NoOwnerKey: f.Insecure.NoOwnerKey, LowestPolicySerial: f.LowestPolicySerial}
 	if img.StateDisk.Mode == DiskLUKS {
 		setDefault(&img.StateDisk.Integrity, IntegrityHMAC)
 	}
@@ -264,7 +304,7 @@ func (img *Image) validate() error {
 			return fmt.Errorf("%s: want HOST:PORT: %w", a.field, err)
 		}
 	}
-	return nil
+	return img.Metadata.validate()
 }
 
 func (d StateDisk) validateIntegrity() error {

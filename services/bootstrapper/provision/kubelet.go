@@ -156,7 +156,9 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	t.order = discovery.Merge(t.order, discovery.Endpoints(meta))
+	if t.order, err = discovery.Endpoints(ctx, meta, t.order, n.Log); err != nil {
+		return err
+	}
 	n.Attempts.Begin(t.order)
 	if len(t.order) == 0 {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNoJoinservice)

@@ -4,10 +4,13 @@ import (
 	"context"
 	"errors"
 	"io/fs"
-	"net/netip"
+	"maps"
 	"os"
+	"slices"
 	"strings"
 	"syscall"
+
+	corev1 "k8s.io/api/core/v1"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
@@ -195,7 +198,11 @@ func DiskError(err error) error {
 
 // KubeadmNode returns the machine's data for kubeadm.
 func KubeadmNode(m *metadata.Machine) kubeadm.Node {
-	return kubeadm.Node{Name: m.Name, Addresses: append([]netip.Addr(nil), m.Addresses...)}
+	n := kubeadm.Node{Name: m.Name, Addresses: slices.Clone(m.Addresses), ProviderID: m.ProviderID, Labels: maps.Clone(m.Labels)}
+	for _, t := range m.Taints {
+		n.Taints = append(n.Taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: corev1.TaintEffect(t.Effect)})
+	}
+	return n
 }
 
 // Finish starts the units of a node and sets the journal's last step.

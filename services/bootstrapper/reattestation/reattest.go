@@ -220,7 +220,9 @@ func (r *Attester) once(ctx context.Context) (time.Duration, error) {
 	if err != nil {
 		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	r.order = discovery.Merge(r.order, discovery.Endpoints(meta))
+	if r.order, err = discovery.Endpoints(ctx, meta, r.order, r.cfg.Log); err != nil {
+		return 0, err
+	}
 	if len(r.order) == 0 {
 		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: joinEndpoints names no joinservice: list one, or the node's certificates will not be renewed")
 	}

@@ -57,6 +57,9 @@ func (p Peers) Fetch(ctx context.Context, key clusterinfo.RotatedKey, id string)
 	if err != nil {
 		return nil, err
 	}
+	if meta, err = discovery.Resolve(ctx, meta, discovery.At(&metadata.Machine{}, addresses), p.Log); err != nil {
+		return nil, err
+	}
 	// The endpoints in the metadata may be of a load balancer: they are asked last.
 	endpoints := discovery.At(meta, addresses)
 	endpoints = discovery.Merge(endpoints, append(endpoints, meta.JoinEndpoints...))

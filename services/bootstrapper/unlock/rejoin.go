@@ -87,6 +87,9 @@ func (s *search) ask(ctx context.Context) error {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
 	s.serveRecovery(ctx, meta)
+	if meta, err = discovery.Resolve(ctx, meta, s.order, s.cfg.Log); err != nil {
+		return err
+	}
 	s.order = discovery.Merge(s.order, meta.JoinEndpoints)
 	s.attempts.Begin(s.order)
 	if len(s.order) == 0 {

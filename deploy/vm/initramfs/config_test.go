@@ -1,0 +1,108 @@
+package main
+
+import (
+	"bytes"
+	"net/http"
+	"net/http/httptest"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
+)
+
+// booting returns a boot whose file of metadata is in a folder of the test, and its console.
+func booting(t *testing.T) (*boot, *bytes.Buffer) {
+	t.Helper()
+	var console bytes.Buffer
+	return &boot{console: &console, metadata: filepath.Join(t.TempDir(), "metadata.yaml"), settle: time.Millisecond}, &console
+}
+
+func TestMetadataAreTakenFromACredential(t *testing.T) {
+	b, console := booting(t)
+	at := provider.Machine{Sys: t.TempDir(), Dev: t.TempDir(), Credentials: t.TempDir()}
+	place(t, at.Credentials, "muster.machine", machine+"---\n"+static)
+	m, n, err := b.config(t.Context(), &metadata.Image{}, at)
+	if err != nil || m.Name != "node1" || n == nil || n.Interfaces[0].MTU != 1400 {
+		t.Fatalf("%+v, %+v, %v", m, n, err)
+	}
+	written, err := metadata.LoadMachine(b.metadata)
+	if err != nil || written.Name != "node1" || written.Source.Provider != metadata.ProviderCredential {
+		t.Errorf("%+v, %v", written, err)
+	}
+	if !strings.Contains(console.String(), "its metadata are from credential (credential muster.machine") {
+		t.Errorf("%s", console)
+	}
+}
+
+func TestAMachineWithoutUsableMetadataWaitsAndLooksAgain(t *testing.T) {
+	for name, tt := range map[string]struct{ wrong, want string }{
+		"nothing":                {"", "waiting for this machine's metadata"},
+		"text":                   {"hello", "no usable metadata"},
+		"no role":                {strings.Replace(machine, "role: worker\n", "", 1), "role"},
+		"a network of no kind":   {machine + "---\nkind: MachineNetwork\n", "network.yaml"},
+		"a name with characters": {strings.Replace(machine, "node1", `"a\e[2J\n"`, 1), "name"},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			b, console := booting(t)
+			at := provider.Machine{Sys: t.TempDir(), Dev: t.TempDir(), Credentials: t.TempDir()}
+			if tt.wrong != "" {
+				place(t, at.Credentials, "muster.machine", tt.wrong)
+			}
+			time.AfterFunc(devices+before, func() { place(t, at.Credentials, "muster.machine", machine) })
+			m, _, err := b.config(t.Context(), &metadata.Image{}, at)
+			if err != nil || m.Name != "node1" {
+				t.Fatalf("%s: %+v, %v", name, m, err)
+			}
+			if out := console.String(); !strings.Contains(out, tt.want) || strings.ContainsAny(strings.ReplaceAll(out, "\n", ""), "\x1b\r\x00") {
+				t.Errorf("%s: %q", name, out)
+			}
+		})
+	}
+}
+
+// The cloud is asked after the network is up, and its document configures no network.
+func TestMetadataOfACloudConfigureNoNetwork(t *testing.T) {
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/openstack/latest/user_data":
+			_, _ = w.Write([]byte(machine))
+		case "/openstack/latest/meta_data.json":
+			_, _ = w.Write([]byte("{}"))
+		default:
+			w.WriteHeader(http.StatusNotFound)
+		}
+	}))
+	defer s.Close()
+	img := &metadata.Image{Metadata: metadata.Sources{Providers: []string{metadata.ProviderOpenStack}}}
+	at := provider.Machine{Sys: t.TempDir(), Dev: t.TempDir(), Clouds: map[string]string{metadata.ProviderOpenStack: s.URL}, Timeout: time.Second}
+	b, console := booting(t)
+	b.servers = &servers{} // DHCP has configured it
+	m, n, err := b.config(t.Context(), img, at)
+	if err != nil || m.Name != "node1" || n != nil || m.Source.From != s.URL {
+		t.Fatalf("%+v, %+v, %v", m, n, err)
+	}
+	found, err := at.Find(t.Context(), []string{metadata.ProviderOpenStack})
+	if err != nil {
+		t.Fatal(err)
+	}
+	found.Network = []byte(static)
+	if m, _, err := b.use(found); err == nil || !strings.Contains(err.Error(), networkKind) {
+		t.Errorf("%+v, %v: %s", m, err, console)
+	}
+	b.servers = nil
+	if _, n, err := b.use(found); err != nil || n == nil {
+		t.Errorf("before the network is up: %v, %v", n, err)
+	}
+}
+
+func TestLinesForTheConsoleAreShortAndPlain(t *testing.T) {
+	b, console := booting(t)
+	b.print("%s", "a\x1b[2J\nmuster: b"+strings.Repeat("ü", maxLine))
+	if out := console.String(); strings.Count(out, "\n") != 1 || strings.Contains(out, "\x1b") || len(out) > maxLine+1 || !strings.HasPrefix(out, "muster: a [2J muster: b") {
+		t.Errorf("%q", out)
+	}
+}

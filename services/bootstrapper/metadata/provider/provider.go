@@ -1,0 +1,199 @@
+// Package provider finds a machine's metadata where its platform has them: a volume, the firmware's tables, or a cloud's metadata service.
+//
+// None of these sources is authenticated, and each is read as an attacker's: answers and files have a bounded size, a provider has a bounded time, and what it
+// returns is only text for package metadata, which refuses what it does not know. False metadata can give the machine another name or keep it from joining,
+// and nothing else (docs/threat-model.md).
+//
+// The first source that is there decides. One that is malformed is an error, not a reason to look at the next: the machine would otherwise start with the
+// metadata of a source that nobody meant.
+package provider
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+)
+
+const (
+	// MaxDocument bounds a document of an operator, in bytes: what AWS and Azure allow for user data is less, Google's limit is higher.
+	MaxDocument = 64 << 10
+	// maxMedium bounds a file of the config medium, in bytes.
+	maxMedium = 256 << 10
+	// Timeout bounds all requests to a cloud's metadata service together.
+	Timeout = 10 * time.Second
+)
+
+// ErrAbsent means that no source is there. Another error means that a source is there, and can't be used.
+var ErrAbsent = errors.New("no source of metadata is there")
+
+// Found is what a provider has for this machine.
+type Found struct {
+	metadata.Source
+	metadata.Platform
+	// Document is the operator's MachineMetadata (YAML).
+	Document []byte
+	// Network is the operator's MachineNetwork (YAML); nil: there is none.
+	Network []byte
+}
+
+// Machine is where a machine's sources are. The zero value has none.
+type Machine struct {
+	// Sys is sysfs, Dev the folder of devices, Credentials that of the credentials which systemd has imported; empty: it does not run.
+	Sys, Dev, Credentials string
+	// Mount mounts a vfat volume read-only without devices and programs, and returns its folder and the function that unmounts it.
+	Mount func(device string) (dir string, unmount func(), err error)
+	// Clouds are the addresses of the clouds' metadata services, by the provider's name.
+	Clouds map[string]string
+	// Timeout bounds all requests to one of them together.
+	Timeout time.Duration
+}
+
+// This returns the sources of the machine that this program runs on. Volumes are mounted at the folder at.
+func This(at string) Machine {
+	return Machine{
+		Sys: "/sys", Dev: "/dev", Credentials: systemCredentials, Timeout: Timeout, Clouds: clouds(),
+		Mount: func(device string) (string, func(), error) { return mount(device, at) },
+	}
+}
+
+// Choose returns the providers in which the machine looks: those of the machine itself, and clouds, each in order. By default a cloud is asked only if the
+// firmware's tables name it: on other machines, any neighbor could answer for its address.
+func (m Machine) Choose(s metadata.Sources) (local, cloud []string) {
+	names := s.Providers
+	if len(names) == 0 {
+		here := m.cloud()
+		names = slices.DeleteFunc(metadata.ProviderNames(), func(n string) bool { return isCloud(n) && n != here })
+	}
+	for _, n := range names {
+		if isCloud(n) {
+			cloud = append(cloud, n)
+		} else {
+			local = append(local, n)
+		}
+	}
+	return local, cloud
+}
+
+// Find returns the metadata of the first of these providers that is there, or [ErrAbsent].
+func (m Machine) Find(ctx context.Context, names []string) (*Found, error) {
+	for _, n := range names {
+		f, err := m.find(ctx, n)
+		if err == nil {
+			f.Provider = n
+			return f, nil
+		}
+		if !errors.Is(err, ErrAbsent) {
+			return nil, fmt.Errorf("metadata of the provider %s: %w", n, err)
+		}
+	}
+	return nil, fmt.Errorf("%w (%s)", ErrAbsent, strings.Join(names, ", "))
+}
+
+func (m Machine) find(ctx context.Context, name string) (*Found, error) {
+	switch name {
+	case metadata.ProviderMedium:
+		return m.medium()
+	case metadata.ProviderCredential:
+		return m.credential()
+	case metadata.ProviderNoCloud:
+		return m.noCloud()
+	case metadata.ProviderConfigDrive:
+		return m.configDrive()
+	}
+	ask, ok := services[name]
+	if !ok {
+		return nil, fmt.Errorf("there is no provider %q", name)
+	}
+	ctx, cancel := context.WithTimeout(ctx, m.Timeout)
+	defer cancel()
+	c := newClient(m.Clouds[name])
+	defer c.close()
+	f, err := ask(ctx, c)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", c.base, err)
+	}
+	f.From = c.base
+	return f, nil
+}
+
+// isCloud reports whether a provider needs the network.
+func isCloud(name string) bool { return services[name] != nil }
+
+// separator is the line between documents of a YAML stream.
+var separator = regexp.MustCompile(`(?m)^---[ \t]*\r?$`)
+
+// setDocuments takes the operator's documents: a YAML stream with one MachineMetadata and at most one MachineNetwork.
+func (f *Found) setDocuments(b []byte) error {
+	if len(b) > MaxDocument {
+		return fmt.Errorf("the document is longer than %d bytes", MaxDocument)
+	}
+	if bytes.HasPrefix(b, []byte{0x1f, 0x8b}) {
+		return errors.New("the document is compressed: write it as it is")
+	}
+	for _, part := range separator.Split(string(b), -1) {
+		var head *struct {
+			Kind string `json:"kind"`
+		}
+		if err := yaml.Unmarshal([]byte(part), &head); err != nil {
+			return fmt.Errorf("the document is no YAML of kind MachineMetadata: %w", err)
+		}
+		into := &f.Document
+		switch {
+		case head == nil: // nothing, or comments
+			continue
+		case head.Kind == "MachineMetadata":
+		case head.Kind == "MachineNetwork":
+			into = &f.Network
+		default:
+			return fmt.Errorf("want documents of kind MachineMetadata and MachineNetwork, not %.40q", head.Kind)
+		}
+		if *into != nil {
+			return fmt.Errorf("want one document of kind %s", head.Kind)
+		}
+		*into = []byte(part)
+	}
+	if f.Document == nil {
+		return errors.New("there is no document of kind MachineMetadata")
+	}
+	return nil
+}
+
+// readFile reads a file of a folder that others have written: a regular one of at most limit bytes. A link is not followed out of the folder.
+func readFile(dir *os.Root, name string, limit int64) ([]byte, error) {
+	f, err := dir.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	if st, err := f.Stat(); err != nil || !st.Mode().IsRegular() {
+		return nil, errors.Join(fmt.Errorf("%s is no file", name), err)
+	}
+	return readBounded(f, filepath.Base(name), limit)
+}
+
+func readBounded(r io.Reader, name string, limit int64) ([]byte, error) {
+	b, err := io.ReadAll(io.LimitReader(r, limit+1))
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	if int64(len(b)) > limit {
+		return nil, fmt.Errorf("%s: longer than %d bytes", name, limit)
+	}
+	return b, nil
+}
+
+// missing reports whether a file is not there.
+func missing(err error) bool { return errors.Is(err, fs.ErrNotExist) }
