@@ -22,17 +22,18 @@ var classPCRs = []int{0, 2, 3, 7}
 
 func (a *app) addClassCommand() *cobra.Command {
 	var (
-		from, policy string
-		eventLog     bool
-		timeout      time.Duration
+		from, policy, machine string
+		eventLog              bool
+		timeout               time.Duration
 	)
 	cmd := &cobra.Command{
-		Use:   "add-class NAME --from MACHINE:9000 [--policy FILE]",
+		Use:   "add-class NAME --from MACHINE:9000 [--machine-id ID] [--policy FILE]",
 		Short: "Accept the firmware that a machine has, as a machine class of the policy",
 		Long: `Runs the exchange of attested TLS with a machine, shows its values of PCR 0, 2, 3 and 7 and in words what its firmware
 measured, and writes that into the policy as a machine class: these values, or with --event-log the drivers that it has now,
 and its Secure Boot keys if Secure Boot is on. So take the class from a machine that you trust: one that only you
-have handled, or whose values are those that its maker publishes.
+have handled, or whose values are those that its maker publishes. An address can lead to another machine of the same
+provider: --machine-id says which one must answer.
 
 TPM, image and node lock of the machine must be acceptable already. The policy's serial is counted up. Compare the values
 before muster init or muster policy apply puts the policy in force: until then no machine is accepted by the class. To
@@ -42,20 +43,29 @@ discard the class, remove it from the file.`,
 			if from == "" {
 				return usagef("--from is missing: name the machine, MACHINE:9000")
 			}
+			var want *attest.MachineID
+			if machine != "" {
+				id, err := attest.ParseMachineID(machine)
+				if err != nil {
+					return usagef("--machine-id: %w", err)
+				}
+				want = &id
+			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			return a.addClass(ctx, args[0], from, policy, eventLog)
+			return a.addClass(ctx, args[0], from, policy, want, eventLog)
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "the machine, HOST:PORT of its bootstrapper")
+	f.StringVar(&machine, "machine-id", "", "the machine that must answer there, as bootstrapper doctor and the machine's console show it (default: any that the policy's TPM roots certify)")
 	f.StringVar(&policy, "policy", "", "policy to change (default: that of the owner's folder)")
 	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: no drivers but those that it has now, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not checked")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait")
 	return cmd
 }
 
-func (a *app) addClass(ctx context.Context, name, from, path string, eventLog bool) error {
+func (a *app) addClass(ctx context.Context, name, from, path string, machine *attest.MachineID, eventLog bool) error {
 	cfg, err := a.targetBy(from, path, string(attest.PurposeMachine), "", policyfile.ParseForClass)
 	if err != nil {
 		return err
@@ -63,6 +73,9 @@ func (a *app) addClass(ctx context.Context, name, from, path string, eventLog bo
 	claims, sight, err := owner.Look(ctx, cfg)
 	if err != nil {
 		return err
+	}
+	if got := claims.Machine(); machine != nil && got != *machine {
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%s is the machine %s, not %s: look whether the address is right; nothing is written", from, got, *machine)
 	}
 	c, err := policyfile.ClassOf(name, claims, eventLog)
 	if err != nil {

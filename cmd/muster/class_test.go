@@ -4,10 +4,14 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"io"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
@@ -61,5 +65,34 @@ func TestAddClassShowsTheValuesAndWarnsOfSecureBoot(t *testing.T) {
 				t.Errorf("warned: %t, want %t: %q", got, tt.warned, log)
 			}
 		})
+	}
+}
+
+// An address may lead to another machine, which the owner did not handle.
+func TestAddClassTakesNoOtherMachinesValues(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	w := serveWaiting(t, m)
+	path := filepath.Join(t.TempDir(), "policy.yaml")
+	save(t, path, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	before, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	add := func(id string) error {
+		return (&app{stdout: io.Discard, stderr: io.Discard}).run(t.Context(), []string{"policy", "add-class", "rack-1", "--from", w.addr, "--policy", path, "--timeout", "10m", "--machine-id", id})
+	}
+	err = add(strings.Repeat("ab", 32))
+	if attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED || !strings.Contains(err.Error(), m.ID().String()) {
+		t.Errorf("%v", err)
+	}
+	if err := add("abc"); err == nil || !strings.Contains(err.Error(), "--machine-id") {
+		t.Errorf("%v", err)
+	}
+	if after, err := os.ReadFile(path); err != nil || string(after) != string(before) {
+		t.Errorf("the policy was changed: %v", err)
+	}
+	if err := add(m.ID().String()); err != nil {
+		t.Error(err)
 	}
 }
