@@ -231,7 +231,7 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 		values, _ := d.release.Config["owner"].(map[string]any)
 		have, _ := values["publicKeys"].([]any)
 		if !slices.Contains(have, any(public.Strings()[0])) { // the one that signs
-			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster do not know the key that this folder signs with")
+			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster know another owner's key, and not the one that this folder signs with")
 		}
 	}
 	p, err := d.kube.Policy(ctx)
