@@ -46,11 +46,11 @@ images: build ## Build the services' OCI images, without a container engine, int
 packages: build ## Build Debian packages and a tarball of the CLI and the bootstrapper into dist/packages/
 	go run -buildvcs=false ./deploy/packages -version '$(VERSION)' -date '$(DATE)' -bin $(BIN) -o $(ROOT)/dist/packages
 
-# OWNER_KEY and EK_ROOTS complete the image's configuration, IMAGE_CONFIG replaces it; BUILDER_KEY signs what is built; `go run ./deploy/vm -h` lists the rest.
+# OWNER_KEYS and EK_ROOTS complete the image's configuration, IMAGE_CONFIG replaces it; BUILDER_KEY signs what is built; `go run ./deploy/vm -h` lists the rest.
 .PHONY: vm-image
 vm-image: deps kube build ## Build the disk image of machines and predict its measurements, into dist/vm/ (as root; VM_FLAGS=… for more)
 	go run -buildvcs=false ./deploy/vm -version '$(VERSION)' -date '$(DATE)' -bin $(BIN) -containerd "$$($(LAB) kube-binaries)" -o $(ROOT)/dist/vm \
-	  $(if $(IMAGE_CONFIG),-config '$(IMAGE_CONFIG)') $(if $(OWNER_KEY),-owner-key '$(OWNER_KEY)') $(if $(EK_ROOTS),-ek-roots '$(EK_ROOTS)') $(if $(BUILDER_KEY),-builder-key '$(BUILDER_KEY)') $(VM_FLAGS)
+	  $(if $(IMAGE_CONFIG),-config '$(IMAGE_CONFIG)') $(if $(OWNER_KEYS),-owner-keys '$(OWNER_KEYS)') $(if $(EK_ROOTS),-ek-roots '$(EK_ROOTS)') $(if $(BUILDER_KEY),-builder-key '$(BUILDER_KEY)') $(VM_FLAGS)
 
 .PHONY: vm-lock
 vm-lock: deps kube ## Write deploy/vm/packages.lock: what the image is made of, as Debian's mirror has it now (as root; VM_FLAGS=… for another mirror)

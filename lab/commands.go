@@ -64,7 +64,7 @@ func upCommand(open opener) *cobra.Command {
 	f.StringVar(&u.Source, "source", "", "checkout of Muster (default: the one around the working directory)")
 	f.StringVar(&u.Bootstrapper, "bootstrapper", "", "program that becomes /usr/bin/bootstrapper of the image; without it machines have none")
 	f.StringSliceVar(&u.Preinstalled, "preinstalled", []string{"kubelet"}, "of kubelet, kubeadm and kubectl: what the image has; the others come as components")
-	f.StringVar(&u.OwnerKey, "owner-key", "", "owner's public key for image.yaml (base64 Ed25519)")
+	f.StringVar(&u.OwnerKeys, "owner-keys", "", "owner's public keys for image.yaml (base64 Ed25519, with commas between)")
 	f.StringSliceVar(&u.Images, "images", nil, "images for the registry besides the lab's own: OCI layouts, tars of them, folders of such tars")
 	f.BoolVar(&u.NoPreload, "no-preload", false, "machines begin without container images")
 	return cmd

@@ -278,6 +278,14 @@ type AttestedNodeStatus struct {
 	//
 	// +optional
 	Order *OrderReport `json:"order,omitempty"`
+	// OwnerKeys are the owner's public keys in the machine's image, each 32 bytes in base64, as the machine reports
+	// them. It is for the owner's information, and decides nothing in the cluster.
+	//
+	// +listType=set
+	// +kubebuilder:validation:MaxItems=4
+	// +kubebuilder:validation:items:MaxLength=44
+	// +optional
+	OwnerKeys []string `json:"ownerKeys,omitempty"`
 	// Conditions follow the conventions of the Kubernetes API: Accepted, Enrolled, Revoked, Vanished and
 	// Cloned. They are for information: only the end of a vanished worker's enrollment depends on one.
 	//

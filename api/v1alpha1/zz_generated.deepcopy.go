@@ -304,6 +304,11 @@ func (in *AttestedNodeStatus) DeepCopyInto(out *AttestedNodeStatus) {
 		*out = new(OrderReport)
 		(*in).DeepCopyInto(*out)
 	}
+	if in.OwnerKeys != nil {
+		in, out := &in.OwnerKeys, &out.OwnerKeys
+		*out = make([]string, len(*in))
+		copy(*out, *in)
+	}
 	if in.Conditions != nil {
 		in, out := &in.Conditions, &out.Conditions
 		*out = make([]v1.Condition, len(*in))

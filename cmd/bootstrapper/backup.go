@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"io"
 	"log/slog"
@@ -29,13 +30,13 @@ func backupMaker(img *metadata.Image, record string, log *slog.Logger) (*backups
 	if !renewal.IsControlPlane("/") {
 		return nil, errors.New("this machine is no control plane")
 	}
-	if img.OwnerKey == nil {
-		return nil, errors.New("backups are encrypted for the owner's key, and the image has none: write ownerKey into image.yaml")
+	if len(img.OwnerKeys) == 0 {
+		return nil, errors.New("backups are encrypted for the owner's key, and the image has none: write ownerKeys into image.yaml")
 	}
 	return backups.New(backups.Config{
-		Root: "/", Owner: img.OwnerKey, Cluster: id, Node: rec.NodeName, Keep: img.Backup.Keep, Now: time.Now, Log: log,
-		State: func(ctx context.Context) (backup.State, error) {
-			return renewal.State(ctx, "/", rec.NodeName, img.OwnerKey, log)
+		Root: "/", Cluster: id, Node: rec.NodeName, Keep: img.Backup.Keep, Now: time.Now, Log: log,
+		State: func(ctx context.Context) (backup.State, ed25519.PublicKey, error) {
+			return renewal.State(ctx, "/", rec.NodeName, img.OwnerKeys, log)
 		},
 		Snapshot: func(ctx context.Context, caCert, caKey []byte, room func(int64) error, w io.Writer) error {
 			return etcd.Snapshot(ctx, loopback, caCert, caKey, room, w)

@@ -97,7 +97,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		if err := parse(flags, args[1:]); err != nil {
 			return err
 		}
-		return runAccepted(*record)
+		return runAccepted(*image, *record)
 	case "attester":
 		dir := flags.String("dir", attester.Dir, "folder of the services' sockets")
 		if err := parse(flags, args[1:]); err != nil {

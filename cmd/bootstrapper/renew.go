@@ -52,9 +52,9 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 		return err
 	}
 	r, err := renewal.New(renewal.Config{
-		Root: root, Kubeadm: conf.Certificates(), Cluster: id, Owner: img.OwnerKey, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
+		Root: root, Kubeadm: conf.Certificates(), Cluster: id, Owner: img.OwnerKeys, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
 		Epoch:   epoch.Keeper{Dir: epoch.Folder, TPM: device},
-		Connect: func() (renewal.Cluster, error) { return renewal.Connect(root, rec.NodeName, img.OwnerKey, log) },
+		Connect: func() (renewal.Cluster, error) { return renewal.Connect(root, rec.NodeName, img.OwnerKeys, log) },
 	})
 	if err != nil {
 		return err

@@ -70,7 +70,7 @@ func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock
 	}
 	connect := func() (renewal.Cluster, error) { return renewal.ConnectRotation(root, rec.NodeName, log) }
 	plane, err := renewal.New(renewal.Config{
-		Root: root, Kubeadm: conf.Certificates(), Cluster: keys.ClusterID(rec.ClusterID), Owner: img.OwnerKey, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
+		Root: root, Kubeadm: conf.Certificates(), Cluster: keys.ClusterID(rec.ClusterID), Owner: img.OwnerKeys, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
 		Epoch: epoch.Keeper{Dir: epoch.Folder, TPM: device}, Connect: connect,
 	})
 	if err != nil {

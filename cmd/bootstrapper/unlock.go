@@ -15,12 +15,16 @@ import (
 
 // runAccepted compares the policy under which the state disk was opened with the journal on it. It is for the initramfs,
 // when the disk is mounted and before anything of it runs; `bootstrapper run` checks again.
-func runAccepted(record string) error {
+func runAccepted(image, record string) error {
+	img, err := metadata.LoadImage(image)
+	if err != nil {
+		return err
+	}
 	rec, err := journal.Open(record).Load()
 	if err != nil {
 		return err
 	}
-	return discovery.Accepted("/", rec.Policy)
+	return discovery.Accepted("/", rec.Policy, discovery.OwnerKeys(img, rec))
 }
 
 // runUnlock opens the state disk. It returns without an error when the disk is open, and never gives up by itself.

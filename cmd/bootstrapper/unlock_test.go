@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -33,9 +34,14 @@ func TestUnlockHasNothingToDoForAFolder(t *testing.T) {
 // damaged one stops it.
 func TestAcceptedReadsTheJournal(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
+	image := filepath.Join(t.TempDir(), "image.yaml")
 	accepted := func() error {
-		return run(t.Context(), []string{"accepted", "--journal", path}, io.Discard, io.Discard)
+		return run(t.Context(), []string{"accepted", "--image", image, "--journal", path}, io.Discard, io.Discard)
 	}
+	if err := accepted(); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("without the image's configuration: %v", err)
+	}
+	write(t, image, "apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\nstateDisk: {mode: plain, path: /state}\n")
 	if err := accepted(); err != nil {
 		t.Errorf("a first boot: %v", err)
 	}

@@ -215,7 +215,7 @@ func (s *fixture) keys(t *testing.T, api *rest.Config) *membertest.Service {
 	t.Cleanup(client.Close)
 	return membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return kms.Run(ctx, kms.Options{
-			Listener: rpcs, Metrics: probes, Attester: client, Owner: s.Public, RootDir: s.rootDir, API: api,
+			Listener: rpcs, Metrics: probes, Attester: client, Owner: attest.OwnerKeys{s.Public}, RootDir: s.rootDir, API: api,
 			Audit: audit.NewStream(io.Discard), Log: slog.New(slog.NewJSONHandler(stderr, nil)),
 		})
 	})
@@ -237,7 +237,7 @@ func (s *fixture) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
 	t.Helper()
 	return append([]string{
 		"--listen=" + rpcs.String(), "--metrics=" + probes.String(), "--node-name=cp1",
-		"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-key=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
+		"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-keys=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
 		"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
 		"--first-lease-within=0s", "--lease-watch=2s", // machines here boot several times a second, few have a kubelet, and those renew their Leases each second
 	}, s.flags...)

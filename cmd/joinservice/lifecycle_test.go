@@ -224,12 +224,12 @@ func TestFlagsThatAreWrongAreNamed(t *testing.T) {
 		args []string
 		want string
 	}{
-		"no owner's key":       {nil, "--owner-key"},
-		"a short owner's key":  {[]string{"--owner-key=AAAA"}, "--owner-key"},
-		"a missing kubeconfig": {[]string{"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=/nowhere"}, "/nowhere"},
+		"no owner's key":       {nil, "--owner-keys"},
+		"a short owner's key":  {[]string{"--owner-keys=AAAA"}, "--owner-keys"},
+		"a missing kubeconfig": {[]string{"--owner-keyss=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=/nowhere"}, "/nowhere"},
 		"an unknown flag":      {[]string{"--unknown"}, "unknown"},
 		"a missing audit folder": {[]string{
-			"--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=" + shared.Kubeconfig, "--attester=" + t.TempDir() + "/attest.sock", "--audit=/nowhere/audit.jsonl",
+			"--owner-keyss=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=" + shared.Kubeconfig, "--attester=" + t.TempDir() + "/attest.sock", "--audit=/nowhere/audit.jsonl",
 		}, "/nowhere/audit.jsonl"},
 	} {
 		t.Run(name, func(t *testing.T) {

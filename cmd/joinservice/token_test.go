@@ -154,7 +154,7 @@ func TestATicketHasNoTokenUnlessTheClusterWantsOne(t *testing.T) {
 	if s.ticketFor(t, s.machine(t), worker(t)).GetBootstrapToken() != "" || len(s.tokens(t)) != 0 {
 		t.Error("there is a token")
 	}
-	if err := run(t.Context(), []string{"--owner-key=YQkOxhcpgzUAX4ejzUsSgNYqOQlzmMMqYpxcXcfAUJg=", "--join-credential=bearer"}, new(bytes.Buffer)); err == nil || !strings.Contains(err.Error(), "--join-credential") {
+	if err := run(t.Context(), []string{"--owner-keys=YQkOxhcpgzUAX4ejzUsSgNYqOQlzmMMqYpxcXcfAUJg=", "--join-credential=bearer"}, new(bytes.Buffer)); err == nil || !strings.Contains(err.Error(), "--join-credential") {
 		t.Errorf("%v", err)
 	}
 }

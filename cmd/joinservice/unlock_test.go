@@ -97,7 +97,7 @@ func (s *fixture) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 		t.Fatal(err)
 	}
 	u, err := unlock.New(unlock.Config{
-		Image: &metadata.Image{OwnerKey: s.Public, TPM: metadata.TPM{Bank: "sha256"}},
+		Image: &metadata.Image{OwnerKeys: attest.OwnerKeys{s.Public}, TPM: metadata.TPM{Bank: "sha256"}},
 		Metadata: func() (*metadata.Machine, error) {
 			return &metadata.Machine{Name: "w1", Role: metadata.RoleWorker, Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}, JoinEndpoints: []string{s.join.Addr}}, nil
 		},

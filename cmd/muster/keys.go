@@ -15,7 +15,7 @@ func (a *app) keyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "key",
 		Short: "Make an owner's key before there is a cluster",
-		Long: `An image that knows the owner's public key (ownerKey in its configuration) lets its machines verify the
+		Long: `An image that knows the owner's public key (ownerKeys in its configuration) lets its machines verify the
 joinservice that they join by the owner's signed policy. The key must then be there before the image is built.`,
 	}
 	cmd.AddCommand(&cobra.Command{

@@ -24,7 +24,7 @@ func (a *app) rebootCommand() *cobra.Command {
 		Use:   "reboot NODE",
 		Short: "Restart a node's machine, without a login there",
 		Long: `Signs an order with the owner's key. The machine gets it with its next attestation, within five minutes, verifies the signature by
-the ownerKey of its image, and restarts. The command ends when the machine has attested in its new boot. With --drain, its pods are evicted
+the ownerKeys of its image, and restarts. The command ends when the machine has attested in its new boot. With --drain, its pods are evicted
 before, and the node takes pods again afterwards.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {

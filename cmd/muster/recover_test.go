@@ -86,7 +86,7 @@ func serveWaiting(t *testing.T, m *attesttest.Machine) *waitingMachine {
 		t.Fatal(err)
 	}
 	s, err := recovery.New(recovery.Config{
-		DiskID: w.disk, OwnerKey: w.owner.Public().(ed25519.PublicKey), Try: w.try, Attester: w.tpm.Attester(attest.PurposeMachine), Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w, nil)),
+		DiskID: w.disk, OwnerKeys: attest.OwnerKeys{w.owner.Public().(ed25519.PublicKey)}, Try: w.try, Attester: w.tpm.Attester(attest.PurposeMachine), Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: registry, Log: slog.New(slog.NewJSONHandler(w, nil)),
 	})
 	if err != nil {
 		t.Fatal(err)

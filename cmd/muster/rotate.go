@@ -34,7 +34,9 @@ plane after another gets an order that is signed with the owner's key: first all
 use it. Each must be well before the next one. The old key stays accepted until you run the command once more with --finish, which says
 what stops working then.
 
-The command ends at the first control plane that fails or is not well. The same command continues. Until then, no control plane can join.`,
+The command ends at the first control plane that fails or is not well. The same command continues. Until then, no control plane can join.
+
+The owner's key, which machines know by their image, is replaced by muster rotate owner-key.`,
 		Args:      cobra.ExactArgs(1),
 		ValidArgs: names,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -62,6 +64,7 @@ The command ends at the first control plane that fails or is not well. The same 
 	cmd.Flags().BoolVar(&cfg.Finish, "finish", false, "drop the old key")
 	cmd.Flags().BoolVar(&cfg.Early, "early", false, "finish although tokens of pods may be signed with the old key, for instance because it is disclosed")
 	cmd.Flags().DurationVar(&cfg.Wait, "wait", owner.RotationTimeout, "how long to wait for each control plane")
+	cmd.AddCommand(a.rotateOwnerKeyCommand())
 	return cmd
 }
 

@@ -28,10 +28,12 @@ var update = flag.Bool("update", false, "write testdata/rendered.yaml anew")
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+const ownerKey = "YQkOxhcpgzUAX4ejzUsSgNYqOQlzmMMqYpxcXcfAUJg="
+
 // values are complete and valid; the digests name no image.
 func values() map[string]any {
 	return map[string]any{
-		"owner":       map[string]any{"publicKey": "YQkOxhcpgzUAX4ejzUsSgNYqOQlzmMMqYpxcXcfAUJg="},
+		"owner":       map[string]any{"publicKeys": []any{ownerKey}},
 		"nodeAccess":  map[string]any{"uid": "00000000-0000-0000-0000-000000000000"},
 		"joinservice": map[string]any{"image": "registry.example/muster/joinservice@sha256:" + strings.Repeat("1", 64)},
 		"kms":         map[string]any{"image": "registry.example/muster/kms@sha256:" + strings.Repeat("2", 64)},
@@ -131,9 +133,18 @@ func TestValuesThatTheSchemaRefuses(t *testing.T) {
 		"an image by tag":                  func(v map[string]any) { v["kms"] = map[string]any{"image": "registry.example/muster/kms:v1"} },
 		"no image":                         func(v map[string]any) { delete(v, "joinservice") },
 		"no owner's key":                   func(v map[string]any) { delete(v, "owner") },
-		"an owner's key of another length": func(v map[string]any) { v["owner"] = map[string]any{"publicKey": "AAAA"} },
-		"a value that does not exist":      func(v map[string]any) { v["rootSecret"] = "x" },
-		"a secret hidden in a section":     func(v map[string]any) { v["owner"].(map[string]any)["rootSecret"] = "x" },
+		"an owner's key of another length": func(v map[string]any) { v["owner"] = map[string]any{"publicKeys": []any{"AAAA"}} },
+		"a list without an owner's key":    func(v map[string]any) { v["owner"] = map[string]any{"publicKeys": []any{}} },
+		"an owner's key twice":             func(v map[string]any) { v["owner"] = map[string]any{"publicKeys": []any{ownerKey, ownerKey}} },
+		"five owner's keys": func(v map[string]any) {
+			keys := []any{ownerKey}
+			for _, c := range "abcd" {
+				keys = append(keys, string(c)+ownerKey[1:])
+			}
+			v["owner"] = map[string]any{"publicKeys": keys}
+		},
+		"a value that does not exist":  func(v map[string]any) { v["rootSecret"] = "x" },
+		"a secret hidden in a section": func(v map[string]any) { v["owner"].(map[string]any)["rootSecret"] = "x" },
 		"an interval without a unit": func(v map[string]any) {
 			v["monitoring"] = map[string]any{"podMonitor": map[string]any{"interval": "30"}}
 		},

@@ -29,12 +29,12 @@ func place(t *testing.T, dir, name, content string) string {
 
 func TestTheDefaultConfigurationIsEncryptedAndComplete(t *testing.T) {
 	key := base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))
-	b, err := configOptions{ownerKey: key, lowestSerial: 7}.make()
+	b, err := configOptions{ownerKeys: key + "," + base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{1}, ed25519.PublicKeySize)), lowestSerial: 7}.make()
 	if err != nil {
 		t.Fatal(err)
 	}
 	img, err := metadata.ParseImage(b)
-	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || img.OwnerKey == nil || img.LowestPolicySerial != 7 {
+	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || len(img.OwnerKeys) != 2 || img.LowestPolicySerial != 7 {
 		t.Errorf("%+v, %v", img, err)
 	}
 	if ignored := img.Kubeadm.IgnorePreflightErrors; len(ignored) > 0 { // the root has everything that kubeadm checks
@@ -46,7 +46,7 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 	dir := t.TempDir()
 	const head = "apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"
 	plain := place(t, dir, "plain.yaml", head+"stateDisk: {mode: plain, path: /var/lib/muster/state}\n")
-	owned := place(t, dir, "owned.yaml", head+"stateDisk: {mode: plain, path: /var/lib/muster/state}\nownerKey: "+base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))+"\n")
+	owned := place(t, dir, "owned.yaml", head+"stateDisk: {mode: plain, path: /var/lib/muster/state}\nownerKeys: ["+base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))+"]\n")
 	unowned := place(t, dir, "unowned.yaml", head+"stateDisk: {mode: luks, path: /dev/disk/by-id/x}\ninsecure: {noOwnerKey: true}\n")
 	good := place(t, dir, "good.yaml", head+"stateDisk: {mode: luks, path: /dev/disk/by-id/x}\n")
 	for name, tt := range map[string]struct {
@@ -60,11 +60,11 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 		"no owner on purpose":         {configOptions{file: unowned}, "-allow-no-owner-key"},
 		"no owner, allowed here only": {configOptions{file: good, noOwner: true}, "insecure: {noOwnerKey: true}"},
 		"no file":                     {configOptions{file: filepath.Join(dir, "none")}, "none"},
-		"a key that is none":          {configOptions{ownerKey: "x"}, "ownerKey"},
+		"a key that is none":          {configOptions{ownerKeys: "x"}, "ownerKeys"},
 		"roots that are none":         {configOptions{ekRoots: good}, "ekRoots"},
 		"a file and a lowest serial":  {configOptions{file: good, lowestSerial: 7}, "-config"},
 		"a lowest serial of nobody":   {configOptions{noOwner: true, lowestSerial: 7}, "lowestPolicySerial"},
-		"a file and a key":            {configOptions{file: good, ownerKey: "x"}, "-config"},
+		"a file and a key":            {configOptions{file: good, ownerKeys: "x"}, "-config"},
 	} {
 		if _, err := tt.options.make(); err == nil || !strings.Contains(err.Error(), tt.says) {
 			t.Errorf("%s: %v", name, err)

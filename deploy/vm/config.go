@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 
 	"sigs.k8s.io/yaml"
 
@@ -12,10 +13,9 @@ import (
 
 // configOptions are the options of image.yaml.
 type configOptions struct {
-	file              string
-	ownerKey, ekRoots string
-	lowestSerial      uint64
-	plain, noOwner    bool // insecure options
+	file, ownerKeys, ekRoots string
+	lowestSerial             uint64
+	plain, noOwner           bool // insecure options
 }
 
 // make returns an image.yaml that the bootstrapper accepts.
@@ -32,17 +32,17 @@ func (c configOptions) make() ([]byte, error) {
 		return nil, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that is not encrypted; -allow-plain-state builds such an image")
 	}
 	if img.NoOwnerKey && !c.noOwner {
-		return nil, errors.New("image.yaml: insecure.noOwnerKey: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-key KEY names the owner, -allow-no-owner-key builds such an image")
+		return nil, errors.New("image.yaml: insecure.noOwnerKey: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-keys KEY names the owner, -allow-no-owner-key builds such an image")
 	}
 	if err := img.KnowsOwner(); err != nil {
-		return nil, fmt.Errorf("image.yaml: %w; -owner-key KEY names the owner, -allow-no-owner-key builds an image without", err)
+		return nil, fmt.Errorf("image.yaml: %w; -owner-keys KEY names the owner, -allow-no-owner-key builds an image without", err)
 	}
 	return b, nil
 }
 
 func (c configOptions) text() ([]byte, error) {
 	if c.file != "" {
-		if c.ownerKey != "" || c.ekRoots != "" || c.lowestSerial > 0 {
+		if c.ownerKeys != "" || c.ekRoots != "" || c.lowestSerial > 0 {
 			return nil, errors.New("-config is the whole image.yaml: write the owner's key, the lowest serial and the EK roots there")
 		}
 		return os.ReadFile(c.file)
@@ -55,8 +55,8 @@ func (c configOptions) text() ([]byte, error) {
 	if err := yaml.Unmarshal(b, &conf); err != nil {
 		return nil, err
 	}
-	if c.ownerKey != "" {
-		conf["ownerKey"] = c.ownerKey
+	if c.ownerKeys != "" {
+		conf["ownerKeys"] = strings.Split(c.ownerKeys, ",")
 	} else if c.noOwner {
 		conf["insecure"] = map[string]any{"noOwnerKey": true}
 	}

@@ -70,7 +70,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	date := flags.Int64("date", 1767225600, "time of all files, in seconds since 1970")
 	flags.StringVar(&o.out, "o", filepath.Join("dist", "vm"), "folder to write to")
 	flags.StringVar(&o.config.file, "config", "", "image.yaml to put into the image, instead of one that is made here")
-	flags.StringVar(&o.config.ownerKey, "owner-key", "", "owner's public key for image.yaml, Ed25519 in base64")
+	flags.StringVar(&o.config.ownerKeys, "owner-keys", "", "owner's public keys for image.yaml, Ed25519 in base64, with commas between")
 	flags.Uint64Var(&o.config.lowestSerial, "lowest-policy-serial", 0, "lowest serial of a policy that machines with this image accept, for image.yaml")
 	flags.StringVar(&o.config.ekRoots, "ek-roots", "", "PEM file of the authorities that certify TPMs, for image.yaml")
 	flags.BoolVar(&o.config.plain, "allow-plain-state", false, "insecure: allow an image.yaml whose state disk is not encrypted")

@@ -62,7 +62,7 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 				defer first.Close()
 				s, err := discovery.Open(ctx, discovery.SessionConfig{
 					Attester: joiner.Attester(attest.PurposeMachine), Lock: attest.AnyLock(), Dial: patience, Log: slog.New(slog.DiscardHandler),
-					Verification: discovery.Verification{OwnerKey: public, Bank: tpm.SHA256, PCRs: joiner, NewVerifier: func([]*x509.Certificate) (attest.Verifier, error) {
+					Verification: discovery.Verification{OwnerKeys: attest.OwnerKeys{public}, Bank: tpm.SHA256, PCRs: joiner, NewVerifier: func([]*x509.Certificate) (attest.Verifier, error) {
 						return attesttest.Verifier(t, x.ca), nil
 					}, Newest: memory.Newest},
 				}, x.addr, first)
@@ -85,7 +85,7 @@ func TestAWorkerPosesAsAJoinservice(t *testing.T) {
 				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
 			}
 			// A refusal is also not remembered: its policy is no lower limit for the real one.
-			if err := memory.Newest(journal.Policy{OwnerKey: journal.Hex(public), Serial: 1, Digest: []byte{1}}, false); (err == nil) != (tt.want != 0) {
+			if err := memory.Newest(journal.Policy{OwnerKey: journal.Hex(public), Serial: 1, Digest: []byte{1}}, attest.OwnerKeys{public}, false); (err == nil) != (tt.want != 0) {
 				t.Errorf("remembered: %v", err)
 			}
 		})

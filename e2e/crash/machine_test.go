@@ -117,7 +117,7 @@ func (b *bench) newHostIn(t *testing.T, dir string, m meta, ownerKey []byte, sta
 		"kubeadm":   map[string]string{"criSocket": "unix:///run/containerd/containerd.sock"},
 	}
 	if ownerKey != nil {
-		image["ownerKey"] = base64.StdEncoding.EncodeToString(ownerKey)
+		image["ownerKeys"] = []string{base64.StdEncoding.EncodeToString(ownerKey)}
 	} else {
 		image["insecure"] = map[string]bool{"noOwnerKey": true}
 	}

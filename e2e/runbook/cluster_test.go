@@ -53,7 +53,7 @@ func prepare(t *testing.T) *fixture {
 	images := filepath.Join(root, "dist", "images")
 	if err := lab.Up(t.Context(), driver.Up{
 		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: []string{"kubelet"},
-		OwnerKey: line(t, filepath.Join(keys, "owner.pub")), Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
+		OwnerKeys: line(t, filepath.Join(keys, "owner.pub")), Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
 	}); err != nil {
 		t.Fatal(err)
 	}

@@ -245,7 +245,7 @@ func (c *release) killed(t *testing.T, images string) {
 func (c *release) plainHelm(t *testing.T) {
 	ctx := t.Context()
 	values, err := c.plain(ctx, "get", "values", "muster")
-	if err != nil || !strings.Contains(values, "publicKey:") || strings.Contains(strings.ToLower(values), "secret") {
+	if err != nil || !strings.Contains(values, "publicKeys:") || strings.Contains(strings.ToLower(values), "secret") {
 		t.Errorf("%v\n%s", err, values)
 	}
 	chart := filepath.Join(c.Root, "deploy", "charts", "muster")

@@ -85,7 +85,7 @@ func prepare(t *testing.T) *fixture {
 	wg.Go(func() {
 		errs[1] = lab.Up(t.Context(), driver.Up{
 			Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: []string{"kubelet"},
-			OwnerKey: w.public, Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
+			OwnerKeys: w.public, Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
 		})
 	})
 	wg.Wait()
@@ -256,7 +256,7 @@ func (w *fixture) imageYAML(to string) error {
 	if err := yaml.Unmarshal(b, &conf); err != nil {
 		return err
 	}
-	conf["ownerKey"] = w.public
+	conf["ownerKeys"] = []string{w.public}
 	for _, set := range []struct {
 		value string
 		path  []string

@@ -34,6 +34,8 @@ import (
 	"filippo.io/age"
 	"filippo.io/age/agessh"
 	"golang.org/x/crypto/ssh"
+
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Names of entries.
@@ -74,6 +76,8 @@ type Manifest struct {
 	Node string `json:"node"`
 	// TakenAt is before the snapshot was made: what the snapshot has is at least as new.
 	TakenAt time.Time `json:"takenAt"`
+	// OwnerKey is the owner's public key for which the backup is encrypted, 32 bytes.
+	OwnerKey []byte `json:"ownerKey"`
 	State
 	// Files are the files, in the archive's order.
 	Files []File `json:"files"`
@@ -117,7 +121,7 @@ type File struct {
 func signed(manifest []byte) []byte { return append([]byte(domain), manifest...) }
 
 // Write encrypts a backup for the owner. Small are the files but the snapshot, by name; the snapshot has size bytes and the SHA-256 sum. authority is the
-// cluster's certificate authority, whose key signs. It sets m.Version and m.Files.
+// cluster's certificate authority, whose key signs. It sets m.Version, m.OwnerKey and m.Files.
 func Write(w io.Writer, to ed25519.PublicKey, authority crypto.Signer, m Manifest, small map[string][]byte, snapshot io.Reader, size int64, sum [sha256.Size]byte) error {
 	key, err := ssh.NewPublicKey(to)
 	if err != nil {
@@ -127,7 +131,7 @@ func Write(w io.Writer, to ed25519.PublicKey, authority crypto.Signer, m Manifes
 	if err != nil {
 		return fmt.Errorf("the owner's key: %w", err)
 	}
-	m.Version, m.Files = Version, nil
+	m.Version, m.OwnerKey, m.Files = Version, to, nil
 	names := make([]string, 0, len(small))
 	for name, content := range small {
 		if len(content) > MaxSmall {
@@ -208,9 +212,30 @@ func parse(text []byte) (*Manifest, error) {
 	return &m, nil
 }
 
-// Identity returns the identity that reads what is encrypted for the owner's key.
-func Identity(owner ed25519.PrivateKey) (age.Identity, error) {
-	return agessh.NewEd25519Identity(owner)
+// identities reads what one of them can read.
+type identities []age.Identity
+
+// Unwrap implements [age.Identity].
+func (list identities) Unwrap(stanzas []*age.Stanza) ([]byte, error) {
+	for _, i := range list {
+		if key, err := i.Unwrap(stanzas); !errors.Is(err, age.ErrIncorrectIdentity) {
+			return key, err
+		}
+	}
+	return nil, age.ErrIncorrectIdentity
+}
+
+// Identity returns the identity that reads what is encrypted for one of the owner's keys.
+func Identity(owner []ed25519.PrivateKey) (age.Identity, error) {
+	var out identities
+	for _, k := range owner {
+		i, err := agessh.NewEd25519Identity(k)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, i)
+	}
+	return out, nil
 }
 
 // FileKeySize is the size of the key of one file, in bytes.
@@ -230,14 +255,14 @@ func (c *capture) Unwrap(stanzas []*age.Stanza) (key []byte, err error) {
 }
 
 // FileKey returns the key of one file, which opens no other, from the beginning of the file.
-func FileKey(r io.Reader, owner ed25519.PrivateKey) ([]byte, error) {
+func FileKey(r io.Reader, owner []ed25519.PrivateKey) ([]byte, error) {
 	id, err := Identity(owner)
 	if err != nil {
 		return nil, err
 	}
 	c := &capture{Identity: id}
 	if _, err := age.Decrypt(r, c); err != nil {
-		return nil, fmt.Errorf("it is not encrypted for this owner's key, or not a backup: %w", err)
+		return nil, fmt.Errorf("it is not encrypted for a key of this owner, or not a backup: %w", err)
 	}
 	return c.key, nil
 }
@@ -254,7 +279,7 @@ func WithFileKey(key []byte) age.Identity { return fileKey(key) }
 func Read(r io.Reader, identity age.Identity, authority *x509.Certificate, snapshot io.Writer) (*Manifest, map[string][]byte, error) {
 	plain, err := age.Decrypt(r, identity)
 	if err != nil {
-		return nil, nil, fmt.Errorf("it is not encrypted for this owner's key, or not a backup: %w", err)
+		return nil, nil, fmt.Errorf("it is not encrypted for a key of this owner, or not a backup: %w", err)
 	}
 	whole := bufio.NewReader(plain) // from which gzip takes no more than its own
 	packed, err := gzip.NewReader(whole)
@@ -382,6 +407,8 @@ type Stored struct {
 	// SHA256 has 64 hexadecimal digits.
 	SHA256  string    `json:"sha256"`
 	TakenAt time.Time `json:"takenAt"`
+	// OwnerKey is the owner's public key for which it is encrypted, 32 bytes in base64.
+	OwnerKey string `json:"ownerKey"`
 }
 
 // Suffix is how the names of backups end.
@@ -408,5 +435,8 @@ var nameForm = regexp.MustCompile(`^[0-9]{8}T[0-9]{6}Z-[a-z0-9]([-a-z0-9.]{0,251
 // Valid reports whether it can be a backup: what a machine says is not trusted.
 func (s Stored) Valid() bool {
 	sum, err := hex.DecodeString(s.SHA256)
+	if _, kerr := attest.ParseOwnerKeys([]string{s.OwnerKey}); kerr != nil {
+		return false
+	}
 	return nameForm.MatchString(s.Name) && s.Size > 0 && s.Size <= MaxFile && err == nil && len(sum) == sha256.Size
 }

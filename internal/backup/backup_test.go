@@ -89,7 +89,7 @@ func (c *cluster) write() []byte {
 
 func (c *cluster) read(file []byte) (*backup.Manifest, map[string][]byte, []byte, error) {
 	c.t.Helper()
-	id, err := backup.Identity(c.owner)
+	id, err := backup.Identity([]ed25519.PrivateKey{c.owner})
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -112,7 +112,7 @@ func TestWhatWasWrittenIsRead(t *testing.T) {
 				t.Fatal(err)
 			}
 			want := manifest
-			want.Version, want.Files = backup.Version, m.Files
+			want.Version, want.OwnerKey, want.Files = backup.Version, c.public(), m.Files
 			var compact bytes.Buffer
 			if err := json.Compact(&compact, m.Cluster); err != nil {
 				t.Fatal(err)
@@ -164,8 +164,24 @@ func TestABackupOfSomebodyElseIsRefused(t *testing.T) {
 		t.Errorf("another authority's: %v, after %d bytes", err, len(db))
 	}
 	stranger := newCluster(t, c.key)
-	if _, _, _, err := stranger.read(c.write()); err == nil || !strings.Contains(err.Error(), "not encrypted for this owner's key") {
+	if _, _, _, err := stranger.read(c.write()); err == nil || !strings.Contains(err.Error(), "not encrypted for a key of this owner") {
 		t.Errorf("another owner's: %v", err)
+	}
+	// The owner's folder has the keys of before, too. Their order does not matter.
+	for _, keys := range [][]ed25519.PrivateKey{{stranger.owner, c.owner}, {c.owner, stranger.owner}} {
+		id, err := backup.Identity(keys)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if m, _, err := backup.Read(bytes.NewReader(c.write()), id, c.authority, io.Discard); err != nil || !bytes.Equal(m.OwnerKey, c.public()) {
+			t.Errorf("one of two keys: %v", err)
+		}
+		if _, err := backup.FileKey(bytes.NewReader(c.write()), keys); err != nil {
+			t.Errorf("the file's key, by one of two keys: %v", err)
+		}
+	}
+	if _, err := backup.FileKey(bytes.NewReader(c.write()), []ed25519.PrivateKey{stranger.owner}); err == nil {
+		t.Error("the file's key is for anybody")
 	}
 	// The signature of a certificate is not one of a backup.
 	text := c.authority.RawTBSCertificate
@@ -214,7 +230,7 @@ func (c *cluster) pack(entries ...entry) []byte {
 // entries unpacks a file.
 func (c *cluster) entries(file []byte) (out []entry) {
 	c.t.Helper()
-	id, err := backup.Identity(c.owner)
+	id, err := backup.Identity([]ed25519.PrivateKey{c.owner})
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -300,7 +316,7 @@ func TestWhatCouldNotBeReadIsNotWritten(t *testing.T) {
 }
 
 func TestWhatAMachineSaysOfItsBackupIsChecked(t *testing.T) {
-	good := backup.Stored{Name: backup.Name("node-1.example", time.Unix(0, 0)), Size: 1, SHA256: strings.Repeat("0a", 32)}
+	good := backup.Stored{Name: backup.Name("node-1.example", time.Unix(0, 0)), Size: 1, SHA256: strings.Repeat("0a", 32), OwnerKey: strings.Repeat("A", 43) + "="}
 	if !good.Valid() || good.Name != "19700101T000000Z-node-1.example.age" {
 		t.Errorf("%+v is refused", good)
 	}
@@ -312,6 +328,8 @@ func TestWhatAMachineSaysOfItsBackupIsChecked(t *testing.T) {
 		"no size":        func(s *backup.Stored) { s.Size = 0 },
 		"a huge one":     func(s *backup.Stored) { s.Size = 1 << 40 },
 		"a short digest": func(s *backup.Stored) { s.SHA256 = "00" },
+		"no key":         func(s *backup.Stored) { s.OwnerKey = "" },
+		"half a key":     func(s *backup.Stored) { s.OwnerKey = s.OwnerKey[:24] },
 		"no hexadecimal": func(s *backup.Stored) { s.SHA256 = strings.Repeat("x", 64) },
 	} {
 		s := good

@@ -53,12 +53,12 @@ func (e Epoch) Wire(owner ed25519.PrivateKey) *recoverv1.AcceptEpochRequest {
 
 // Verify refuses a request that the owner has not signed for exactly this epoch: REQUEST_INVALID, OWNER_SIGNATURE. A nil
 // owner has signed nothing.
-func (e Epoch) Verify(w *recoverv1.AcceptEpochRequest, owner ed25519.PublicKey) error {
+func (e Epoch) Verify(w *recoverv1.AcceptEpochRequest, owner attest.OwnerKeys) error {
 	if len(w.GetSignature()) != ed25519.SignatureSize {
 		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "signature: %d bytes, want %d", len(w.GetSignature()), ed25519.SignatureSize)
 	}
-	if w.GetEpoch() != e.Epoch || len(owner) != ed25519.PublicKeySize || !ed25519.Verify(owner, e.input(), w.GetSignature()) {
-		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with the owner's key for epoch %d of this machine as it is now", e.Epoch)
+	if w.GetEpoch() != e.Epoch || !owner.Verify(e.input(), w.GetSignature()) {
+		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with a key of the owner for epoch %d of this machine as it is now", e.Epoch)
 	}
 	return nil
 }

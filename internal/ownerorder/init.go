@@ -37,12 +37,12 @@ func (i Init) Sign(owner ed25519.PrivateKey) []byte { return ed25519.Sign(owner,
 
 // Verify refuses a signature that the owner has not made for this machine and cluster: REQUEST_INVALID, OWNER_SIGNATURE. A
 // nil owner has signed nothing.
-func (i Init) Verify(signature []byte, owner ed25519.PublicKey) error {
+func (i Init) Verify(signature []byte, owner attest.OwnerKeys) error {
 	if len(signature) != ed25519.SignatureSize {
 		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "owner_signature: %d bytes, want %d: this image wants the signature of its owner, which an earlier version of muster does not send", len(signature), ed25519.SignatureSize)
 	}
-	if len(owner) != ed25519.PublicKeySize || !ed25519.Verify(owner, i.input(), signature) {
-		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with the owner's key of this image for machine %s and cluster %s", i.Machine, i.Cluster)
+	if !owner.Verify(i.input(), signature) {
+		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with an owner's key of this image for machine %s and cluster %s", i.Machine, i.Cluster)
 	}
 	return nil
 }

@@ -132,12 +132,12 @@ func (o MachineOrder) Sign(owner ed25519.PrivateKey) (SignedMachineOrder, error)
 
 // Genuine returns the order if the owner has signed it for this machine at any time (B11). It refuses with OWNER_SIGNATURE before
 // it reads the text, then with REQUEST_INVALID. A nil owner has signed nothing.
-func (s SignedMachineOrder) Genuine(owner ed25519.PublicKey, on Addressee) (MachineOrder, error) {
-	if len(owner) != ed25519.PublicKeySize {
+func (s SignedMachineOrder) Genuine(owner attest.OwnerKeys, on Addressee) (MachineOrder, error) {
+	if len(owner) == 0 {
 		return MachineOrder{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the owner's public key is not known here, so no order is accepted")
 	}
-	if len(s.Text) > MaxMachineOrder || !ed25519.Verify(owner, machineInput(s.Text), s.Signature) {
-		return MachineOrder{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with the owner's key, or was changed since")
+	if len(s.Text) > MaxMachineOrder || !owner.Verify(machineInput(s.Text), s.Signature) {
+		return MachineOrder{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with a key of the owner, or was changed since")
 	}
 	o, err := ParseMachineOrder(s.Text)
 	invalid := func(format string, args ...any) (MachineOrder, error) {

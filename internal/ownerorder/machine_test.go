@@ -41,7 +41,7 @@ func TestAnOrderIsForOneMachineAndForSomeTime(t *testing.T) {
 		order  func(*ownerorder.MachineOrder)
 		signed func(*ownerorder.SignedMachineOrder)
 		by     ed25519.PrivateKey
-		owner  ed25519.PublicKey
+		owner  attest.OwnerKeys
 		now    time.Time
 		want   attestv1.Reason
 	}{
@@ -49,8 +49,8 @@ func TestAnOrderIsForOneMachineAndForSomeTime(t *testing.T) {
 		"at its last second":               {now: at.Add(time.Hour), want: accepted},
 		"the owner's clock is a bit ahead": {now: at.Add(-ownerorder.MaxAhead), want: accepted},
 		"signed by somebody else":          {by: strangers, want: signature},
-		"this image has another owner":     {owner: stranger, want: signature},
-		"this image has no owner":          {owner: ed25519.PublicKey{}, want: signature},
+		"this image has another owner":     {owner: attest.OwnerKeys{stranger}, want: signature},
+		"this image has no owner":          {owner: attest.OwnerKeys{}, want: signature},
 		"the text was changed":             {signed: func(s *ownerorder.SignedMachineOrder) { s.Text = strings.Replace(s.Text, "reboot", "doctor", 1) }, want: signature},
 		"the signature was cut":            {signed: func(s *ownerorder.SignedMachineOrder) { s.Signature = s.Signature[:63] }, want: signature},
 		"too long": {order: func(o *ownerorder.MachineOrder) {
@@ -66,7 +66,7 @@ func TestAnOrderIsForOneMachineAndForSomeTime(t *testing.T) {
 		"from the future":                   {now: at.Add(-ownerorder.MaxAhead - time.Second), want: clock},
 	} {
 		t.Run(name, func(t *testing.T) {
-			o, by, owner, now := good, private, public, at
+			o, by, owner, now := good, private, attest.OwnerKeys{public}, at
 			if tt.order != nil {
 				tt.order(&o)
 			}
@@ -114,7 +114,7 @@ func TestAnOrderHasNothingButItsFields(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, text := range []string{s.Text + "{}", strings.Replace(s.Text, "{", `{"arguments":"x",`, 1), "", "null", "[]"} {
-		if _, err := (ownerorder.SignedMachineOrder{Text: text, Signature: ed25519.Sign(private, append([]byte("muster machine order v1\x00"), framed(text)...))}).Genuine(public, on); attest.ReasonOf(err) != attestv1.Reason_REASON_REQUEST_INVALID {
+		if _, err := (ownerorder.SignedMachineOrder{Text: text, Signature: ed25519.Sign(private, append([]byte("muster machine order v1\x00"), framed(text)...))}).Genuine(attest.OwnerKeys{public}, on); attest.ReasonOf(err) != attestv1.Reason_REASON_REQUEST_INVALID {
 			t.Errorf("%q: %v", text, err)
 		}
 	}

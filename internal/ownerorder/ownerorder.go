@@ -88,12 +88,12 @@ type Signed struct {
 
 // Verify returns nil if the owner has signed the order, for this cluster and recently (J9). It refuses with OWNER_SIGNATURE
 // before it reads the order's contents, then with REQUEST_INVALID and CLOCK_SKEW.
-func (s Signed) Verify(owner ed25519.PublicKey, cluster keys.ClusterID, now time.Time) error {
-	if len(owner) != ed25519.PublicKeySize {
+func (s Signed) Verify(owner attest.OwnerKeys, cluster keys.ClusterID, now time.Time) error {
+	if len(owner) == 0 {
 		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the owner's public key is not known here, so no order is accepted")
 	}
-	if !ed25519.Verify(owner, s.input(), s.Signature) {
-		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with the owner's key, or was changed since")
+	if !owner.Verify(s.input(), s.Signature) {
+		return attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the order is not signed with a key of the owner, or was changed since")
 	}
 	if s.Cluster != cluster {
 		return attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "order: it is for cluster %s, and this is %s", s.Cluster, cluster)

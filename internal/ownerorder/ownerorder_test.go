@@ -55,7 +55,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 	otherKey := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{8}, 32))
 	for name, tt := range map[string]struct {
 		change func(*Signed)
-		owner  ed25519.PublicKey
+		owner  attest.OwnerKeys
 		now    time.Time
 		want   attestv1.Reason
 	}{
@@ -72,7 +72,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 		"for another cluster":       {change: func(s *Signed) { s.Cluster[0]++; *s = s.Sign(owner) }, want: attestv1.Reason_REASON_REQUEST_INVALID},
 		"too old":                   {now: now.Add(MaxAge + time.Second), want: attestv1.Reason_REASON_CLOCK_SKEW},
 		"of the future":             {now: now.Add(-MaxAhead - time.Second), want: attestv1.Reason_REASON_CLOCK_SKEW},
-		"where no owner is known":   {owner: ed25519.PublicKey{}, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
+		"where no owner is known":   {owner: attest.OwnerKeys{}, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"a policy that he signed":   {change: func(s *Signed) { s.Signature = attest.SignPolicy(owner, s.input()).GetSignature() }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 		"a policy of the same text": {change: func(s *Signed) { s.Signature = attest.SignPolicy(owner, s.input()[len(domain):]).GetSignature() }, want: attestv1.Reason_REASON_OWNER_SIGNATURE},
 	} {
@@ -82,7 +82,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 				tt.change(&s)
 			}
 			if tt.owner == nil {
-				tt.owner = public(owner)
+				tt.owner = attest.OwnerKeys{public(owner)}
 			}
 			if tt.now.IsZero() {
 				tt.now = now
@@ -105,7 +105,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 func TestAnOrderIsNoPolicy(t *testing.T) {
 	o := order()
 	for _, text := range [][]byte{o.input(), o.input()[len(domain):], o.Request} {
-		_, err := attest.OpenPolicy(public(owner), &attestv1.SignedPolicy{Policy: text, Signature: o.Sign(owner).Signature})
+		_, err := attest.OpenPolicy(attest.OwnerKeys{public(owner)}, &attestv1.SignedPolicy{Policy: text, Signature: o.Sign(owner).Signature})
 		if attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE {
 			t.Errorf("%v, want POLICY_SIGNATURE", err)
 		}
@@ -135,7 +135,7 @@ func TestEveryPartIsInTheSignatureAndTheName(t *testing.T) {
 func TestAnOrderIsReadAsItWasSent(t *testing.T) {
 	s := order().Sign(owner)
 	got, err := Parse(s.Wire())
-	if err != nil || got.Verify(public(owner), s.Cluster, now) != nil || got.Name() != s.Name() {
+	if err != nil || got.Verify(attest.OwnerKeys{public(owner)}, s.Cluster, now) != nil || got.Name() != s.Name() {
 		t.Fatalf("%+v, %v", got, err)
 	}
 	for name, change := range map[string]func(*joinv1.AdministratorOrder){
@@ -163,7 +163,7 @@ func TestAnOrderIsReadAsItWasSent(t *testing.T) {
 func TestAnAnnotationIsReadAsItWasWritten(t *testing.T) {
 	s := order().Sign(owner)
 	got, err := ParseNote(s.Note(), s.Cluster, s.Request)
-	if err != nil || got.Verify(public(owner), s.Cluster, now) != nil || got.Name() != s.Name() {
+	if err != nil || got.Verify(attest.OwnerKeys{public(owner)}, s.Cluster, now) != nil || got.Name() != s.Name() {
 		t.Fatalf("%+v, %v", got, err)
 	}
 	for _, note := range []string{"", " ", s.Note() + " ", s.Note() + "\n", " " + s.Note(), strings.Replace(s.Note(), "Z ", "+00:00 ", 1), strings.Replace(s.Note(), "Z ", ".0Z ", 1), strings.TrimSuffix(s.Note(), "=")} {
@@ -181,7 +181,7 @@ func FuzzParseNote(f *testing.F) {
 		if err == nil && s.Note() != note {
 			t.Errorf("%q is also written as %q", note, s.Note())
 		}
-		if note != order().Sign(owner).Note() && err == nil && s.Verify(public(owner), s.Cluster, now) == nil {
+		if note != order().Sign(owner).Note() && err == nil && s.Verify(attest.OwnerKeys{public(owner)}, s.Cluster, now) == nil {
 			t.Errorf("%q passes for the owner's order", note)
 		}
 	})

@@ -35,7 +35,7 @@ func (r Recovery) Wire(owner ed25519.PrivateKey) *recoverv1.RecoverRequest {
 // ParseRecovery reads a request for a disk and wipes the key in it (K3). It refuses with REQUEST_INVALID, and with
 // OWNER_SIGNATURE if the owner has not signed it for this disk and nonce (B1). A nil owner verifies nothing: it is only for images
 // with insecure.noOwnerKey.
-func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, nonce Nonce, owner ed25519.PublicKey) (Recovery, error) {
+func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, nonce Nonce, owner attest.OwnerKeys) (Recovery, error) {
 	key, err := keys.ParseDisk(w.GetDiskKey())
 	clear(w.GetDiskKey())
 	w.DiskKey = nil
@@ -49,8 +49,8 @@ func ParseRecovery(w *recoverv1.RecoverRequest, disk keys.DiskID, nonce Nonce, o
 		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "signature: %d bytes, want %d", len(w.GetSignature()), ed25519.SignatureSize)
 	case owner == nil:
 		return r, nil
-	case len(owner) != ed25519.PublicKeySize || !ed25519.Verify(owner, r.input(), w.GetSignature()):
-		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with the owner's key for disk %s and this boot of the machine", disk)
+	case !owner.Verify(r.input(), w.GetSignature()):
+		return Recovery{}, attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "the request is not signed with a key of the owner for disk %s and this boot of the machine", disk)
 	}
 	return r, nil
 }

@@ -101,3 +101,18 @@ func field(m *yaml.Node, key string) *yaml.Node {
 	m.Content = append(m.Content, &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Value: key}, value)
 	return value
 }
+
+// SetSerial returns the policy with another serial; the rest, including comments, is unchanged.
+func SetSerial(text []byte, serial uint64) ([]byte, error) {
+	doc, err := document(text)
+	if err != nil {
+		return nil, err
+	}
+	*field(doc.Content[0], "serial") = yaml.Node{Kind: yaml.ScalarNode, Tag: "!!int", Value: strconv.FormatUint(serial, 10)}
+	out, err := encode(doc)
+	if err != nil {
+		return nil, err
+	}
+	_, _, err = Parse(out)
+	return out, err
+}

@@ -52,7 +52,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
 	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},
 	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If the policy was not changed, the cluster was set back: docs/recovery.md."},
-	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to the image's ownerKey."},
+	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to a key of the image's ownerKeys."},
 
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},
 	attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:     {connect.CodePermissionDenied, false, "Of an init: use the init secret whose hash stands in the machine's metadata; it is admitted at any time. Of a recovery: wait as long as is asked for, or call from another address, with the folder of the cluster's owner."},
@@ -85,7 +85,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and appraised now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
-	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder whose owner.key belongs to this cluster, and to the ownerKey of the machine's image."},
+	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder whose owner.key belongs to this cluster, and to a key of the ownerKeys of the machine's image."},
 	attestv1.Reason_REASON_MACHINE_CLONED:      {connect.CodePermissionDenied, false, "Two machines have one TPM state: `muster status` shows both addresses. If the refused one is the copy, switch it off, then `muster replace NAME --tpm ID` with the enrolled ID. If the original was refused, or you don't know: ban the node, revoke its TPM's key in the policy (docs/reason-codes.md)."},
 	attestv1.Reason_REASON_TPM_KNOWN:           {connect.CodePermissionDenied, false, "The log of joinservice names the node that has the TPM. Let the machine attest with the endorsement key that this node is enrolled with, or run `muster forget` on that node."},
 

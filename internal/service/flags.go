@@ -2,7 +2,6 @@ package service
 
 import (
 	"context"
-	"crypto/ed25519"
 	"errors"
 	"flag"
 	"fmt"
@@ -10,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"strings"
 
 	"github.com/KimMachineGun/automemlimit/memlimit"
 	"k8s.io/client-go/rest"
@@ -35,7 +35,7 @@ func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
 		metrics:    set.String("metrics", ":9464", "address of metrics and probes, in plain HTTP: pod network or loopback only"),
 		probes:     set.String("probes", "", "Unix socket for the command probe, as "+serve.ProbeSocket+"; empty: none"),
 		socket:     set.String("attester", attester.Socket(attester.Dir, service), "socket of this machine's attester for the purpose "+string(service)),
-		owner:      set.String("owner-key", "", "the cluster owner's Ed25519 public key, 32 bytes in base64 (required)"),
+		owner:      set.String("owner-keys", "", "the cluster owner's Ed25519 public keys, 32 bytes each in base64, with commas between (required)"),
 		image:      set.String("image", ImagePath, "the measured configuration of this machine's image, for the lowest serial of a policy that it accepts"),
 		node:       set.String("node-name", "", "name of the node that this pod runs on, for the log"),
 		kubeconfig: set.String("kubeconfig", "", "kubeconfig of the cluster; empty: that of the pod"),
@@ -52,8 +52,8 @@ type Process struct {
 	Listener, Metrics, Probes net.Listener
 	// Attester makes evidence of this machine with the service's purpose.
 	Attester *attester.Client
-	// Owner is the public key that policies are signed with.
-	Owner ed25519.PublicKey
+	// Owner has the public keys of which one signs each policy.
+	Owner attest.OwnerKeys
 	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	LowestSerial uint64
 	// API is the configuration for the Kubernetes API.
@@ -68,8 +68,8 @@ func (f *Flags) Open(ctx context.Context, stderr io.Writer) (*Process, error) {
 	if err != nil {
 		p.Log.WarnContext(ctx, "no memory limit of a cgroup is known, so the garbage collector heeds none", "err", err)
 	}
-	if p.Owner, err = ParseOwnerKey(*f.owner); err != nil {
-		return nil, fmt.Errorf("--owner-key: %w", err)
+	if p.Owner, err = attest.ParseOwnerKeys(strings.Split(*f.owner, ",")); err != nil {
+		return nil, fmt.Errorf("--owner-keys: %w", err)
 	}
 	if p.LowestSerial, err = lowestSerial(*f.image); err != nil {
 		return nil, fmt.Errorf("--image: %w", err)

@@ -53,15 +53,15 @@ func TestAServicesFlagsOpenWhatTheyName(t *testing.T) {
 	}
 	defer func() { _ = busy.Close() }()
 	good := map[string]string{
-		"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "owner-key": base64.StdEncoding.EncodeToString(make([]byte, 32)),
+		"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "owner-keys": base64.StdEncoding.EncodeToString(make([]byte, 32)),
 		"node-name": "node1", "kubeconfig": kubeconfig(t), "image": image(t, "apiVersion: muster.dev/v1alpha1\nlowestPolicySerial: 7\nlisten: {}\n"), "attester": attester.Socket(t.TempDir(), attest.PurposeKMS),
 	}
 	for name, tt := range map[string]struct {
 		flag, value, want string
 	}{
 		"all of them":                   {},
-		"no owner's key":                {"owner-key", "", "--owner-key: "},
-		"an owner's key that is none":   {"owner-key", "AAAA", "--owner-key: "},
+		"no owner's key":                {"owner-keys", "", "--owner-keys: "},
+		"an owner's key that is none":   {"owner-keys", "AAAA", "--owner-keys: "},
 		"no image's configuration":      {"image", "/nowhere", "--image: "},
 		"an image's that is none":       {"image", image(t, "lowestPolicySerial: many\n"), "--image: "},
 		"no pod and no kubeconfig":      {"kubeconfig", "", "--kubeconfig"},
@@ -112,7 +112,7 @@ func TestServicesAreWhereTheChartLooksForThem(t *testing.T) {
 		NewFlags(set, purpose, listen)
 		for name, want := range map[string]string{
 			"listen": listen, "metrics": ":9464", "attester": "/run/muster/attest/" + string(purpose) + "/attest.sock",
-			"owner-key": "", "image": "/etc/muster/image.yaml", "node-name": "", "kubeconfig": "",
+			"owner-keys": "", "image": "/etc/muster/image.yaml", "node-name": "", "kubeconfig": "",
 		} {
 			if f := set.Lookup(name); f == nil || f.DefValue != want {
 				t.Errorf("%s: --%s is %+v, want %q", purpose, name, f, want)

@@ -4,8 +4,6 @@ package service
 
 import (
 	"context"
-	"crypto/ed25519"
-	"encoding/base64"
 	"fmt"
 	"log/slog"
 	"time"
@@ -33,8 +31,8 @@ const readyInterval = time.Second
 type Config struct {
 	// Attester makes evidence of this machine with the service's purpose.
 	Attester attest.Attester
-	// Owner is the public key that policies are signed with.
-	Owner ed25519.PublicKey
+	// Owner has the public keys of which one signs each policy.
+	Owner attest.OwnerKeys
 	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any. Not required.
 	LowestSerial uint64
 	// API is the configuration for the Kubernetes API.
@@ -196,15 +194,6 @@ func (m *Member) followHealth(ctx context.Context) error {
 		case <-tick.C:
 		}
 	}
-}
-
-// ParseOwnerKey reads an owner's public key: 32 bytes in base64.
-func ParseOwnerKey(s string) (ed25519.PublicKey, error) {
-	b, err := base64.StdEncoding.DecodeString(s)
-	if err != nil || len(b) != ed25519.PublicKeySize {
-		return nil, fmt.Errorf("the owner's public key must be %d bytes in base64", ed25519.PublicKeySize)
-	}
-	return b, nil
 }
 
 // API returns the configuration of a kubeconfig file, or for an empty path that of the pod.

@@ -34,8 +34,8 @@ type Up struct {
 	Lab          string   // the program lab; empty: this program
 	Bootstrapper string   // the program that makes machines nodes; empty: machines have none
 	Preinstalled []string // of kubelet, kubeadm and kubectl, what the image has already; the others are fetched as components
-	OwnerKey     string   // base64 Ed25519 public key for image.yaml; empty: the image is insecure.noOwnerKey
-	Muster       string   // the program muster, instead of OwnerKey: it makes the key owner.key in the owner's folder, whose public one the image gets
+	OwnerKeys    string   // base64 Ed25519 public keys for image.yaml, with commas between; empty: the image is insecure.noOwnerKey
+	Muster       string   // the program muster, instead of OwnerKeys: it makes the key owner.key in the owner's folder, whose public one the image gets
 	Images       []string // for the registry, besides the lab's own images: see [Lab.Push]
 	NoPreload    bool     // don't prepare a store of container images: machines pull
 	Previous     bool     // clusters begin with [PreviousRelease]; the owner gets a list of the current one too, [NextComponents]
@@ -143,7 +143,7 @@ func (l *Lab) prepare(ctx context.Context, u Up) (daemon.Config, error) {
 		cfg.Golden = filepath.Join(cache, "containerd", id+"-"+kube.ContainerdVersion)
 	}
 	if u.Muster != "" {
-		if u.OwnerKey, err = l.newOwnerKey(ctx, u.Muster); err != nil {
+		if u.OwnerKeys, err = l.newOwnerKey(ctx, u.Muster); err != nil {
 			return cfg, err
 		}
 	}
@@ -215,7 +215,7 @@ func (l *Lab) buildImage(u Up, build kube.Build, release kube.Release) error {
 	}
 	if _, err := image.Build(filepath.Join(l.Dir, "image"), image.Spec{
 		Lab: u.Lab, Bootstrapper: u.Bootstrapper, Kube: build, Release: release, Preinstalled: u.Preinstalled,
-		EKRoots: roots, OwnerKey: u.OwnerKey, Mirror: lan.Registry, Validity: u.Validity, Audit: u.Audit,
+		EKRoots: roots, OwnerKeys: u.OwnerKeys, Mirror: lan.Registry, Validity: u.Validity, Audit: u.Audit,
 	}); err != nil {
 		return err
 	}

@@ -151,7 +151,7 @@ func (b *Bootstrapper) loadImages(ctx context.Context) {
 // one of them is older than the journal's: a joinservice that the owner has since removed may have opened the disk.
 func (b *Bootstrapper) recall() error {
 	known := b.node.Lock.Record().Policy
-	newest, err := discovery.Recall(b.node.Root, known)
+	newest, err := discovery.Recall(b.node.Root, known, b.node.OwnerKeys)
 	if err != nil {
 		b.node.Console.Print("this machine does not start as a node: " + attest.ReasonName(attest.ReasonOf(err)) + ". Restart it; its disk was opened under a policy that is older than one it has accepted before")
 		return err

@@ -113,7 +113,8 @@ func newFixture(t testing.TB, name string) *fixture {
 	w.machine.API.Up = func() bool { return w.machine.Running(machine.UnitKubelet) }
 	w.journal = journal.Open(filepath.Join(w.root, "journal"))
 	w.image = &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
-	w.image.OwnerKey, w.signer = ownerKey(t)
+	public, signer := ownerKey(t)
+	w.image.OwnerKeys, w.signer = attest.OwnerKeys{public}, signer
 	w.image.Kubeadm.CRISocket = "unix:///run/containerd/containerd.sock"
 	w.meta = metadata.Machine{Name: name, Role: "control-plane", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}}
 	s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write(kubeadmBinary) }))

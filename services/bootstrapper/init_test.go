@@ -175,7 +175,7 @@ func TestMetadataDecideWhoMayInit(t *testing.T) {
 // A node without the owner's key could not verify any joinservice.
 func TestAnImageThatKnowsNoOwnerBecomesNoFirstMachine(t *testing.T) {
 	w := first(t)
-	w.image.OwnerKey = nil
+	w.image.OwnerKeys = nil
 	r := w.boot()
 	_ = w.refused(t, r, w.request(), attestv1.Reason_REASON_MACHINE_CONFIG)
 	r.kill(t)

@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -83,7 +84,7 @@ func TestAMachineJoins(t *testing.T) {
 	if counter(t, r.metrics, "muster_join_attempts_total", "ACCEPTED") != 1 || counter(t, r.metrics, "muster_insecure_config", "owner_key_unknown") != 0 {
 		t.Error("metrics")
 	}
-	if !bytes.Equal(w.record().OwnerKey, w.image.OwnerKey) {
+	if !reflect.DeepEqual(w.record().OwnerKeys, journal.OwnerKeys(w.image.OwnerKeys)) {
 		t.Error("the owner's key is not remembered")
 	}
 }
@@ -185,23 +186,23 @@ func TestAJoinserviceIsJudged(t *testing.T) {
 			},
 		},
 		"no owner's key, and no switch": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
-			w.image.OwnerKey = nil
+			w.image.OwnerKeys = nil
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
 		"no owner's key, the same image": {setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
-			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			w.image.OwnerKeys, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
 		"no owner's key, another image": {want: attestv1.Reason_REASON_POLICY_REFUSED, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
-			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			w.image.OwnerKeys, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "tampered"})
 		}},
 		"no owner's key, another EK root": {want: attestv1.Reason_REASON_EK_UNTRUSTED, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
-			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			w.image.OwnerKeys, w.image.NoOwnerKey = nil, true
 			return attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 		}},
 		"no owner's key, no roots": {want: attestv1.Reason_REASON_MACHINE_CONFIG, setUp: func(t *testing.T, w *fixture) *attesttest.Machine {
-			w.image.OwnerKey, w.image.NoOwnerKey, w.image.EKRoots = nil, true, nil
+			w.image.OwnerKeys, w.image.NoOwnerKey, w.image.EKRoots = nil, true, nil
 			return attesttest.NewMachine(t, w.ca, attesttest.Options{})
 		}},
 	} {
@@ -209,7 +210,7 @@ func TestAJoinserviceIsJudged(t *testing.T) {
 			w := newFixture(t, "node2")
 			w.meta.Role = "worker"
 			pub, priv := ownerKey(t)
-			w.image.OwnerKey = pub
+			w.image.OwnerKeys = attest.OwnerKeys{pub}
 			if tt.other {
 				_, priv = ownerKey(t)
 			}

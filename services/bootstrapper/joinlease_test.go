@@ -79,7 +79,7 @@ func TestAWorkerHasNoTurn(t *testing.T) {
 func TestATurnIsRenewedByAnotherJoinservice(t *testing.T) {
 	w, _ := joiner(t)
 	pub, priv := ownerKey(t)
-	w.image.OwnerKey = pub
+	w.image.OwnerKeys = attest.OwnerKeys{pub}
 	on := []*attesttest.Machine{attesttest.NewMachine(t, w.ca, attesttest.Options{}), attesttest.NewMachine(t, w.ca, attesttest.Options{})}
 	first := newJoinservice(t, w, on[0], priv, attesttest.ControlPlanes(on...))
 	second := newJoinservice(t, w, on[1], priv, attesttest.ControlPlanes(on...))

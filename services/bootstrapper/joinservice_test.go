@@ -53,6 +53,7 @@ type joinservice struct {
 	requests []*joinv1.IssueJoinTicketRequest
 	callers  []attest.MachineID
 	returned [][]byte
+	keys     [][]byte                                      // the owner's, of the latest Reattest call
 	reports  []*joinv1.OrderReport                         // of Reattest calls
 	attested []attest.Peer                                 // the peers of Reattest calls
 	again    func(n int) (*joinv1.ReattestResponse, error) // returns the nth answer; nil: an empty one
@@ -237,6 +238,7 @@ func (j *joinservice) ReturnJoinTicket(_ context.Context, req *joinv1.ReturnJoin
 func (j *joinservice) Reattest(ctx context.Context, req *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	j.keys = req.GetOwnerKeys()
 	j.reports = append(j.reports, req.GetOrder())
 	if p, ok := attest.PeerFrom(ctx); ok {
 		j.attested = append(j.attested, p)

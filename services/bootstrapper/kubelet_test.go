@@ -354,7 +354,7 @@ func TestAWorkerAsksOnlyAControlPlaneForNewCertificates(t *testing.T) {
 	w.later(2 * time.Hour)
 	j.ahead.Store(int64(2 * time.Hour))
 	pub, priv := ownerKey(t)
-	w.image.OwnerKey = pub
+	w.image.OwnerKeys = attest.OwnerKeys{pub}
 	lists := func(m *attesttest.Machine) {
 		j.signs(attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(m))))
 	}

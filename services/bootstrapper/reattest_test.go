@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -36,7 +37,7 @@ func node(t *testing.T) (*fixture, *joinservice) {
 	t.Helper()
 	w := newFixture(t, "node2")
 	owner, key := ownerKey(t)
-	w.image.OwnerKey = owner
+	w.image.OwnerKeys = attest.OwnerKeys{owner}
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), key)
 	w.meta.JoinEndpoints = []string{j.addr}
 	w.meta.Role = metadata.RoleWorker
@@ -173,6 +174,10 @@ func TestAnOrderIsStoredAndWhatBecameOfItReported(t *testing.T) {
 	eventually(t, "it reports nothing more", func() bool { return j.reported() == nil })
 	j.setAgain(func(int) (*joinv1.ReattestResponse, error) { return &joinv1.ReattestResponse{Order: want}, nil })
 	eventually(t, "it reports the end again", said)
+	if j.mu.Lock(); !reflect.DeepEqual(j.keys, [][]byte{w.image.OwnerKeys[0]}) {
+		t.Errorf("it reports the owner's keys %x", j.keys)
+	}
+	j.mu.Unlock()
 }
 
 func (j *joinservice) setAgain(again func(int) (*joinv1.ReattestResponse, error)) {
@@ -271,15 +276,17 @@ func TestANodeJudgesItsJoinservice(t *testing.T) {
 	}{
 		"one that booted something else": {func(_ *fixture, j *joinservice) { j.host.SetPCR(12, clusterID[:]) }, "JOINSERVICE_POLICY_REFUSED"},
 		"one of another cluster":         {func(_ *fixture, j *joinservice) { j.host.Reboot(); j.host.LockTo([32]byte{1}) }, "JOINSERVICE_LOCK_FOREIGN"},
-		"one of another owner":           {func(w *fixture, _ *joinservice) { w.image.OwnerKey = make(ed25519.PublicKey, ed25519.PublicKeySize) }, "POLICY_SIGNATURE"},
+		"one of another owner": {func(w *fixture, _ *joinservice) {
+			w.image.OwnerKeys = attest.OwnerKeys{make(ed25519.PublicKey, ed25519.PublicKeySize)}
+		}, "POLICY_SIGNATURE"},
 		"another boot, and no owner's key": {func(w *fixture, j *joinservice) {
-			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			w.image.OwnerKeys, w.image.NoOwnerKey = nil, true
 			j.host.SetPCR(12, clusterID[:])
 		}, "JOINSERVICE_POLICY_REFUSED"},
-		"no owner's key, and no switch": {func(w *fixture, _ *joinservice) { w.image.OwnerKey = nil }, "MACHINE_CONFIG"},
+		"no owner's key, and no switch": {func(w *fixture, _ *joinservice) { w.image.OwnerKeys = nil }, "MACHINE_CONFIG"},
 		"one that is no control plane": {func(w *fixture, j *joinservice) {
 			_, key := ownerKey(w.t)
-			w.image.OwnerKey = key.Public().(ed25519.PublicKey)
+			w.image.OwnerKeys = attest.OwnerKeys{key.Public().(ed25519.PublicKey)}
 			j.signs(attest.SignPolicy(key, attesttest.Policy(w.t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(w.tpm))))
 		}, "SERVER_NOT_LISTED"},
 	} {
@@ -295,7 +302,7 @@ func TestANodeJudgesItsJoinservice(t *testing.T) {
 	}
 	t.Run("the same boot, and no owner's key", func(t *testing.T) {
 		w, j := node(t)
-		w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+		w.image.OwnerKeys, w.image.NoOwnerKey = nil, true
 		metrics := w.reattest()
 		eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 && len(j.reattested()) > 0 })
 	})

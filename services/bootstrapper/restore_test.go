@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"crypto/ecdsa"
+	"crypto/ed25519"
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/sha256"
@@ -100,7 +101,7 @@ func (s *saved) write(change ...func(*backup.Manifest)) {
 	}
 	db := snapshot(t)
 	var out bytes.Buffer
-	if err := backup.Write(&out, s.w.image.OwnerKey, s.key, m, s.small, bytes.NewReader(db), int64(len(db)), sha256.Sum256(db)); err != nil {
+	if err := backup.Write(&out, s.w.image.OwnerKeys[0], s.key, m, s.small, bytes.NewReader(db), int64(len(db)), sha256.Sum256(db)); err != nil {
 		t.Fatal(err)
 	}
 	s.file = out.Bytes()
@@ -109,7 +110,7 @@ func (s *saved) write(change ...func(*backup.Manifest)) {
 // request is what the owner sends.
 func (s *saved) request() *initv1.RestoreRequest {
 	s.w.t.Helper()
-	key, err := backup.FileKey(bytes.NewReader(s.file), s.w.signer)
+	key, err := backup.FileKey(bytes.NewReader(s.file), []ed25519.PrivateKey{s.w.signer})
 	if err != nil {
 		s.w.t.Fatal(err)
 	}

@@ -35,7 +35,7 @@ func TestAJoinerGoesBackToNoOlderPolicy(t *testing.T) {
 			w := newFixture(t, "node2")
 			w.meta.Role = "worker"
 			pub, priv := ownerKey(t)
-			w.image.OwnerKey = pub
+			w.image.OwnerKeys = attest.OwnerKeys{pub}
 			j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 			present := func(p presented) {
 				json := attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = p.serial })
@@ -79,7 +79,7 @@ func TestNoPolicyBelowTheLowestSerialOfTheImageIsAccepted(t *testing.T) {
 	w := newFixture(t, "node2")
 	w.meta.Role = "worker"
 	pub, priv := ownerKey(t)
-	w.image.OwnerKey, w.image.LowestPolicySerial = pub, 5
+	w.image.OwnerKeys, w.image.LowestPolicySerial = attest.OwnerKeys{pub}, 5
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 	present := func(serial uint64) {
 		j.signs(attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = serial })))
@@ -109,7 +109,7 @@ func TestNoPolicyBelowTheLowestSerialOfTheImageIsAccepted(t *testing.T) {
 func TestANodeAttestsUnderNoOlderPolicy(t *testing.T) {
 	w := newFixture(t, "node2")
 	pub, priv := ownerKey(t)
-	w.image.OwnerKey, w.meta.Role = pub, "worker"
+	w.image.OwnerKeys, w.meta.Role = attest.OwnerKeys{pub}, "worker"
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 	present := func(serial uint64) {
 		j.signs(attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(j.host), func(m *attestv1.Policy) { m.Serial = serial })))
@@ -214,7 +214,7 @@ func TestAJoinerThatIsToldThatItsEvidenceIsOldMakesNew(t *testing.T) {
 	w := newFixture(t, "node2")
 	w.meta.Role = "worker"
 	pub, priv := ownerKey(t)
-	w.image.OwnerKey = pub
+	w.image.OwnerKeys = attest.OwnerKeys{pub}
 	j := newJoinservice(t, w, attesttest.NewMachine(t, w.ca, attesttest.Options{}), priv)
 	w.meta.JoinEndpoints = []string{j.addr}
 	var seen [][32]byte // one for each attempt
@@ -241,7 +241,7 @@ func TestAJoinerThatIsToldThatItsEvidenceIsOldMakesNew(t *testing.T) {
 func TestARemovedControlPlaneIsNotBelieved(t *testing.T) {
 	w, j := worker(t)
 	_, priv := ownerKey(t)
-	w.image.OwnerKey = priv.Public().(ed25519.PublicKey)
+	w.image.OwnerKeys = attest.OwnerKeys{priv.Public().(ed25519.PublicKey)}
 	sign := func(serial uint64, control ...*attesttest.Machine) *attestv1.SignedPolicy {
 		return attest.SignPolicy(priv, attesttest.Policy(t, w.ca, []*attesttest.Machine{w.tpm}, attesttest.ControlPlanes(control...), func(p *attestv1.Policy) { p.Serial = serial }))
 	}
@@ -252,7 +252,7 @@ func TestARemovedControlPlaneIsNotBelieved(t *testing.T) {
 	if j.asked() != 0 || w.record().Locked() || w.record().Policy != nil {
 		t.Errorf("something was sent, or done, or a policy remembered by the word of who is not believed: %+v", w.record())
 	}
-	if err := w.journal.Save(journal.Record{Policy: &journal.Policy{OwnerKey: journal.Hex(w.image.OwnerKey), Serial: 2, Digest: bytes.Repeat([]byte{1}, 32)}}); err != nil {
+	if err := w.journal.Save(journal.Record{Policy: &journal.Policy{OwnerKey: journal.Hex(w.image.OwnerKeys[0]), Serial: 2, Digest: bytes.Repeat([]byte{1}, 32)}}); err != nil {
 		t.Fatal(err)
 	}
 	j.signs(old)

@@ -134,7 +134,7 @@ func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 	r := o.filed(t)
 	block, _ := pem.Decode(r.Spec.Request)
 	signed, err := ownerorder.ParseNote(r.Annotations[ownerorder.Annotation], shared.ID, block.Bytes)
-	if err != nil || signed.Verify(shared.Public, shared.ID, o.began) != nil || signed.Name() != r.Name {
+	if err != nil || signed.Verify(attest.OwnerKeys{shared.Public}, shared.ID, o.began) != nil || signed.Name() != r.Name {
 		t.Errorf("what is filed is not the order: %v, %+v", err, r.ObjectMeta)
 	}
 	if r.Spec.SignerName != clusterinfo.AdministratorSigner || fmt.Sprint(r.Spec.Usages) != "[client auth]" || r.Spec.Username != "system:serviceaccount:muster-system:joinservice" || len(r.Status.Conditions) > 0 {

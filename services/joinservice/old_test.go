@@ -85,7 +85,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 	}
 	service := membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return run(ctx, Options{
-			Listener: rpcs, Metrics: probes, Attester: cp1.Attester(attest.PurposeJoinservice), Owner: shared.Public, API: api,
+			Listener: rpcs, Metrics: probes, Attester: cp1.Attester(attest.PurposeJoinservice), Owner: attest.OwnerKeys{shared.Public}, API: api,
 			KMS: url, Token: tokenFile, keyTimeout: 5 * time.Minute, // a slow machine's
 			VerdictMaxAge: 15 * time.Minute, CertificateLife: state.DefaultCertificateLife, VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour,
 			Credential: token.CredentialCertificate, PKI: "/nowhere", Audit: log, Log: slog.New(slog.NewJSONHandler(seen{stderr, l}, nil)),
@@ -290,7 +290,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 type presented struct{}
 
 func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
-	p, err := attest.OpenPolicy(shared.Public, c.SignedPolicy())
+	p, err := attest.OpenPolicy(attest.OwnerKeys{shared.Public}, c.SignedPolicy())
 	if err != nil {
 		return attest.Appraisal{}, err
 	}

@@ -2,6 +2,7 @@ package joinservice
 
 import (
 	"context"
+	"crypto/ed25519"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -57,11 +58,16 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 	if err == nil {
 		err = s.limits.verdicts.Take(peer.Machine(), a.began)
 	}
+	var owner attest.OwnerKeys
+	if err == nil {
+		owner, err = ownerKeys(req.GetOwnerKeys())
+	}
 	if err == nil {
 		a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
 		status.Certificates, status.Order, status.Candidate = reported(req), orderReport(req.GetOrder()), s.byCandidate(peer.Claims(), a.began)
+		status.OwnerKeys = owner.Strings()
 		var end func()
 		if end, err = s.limits.recording.Begin(ctx); err == nil {
 			var before, after *v1alpha1.AttestedNode
@@ -81,6 +87,20 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		s.cfg.Records.Accepted(peer.Machine())
 	}
 	return order, err
+}
+
+// ownerKeys reads the owner's keys in a machine's image; an older bootstrapper sends none. It refuses with REQUEST_INVALID.
+func ownerKeys(list [][]byte) (out attest.OwnerKeys, err error) {
+	if len(list) > attest.MaxOwnerKeys {
+		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "owner_keys: %d keys, want at most %d", len(list), attest.MaxOwnerKeys)
+	}
+	for i, key := range list {
+		if len(key) != ed25519.PublicKeySize || out.Has(key) {
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "owner_keys: key %d has %d bytes, want %d, or is there twice", i+1, len(key), ed25519.PublicKeySize)
+		}
+		out = append(out, key)
+	}
+	return out, nil
 }
 
 // maxVerdictMessage is the limit of the AttestedNode, in bytes.

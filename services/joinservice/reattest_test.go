@@ -1,6 +1,7 @@
 package joinservice
 
 import (
+	"bytes"
 	"testing"
 	"time"
 
@@ -18,6 +19,27 @@ func TestOnlyFreshEvidenceCounts(t *testing.T) {
 	} {
 		if got := attest.ReasonOf(fresh(now.Add(-age), now)); got != want {
 			t.Errorf("%s: %s", age, attest.ReasonName(got))
+		}
+	}
+}
+
+func TestOwnersKeysThatAreRefused(t *testing.T) {
+	key := func(b byte) []byte { return bytes.Repeat([]byte{b}, 32) }
+	for name, tt := range map[string]struct {
+		keys    [][]byte
+		refused bool
+	}{
+		"none, of an older bootstrapper": {nil, false},
+		"one":                            {[][]byte{key(1)}, false},
+		"four":                           {[][]byte{key(1), key(2), key(3), key(4)}, false},
+		"five":                           {[][]byte{key(1), key(2), key(3), key(4), key(5)}, true},
+		"one cut short":                  {[][]byte{key(1), key(2)[:31]}, true},
+		"an empty one":                   {[][]byte{{}}, true},
+		"one twice":                      {[][]byte{key(1), key(1)}, true},
+	} {
+		got, err := ownerKeys(tt.keys)
+		if tt.refused != (attest.ReasonOf(err) == attestv1.Reason_REASON_REQUEST_INVALID) || !tt.refused && len(got) != len(tt.keys) {
+			t.Errorf("%s: %d keys, %v", name, len(got), err)
 		}
 	}
 }

@@ -3,7 +3,6 @@ package joinservice
 import (
 	"cmp"
 	"context"
-	"crypto/ed25519"
 	"crypto/x509"
 	"errors"
 	"fmt"
@@ -46,8 +45,8 @@ type Options struct {
 	Probes net.Listener
 	// Attester makes evidence of this machine with the purpose joinservice.
 	Attester attest.Attester
-	// Owner is the public key that policies are signed with.
-	Owner ed25519.PublicKey
+	// Owner has the public keys of which one signs each policy.
+	Owner attest.OwnerKeys
 	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	LowestSerial uint64
 	// API is the configuration for the Kubernetes API. Its CA is the one in tickets.

@@ -27,7 +27,6 @@ package joinservice
 
 import (
 	"context"
-	"crypto/ed25519"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -65,8 +64,8 @@ type Config struct {
 	Rejoiners attest.Appraiser
 	// Interval is how often nodes must attest again.
 	Interval time.Duration
-	// Owner is the public key that policies and orders are signed with.
-	Owner ed25519.PublicKey
+	// Owner has the public keys of which one signs each policy and each order.
+	Owner attest.OwnerKeys
 	// Enrollments decides on names, disks and addresses, and records that.
 	Enrollments *enroll.Enrollments
 	// Certificates gets certificates signed.

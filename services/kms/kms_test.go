@@ -83,7 +83,7 @@ func setUp(t *testing.T) *fixture {
 	}
 	s.kms = membertest.Serve(t, func(ctx context.Context, rpcs, probes net.Listener, stderr io.Writer) error {
 		return kms.Run(ctx, kms.Options{
-			Listener: rpcs, Metrics: probes, Attester: s.cp2.Attester(attest.PurposeKMS), Owner: s.Public, RootDir: s.rootDir, API: api,
+			Listener: rpcs, Metrics: probes, Attester: s.cp2.Attester(attest.PurposeKMS), Owner: attest.OwnerKeys{s.Public}, RootDir: s.rootDir, API: api,
 			Audit: audit.NewStream(s.audit), Log: slog.New(slog.NewJSONHandler(stderr, nil)),
 		})
 	})

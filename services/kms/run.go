@@ -2,7 +2,6 @@ package kms
 
 import (
 	"context"
-	"crypto/ed25519"
 	"log/slog"
 	"net"
 	"os"
@@ -27,8 +26,8 @@ type Options struct {
 	Probes net.Listener
 	// Attester makes evidence of this machine with the purpose kms.
 	Attester attest.Attester
-	// Owner is the public key that policies are signed with.
-	Owner ed25519.PublicKey
+	// Owner has the public keys of which one signs each policy.
+	Owner attest.OwnerKeys
 	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	LowestSerial uint64
 	// RootDir is where the Secret muster-kms-root is mounted.

@@ -45,6 +45,7 @@ type Policy struct {
 	anyFirmware bool // a machine may also match no class
 	nodeCIDRs   []netip.Prefix
 	acceptsTPM  bool
+	signer      ed25519.PublicKey // see Signer
 }
 
 // Roles that a policy may list.
@@ -150,7 +151,7 @@ func SignCandidate(owner ed25519.PrivateKey, json []byte) *attestv1.SignedPolicy
 }
 
 // OpenCandidate is [OpenPolicy] for what [SignCandidate] has signed.
-func OpenCandidate(owner ed25519.PublicKey, s *attestv1.SignedPolicy) (*Policy, error) {
+func OpenCandidate(owner OwnerKeys, s *attestv1.SignedPolicy) (*Policy, error) {
 	return open(owner, s, append([]byte(candidateDomain), s.GetPolicy()...))
 }
 
@@ -159,24 +160,33 @@ func SignPolicy(owner ed25519.PrivateKey, json []byte) *attestv1.SignedPolicy {
 	return &attestv1.SignedPolicy{Policy: json, Signature: ed25519.Sign(owner, policySigningInput(json))}
 }
 
-// OpenPolicy checks the owner's signature and parses what was signed, in that order. It
+// OpenPolicy checks the signature, which must be of one of the owner's keys, and parses what was signed, in that order. It
 // refuses with POLICY_SIGNATURE or POLICY_INVALID.
-func OpenPolicy(owner ed25519.PublicKey, s *attestv1.SignedPolicy) (*Policy, error) {
+func OpenPolicy(owner OwnerKeys, s *attestv1.SignedPolicy) (*Policy, error) {
 	return open(owner, s, policySigningInput(s.GetPolicy()))
 }
 
-func open(owner ed25519.PublicKey, s *attestv1.SignedPolicy, input []byte) (*Policy, error) {
-	if len(owner) != ed25519.PublicKeySize {
-		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the owner's public key has %d bytes, want %d", len(owner), ed25519.PublicKeySize)
+func open(owner OwnerKeys, s *attestv1.SignedPolicy, input []byte) (*Policy, error) {
+	if len(owner) == 0 {
+		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "no public key of the owner is known here")
 	}
 	if len(s.GetPolicy()) > MaxPolicySize {
 		return nil, invalid("it has %d bytes, more than %d", len(s.GetPolicy()), MaxPolicySize)
 	}
-	if !ed25519.Verify(owner, input, s.GetSignature()) {
-		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the policy is not signed by the owner's key")
+	signer := owner.Signer(input, s.GetSignature())
+	if signer == nil {
+		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the policy is not signed by a key of the owner")
 	}
-	return ParsePolicy(s.GetPolicy())
+	p, err := ParsePolicy(s.GetPolicy())
+	if err != nil {
+		return nil, err
+	}
+	p.signer = signer
+	return p, nil
 }
+
+// Signer returns the owner's key that signed the policy; nil if [OpenPolicy] did not return it.
+func (p *Policy) Signer() ed25519.PublicKey { return p.signer }
 
 // Serial returns the owner's count of changes.
 func (p *Policy) Serial() uint64 { return p.message.GetSerial() }

@@ -101,11 +101,11 @@ func (a *Approver) load(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	key, err := a.dir.OwnerKey()
+	public, err := a.dir.OwnerKeys()
 	if err != nil {
 		return err
 	}
-	if _, err := openPolicy(have, publicOf(key)); err != nil {
+	if _, err := openPolicy(have, public); err != nil {
 		return fmt.Errorf("the cluster's policy: %w", err)
 	}
 	a.policy, a.unsent = p, nil

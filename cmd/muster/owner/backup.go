@@ -3,7 +3,9 @@ package owner
 import (
 	"cmp"
 	"context"
+	"crypto/ed25519"
 	"crypto/sha256"
+	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -36,6 +38,8 @@ type BackupInfo struct {
 	Node              string    `json:"node"`
 	TakenAt           time.Time `json:"takenAt"`
 	KubernetesVersion string    `json:"kubernetesVersion"`
+	// OwnerKey is the owner's public key for which it is encrypted, 32 bytes.
+	OwnerKey []byte `json:"ownerKey"`
 	// Epoch and PolicySerial are the cluster's; 0: none.
 	Epoch        uint64 `json:"epoch"`
 	PolicySerial uint64 `json:"policySerial"`
@@ -153,6 +157,9 @@ func FetchBackup(ctx context.Context, d *ownerdir.Dir, node string, s backup.Sto
 	if err := os.MkdirAll(folder, 0o700); err != nil {
 		return nil, err
 	}
+	if err := readable(d, s.OwnerKey); err != nil {
+		return nil, fmt.Errorf("the backup of %s can't be read: %w", node, err)
+	}
 	path := filepath.Join(folder, s.Name)
 	f, err := os.CreateTemp(folder, "."+s.Name+"-*") // 0600
 	if err != nil {
@@ -191,6 +198,15 @@ func FetchBackup(ctx context.Context, d *ownerdir.Dir, node string, s backup.Sto
 	return info, syncFolder(folder)
 }
 
+// readable returns an error if the folder does not have the owner's key for which a backup is encrypted.
+func readable(d *ownerdir.Dir, owner string) error {
+	have, err := d.ReadingKeys()
+	if err != nil || slices.ContainsFunc(have, func(k ed25519.PrivateKey) bool { return base64.StdEncoding.EncodeToString(publicOf(k)) == owner }) {
+		return err
+	}
+	return withRemedy(fmt.Errorf("it is encrypted for the owner's key %s, and %s does not have that", owner, d.Path()), "Use the newest copy of the owner's folder: it has the keys before a rotation, too.")
+}
+
 func syncFolder(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -215,11 +231,11 @@ func VerifyBackup(d *ownerdir.Dir, path string) (*BackupInfo, error) {
 
 // readBackup verifies the whole file, and compares it with the folder.
 func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.Manifest, error) {
-	key, err := d.OwnerKey()
+	owner, err := d.ReadingKeys()
 	if err != nil {
 		return nil, nil, err
 	}
-	identity, err := backup.Identity(key)
+	identity, err := backup.Identity(owner)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -259,7 +275,7 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 	}
 	info := &BackupInfo{
 		File: path, Size: size, SHA256: hex.EncodeToString(h.Sum(nil)), Node: m.Node, TakenAt: m.TakenAt, KubernetesVersion: cluster.KubernetesVersion,
-		Epoch: m.Epoch, PolicySerial: m.PolicySerial, Nodes: len(m.Nodes), Differs: differences(d.Cluster(), cluster),
+		OwnerKey: m.OwnerKey, Epoch: m.Epoch, PolicySerial: m.PolicySerial, Nodes: len(m.Nodes), Differs: differences(d.Cluster(), cluster),
 	}
 	for _, n := range m.Nodes {
 		if n.Role == "control-plane" {
@@ -408,5 +424,6 @@ func (i BackupInfo) Lines() []string {
 	return slices.Concat([]string{
 		fmt.Sprintf("%s: %.1f MiB, SHA-256 %s", i.File, float64(i.Size)/(1<<20), i.SHA256),
 		fmt.Sprintf("Taken on %s at %s: Kubernetes %s, epoch %d with %s, %d nodes, %d of them control planes.", printable(i.Node), i.TakenAt.Local().Format(time.DateTime), cmp.Or(i.KubernetesVersion, "unknown"), i.Epoch, policyOf(i.PolicySerial), i.Nodes, i.ControlPlanes),
+		"Encrypted for the owner's key " + base64.StdEncoding.EncodeToString(i.OwnerKey) + ".",
 	}, i.Differs, i.Since)
 }

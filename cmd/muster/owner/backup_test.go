@@ -129,7 +129,7 @@ func TestABackupIsVerifiedAgainstTheFolder(t *testing.T) {
 	foreign := o.manifest(t)
 	foreign.ClusterID = other.clusterID().String()
 	for name, tt := range map[string]struct{ path, says string }{
-		"of another owner":               {other.file(t, other.manifest(t)), "not encrypted for this owner's key"},
+		"of another owner":               {other.file(t, other.manifest(t)), "not encrypted for a key of this owner"},
 		"of somebody else":               {writeBackup(t, publicOf(owner), other.key, o.manifest(t)), "not signed by this cluster's certificate authority"},
 		"of another cluster, same owner": {o.file(t, foreign), "it is of the cluster"},
 		"no backup":                      {o.File(ownerdir.PolicyFile), "not a backup"},

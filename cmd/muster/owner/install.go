@@ -2,8 +2,6 @@ package owner
 
 import (
 	"context"
-	"crypto/ed25519"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -204,16 +202,12 @@ func (i *initializer) setPolicy(ctx context.Context, kube *clusterapi.Client) er
 }
 
 func (i *initializer) chart(ctx context.Context, kube *clusterapi.Client) (string, error) {
-	key, err := i.Dir.OwnerKey()
-	if err != nil {
-		return "", err
-	}
-	public, err := PublicKey(key)
+	public, err := i.Dir.OwnerKeys()
 	if err != nil {
 		return "", err
 	}
 	v := i.Values
-	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(public)
+	v.OwnerKeys = public.Strings()
 	r, err := kube.InstallChart(ctx, v, i.Log)
 	if err != nil {
 		return "", err
@@ -254,13 +248,4 @@ func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest
 		return fmt.Errorf("the joinservice at %s is %s", addr, resp.GetStatus())
 	}
 	return nil
-}
-
-// PublicKey returns the key with which the services verify policies.
-func PublicKey(key ed25519.PrivateKey) (ed25519.PublicKey, error) {
-	public, ok := key.Public().(ed25519.PublicKey)
-	if !ok {
-		return nil, errors.New("the owner's key is no Ed25519 key")
-	}
-	return public, nil
 }

@@ -30,11 +30,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	if d.Cluster().Restore != nil {
 		return nil
 	}
-	key, err := d.OwnerKey()
-	if err != nil {
-		return err
-	}
-	public, err := PublicKey(key)
+	public, err := d.OwnerKeys()
 	if err != nil {
 		return err
 	}
@@ -128,11 +124,7 @@ func current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []by
 	if known.Version == 0 {
 		return nil
 	}
-	key, err := d.OwnerKey()
-	if err != nil {
-		return err
-	}
-	public, err := PublicKey(key)
+	public, err := d.OwnerKeys()
 	if err != nil {
 		return err
 	}

@@ -223,12 +223,12 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 		"of version 1, an older policy":          {first, of(3), 9, same, []string{"its policy has the serial 3, and had 4"}},
 		"an enrollment without a UID is unknown": {known, of(4), 41, nodes("w1 u1 5", "w2"), nil},
 	} {
-		older, err := tt.known.Older(&ownerdir.Known{Policy: tt.policy, Epoch: tt.epoch, Nodes: tt.nodes}, public)
+		older, err := tt.known.Older(&ownerdir.Known{Policy: tt.policy, Epoch: tt.epoch, Nodes: tt.nodes}, attest.OwnerKeys{public})
 		if err != nil || !slices.Equal(older, tt.older) {
 			t.Errorf("%s: %q %v, want %q", name, older, err, tt.older)
 		}
 	}
-	if _, err := known.Older(known, make([]byte, 32)); err == nil || errors.Is(err, ErrBehind) {
+	if _, err := known.Older(known, attest.OwnerKeys{make([]byte, 32)}); err == nil || errors.Is(err, ErrBehind) {
 		t.Errorf("a note that another owner signed: %v", err)
 	}
 }
@@ -264,7 +264,7 @@ func TestAClusterThatCaughtUpWithItsNumbersIsNoticed(t *testing.T) {
 	} {
 		last := tt.history[len(tt.history)-1]
 		seen := &ownerdir.Known{Policy: policy, Epoch: last.Number, EpochID: last.ID, History: tt.history, Nodes: node(false, 3)}
-		older, err := known.Older(seen, key.Public().(ed25519.PublicKey))
+		older, err := known.Older(seen, attest.OwnerKeys{key.Public().(ed25519.PublicKey)})
 		if err != nil || (len(older) > 0) != tt.older {
 			t.Errorf("%s: %q, %v", name, older, err)
 		}

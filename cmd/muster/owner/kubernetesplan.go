@@ -19,6 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 const (
@@ -93,6 +94,7 @@ type kubeUpgrade struct {
 
 	kube    *clusterapi.Client
 	key     ed25519.PrivateKey
+	public  attest.OwnerKeys
 	release clusterinfo.Release
 	list    string // of release, as orders have it
 	images  versions.Images
@@ -139,6 +141,9 @@ func newKubernetes(ctx context.Context, cfg KubernetesConfig) (k *kubeUpgrade, e
 		}
 	}
 	if k.list, err = listArg(k.release); err != nil {
+		return nil, err
+	}
+	if k.public, err = cfg.Dir.OwnerKeys(); err != nil {
 		return nil, err
 	}
 	if k.key, err = cfg.Dir.OwnerKey(); err != nil {
@@ -397,10 +402,10 @@ func (k *kubeUpgrade) unfinished(n *clusterapi.NodeRelease) map[string]string {
 		return nil
 	}
 	now := time.Now()
-	s, o := executing(k.Dir, k.key, n.Enrollment, now)
+	s, o := executing(k.Dir, k.public, n.Enrollment, now)
 	if s == nil {
 		var err error
-		if s, err = pending(k.Dir, k.key, n.Enrollment, now); err != nil || s == nil {
+		if s, err = pending(k.Dir, k.public, n.Enrollment, now); err != nil || s == nil {
 			return nil
 		}
 		if o, err = ownerorder.ParseMachineOrder(s.Text); err != nil {

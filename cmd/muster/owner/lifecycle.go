@@ -169,11 +169,11 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 
 // mayOrderReset returns an error if a node is banned or has another order that is not over: the reset could not be completed.
 func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
-	key, err := d.OwnerKey()
+	public, err := d.OwnerKeys()
 	if err != nil {
 		return err
 	}
-	before, err := pending(d, key, n, time.Now())
+	before, err := pending(d, public, n, time.Now())
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_BANNED {
 		return withRemedy(err, "If you trust the machine, lift the ban first: muster unban "+n.Name+". Otherwise power it off, erase its disk, and run muster forget "+n.Name+" --erase.")
 	}
@@ -205,11 +205,11 @@ func (r *Reset) RemoveMember(ctx context.Context, report func(string)) error {
 
 // resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted.
 func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
-	key, err := d.OwnerKey()
+	public, err := d.OwnerKeys()
 	if err != nil {
 		return false
 	}
-	_, o := executing(d, key, n, now)
+	_, o := executing(d, public, n, now)
 	return o.Action == ownerorder.ActionReset
 }
 

@@ -67,8 +67,12 @@ func follow(ctx context.Context, d *ownerdir.Dir, name string, ask asked, report
 	if err != nil {
 		return signed, nil, err
 	}
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return signed, nil, err
+	}
 	if err := kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
-		before, err := pending(d, key, n, time.Now())
+		before, err := pending(d, public, n, time.Now())
 		if err != nil {
 			return "", err
 		}
@@ -88,7 +92,7 @@ func follow(ctx context.Context, d *ownerdir.Dir, name string, ask asked, report
 			case !ask.anew || o.Action != ask.action:
 				return "", unfinished(name, o)
 			}
-		} else if s, o := executing(d, key, n, time.Now()); s != nil && same(o) {
+		} else if s, o := executing(d, public, n, time.Now()); s != nil && same(o) {
 			signed = *s // it has expired, and the machine has begun in time
 			return s.Note(), nil
 		}
@@ -154,7 +158,7 @@ func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action 
 }
 
 // pending returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.
-func pending(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, error) {
+func pending(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, error) {
 	if n.ShutOut() {
 		return nil, attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, or is being removed: its machine gets no orders", n.Name)
 	}
@@ -166,7 +170,7 @@ func pending(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, 
 	if err != nil {
 		return nil, nil //nolint:nilerr,nilnil // there is none
 	}
-	o, err := s.Genuine(publicOf(key), on)
+	o, err := s.Genuine(owner, on)
 	if err != nil || now.After(o.NotAfter) {
 		return nil, nil //nolint:nilerr,nilnil // whoever wrote it: no machine executes it
 	}
@@ -178,7 +182,7 @@ func pending(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, 
 
 // executing returns the node's order if it is ours, and the machine says that it executes it: a machine goes on with an order for a day after its expiry.
 // Otherwise it returns nil.
-func executing(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
+func executing(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
 	var none ownerorder.MachineOrder
 	on, err := addressee(d, n)
 	if err != nil {
@@ -188,7 +192,7 @@ func executing(d *ownerdir.Dir, key ed25519.PrivateKey, n *v1alpha1.AttestedNode
 	if err != nil {
 		return nil, none
 	}
-	o, err := s.Genuine(publicOf(key), on)
+	o, err := s.Genuine(owner, on)
 	if r := n.Status.Order; err != nil || now.Sub(o.NotAfter) >= ownerorder.MaxMachineLife || r == nil || r.Digest != s.Digest() || r.State != v1alpha1.OrderRunning {
 		return nil, none
 	}
@@ -243,7 +247,7 @@ func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) err
 	case v1alpha1.OrderDone:
 		return nil
 	case v1alpha1.OrderRefused:
-		return withRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, refusalOf(r.Message)), "The machine takes orders of the ownerKey in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
+		return withRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, refusalOf(r.Message)), "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
 	default:
 		return fmt.Errorf("%s: %s failed: %s", name, action, r.Message)
 	}

@@ -208,7 +208,7 @@ func obey(ctx context.Context, t *testing.T, name string, on ownerorder.Addresse
 			t.Error(err)
 			return time.Time{}
 		}
-		o, err := signed.Genuine(owner, on)
+		o, err := signed.Genuine(attest.OwnerKeys{owner}, on)
 		if err == nil {
 			err = o.Timely(time.Now())
 		}

@@ -52,7 +52,7 @@ func (s *orderTaker) RenewAdministrator(_ context.Context, req *joinv1.RenewAdmi
 		return nil, err
 	}
 	s.orders = append(s.orders, o)
-	if err := errors.Join(o.Verify(s.owner, o.Cluster, time.Now()), s.fail); err != nil {
+	if err := errors.Join(o.Verify(attest.OwnerKeys{s.owner}, o.Cluster, time.Now()), s.fail); err != nil {
 		return nil, err
 	}
 	if len(s.orders) == 3 {
@@ -154,9 +154,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if s.owner, err = PublicKey(key); err != nil {
-				t.Fatal(err)
-			}
+			s.owner = publicOf(key)
 			if tt.otherOwner {
 				if s.owner, _, err = ed25519.GenerateKey(nil); err != nil {
 					t.Fatal(err)

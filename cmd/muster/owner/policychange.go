@@ -2,7 +2,6 @@ package owner
 
 import (
 	"context"
-	"crypto/ed25519"
 	"encoding/base64"
 	"fmt"
 	"time"
@@ -125,19 +124,19 @@ func higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 // signedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. The status of the
 // cluster's policy is not signed: if a serial from there were signed, it could be the highest of all, and no policy could follow.
 func signedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
-	key, err := d.OwnerKey()
+	public, err := d.OwnerKeys()
 	if err != nil {
 		return 0, err
 	}
 	var serial uint64
-	if p, err := openPolicy(have, publicOf(key)); err == nil {
+	if p, err := openPolicy(have, public); err == nil {
 		serial = p.Serial()
 	}
 	known, err := d.Known()
 	if err != nil {
 		return 0, err
 	}
-	if p, err := known.Policy.Open(publicOf(key)); err == nil {
+	if p, err := known.Policy.Open(public); err == nil {
 		serial = max(serial, p.Serial())
 	}
 	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
@@ -148,7 +147,7 @@ func signedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 }
 
 // openPolicy verifies the owner's signature of the cluster's policy.
-func openPolicy(have *v1alpha1.AttestationPolicy, owner ed25519.PublicKey) (*attest.Policy, error) {
+func openPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy, error) {
 	signature, err := base64.StdEncoding.DecodeString(have.Spec.Signature)
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "spec.signature of the cluster's policy is no base64: %w", err)

@@ -120,11 +120,11 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	if err != nil {
 		return "", err
 	}
-	key, err := d.OwnerKey()
+	public, err := d.OwnerKeys()
 	if err != nil {
 		return "", err
 	}
-	if _, err := openPolicy(have, publicOf(key)); err != nil {
+	if _, err := openPolicy(have, public); err != nil {
 		return "", fmt.Errorf("the cluster's policy: %w", err)
 	}
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)

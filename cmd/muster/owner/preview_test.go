@@ -176,10 +176,10 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 			return
 		}
 		candidate := &attestv1.SignedPolicy{Policy: []byte(text), Signature: signature}
-		if _, err := attest.OpenCandidate(publicOf(key), candidate); err != nil {
+		if _, err := attest.OpenCandidate(attest.OwnerKeys{publicOf(key)}, candidate); err != nil {
 			t.Errorf("the candidate is refused: %v", err)
 		}
-		if _, err := attest.OpenPolicy(publicOf(key), candidate); attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE {
+		if _, err := attest.OpenPolicy(attest.OwnerKeys{publicOf(key)}, candidate); attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE {
 			t.Errorf("whoever reads the preview's policy can put it in force: %v", err)
 		}
 		sum := sha256.Sum256([]byte(text))

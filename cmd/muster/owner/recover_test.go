@@ -124,7 +124,7 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 		if err != nil {
 			return false
 		}
-		have, err := ownerorder.ParseRecovery(r, id, ownerorder.Nonce(w.nonce), own.Public().(ed25519.PublicKey))
+		have, err := ownerorder.ParseRecovery(r, id, ownerorder.Nonce(w.nonce), attest.OwnerKeys{own.Public().(ed25519.PublicKey)})
 		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.clusterID()
 	}
 	return o

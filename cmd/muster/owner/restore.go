@@ -119,7 +119,7 @@ func (i *initializer) openBackup(cfg RestoreConfig) (*BackupInfo, *backup.Manife
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
 		return nil, nil, err
 	}
-	owner, err := i.Dir.OwnerKey()
+	owner, err := i.Dir.ReadingKeys()
 	if err != nil {
 		return nil, nil, err
 	}

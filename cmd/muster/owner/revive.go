@@ -151,7 +151,7 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 		}
 	}
 	if r.known.Version != 0 {
-		public, err := PublicKey(r.key)
+		public, err := r.Dir.OwnerKeys()
 		if err != nil {
 			return nil, err
 		}

@@ -40,7 +40,7 @@ func (m *olderMachine) DescribeEpoch(context.Context, *recoverv1.DescribeEpochRe
 }
 
 func (m *olderMachine) AcceptEpoch(_ context.Context, req *recoverv1.AcceptEpochRequest) (*recoverv1.AcceptEpochResponse, error) {
-	if err := m.owner().Verify(req, m.key); err != nil {
+	if err := m.owner().Verify(req, attest.OwnerKeys{m.key}); err != nil {
 		return nil, err
 	}
 	m.mu.Lock()

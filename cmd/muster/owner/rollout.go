@@ -46,11 +46,11 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 	if err != nil {
 		return nil, err
 	}
-	key, err := d.OwnerKey()
+	public, err := d.OwnerKeys()
 	if err != nil {
 		return nil, err
 	}
-	p, err := openPolicy(have, publicOf(key)) // it names the images by which nodes are chosen
+	p, err := openPolicy(have, public) // it names the images by which nodes are chosen
 	if err != nil {
 		return nil, fmt.Errorf("the cluster's policy: %w", err)
 	}

@@ -22,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // oldKey and newKey are IDs; the machines make a second new key after the first was lost.
@@ -126,7 +127,7 @@ func (k *keyRotation) machines(t *testing.T) {
 				if r := n.Status.Order; r != nil && r.Digest == s.Digest() {
 					continue
 				}
-				o, err := s.Genuine(k.public, on)
+				o, err := s.Genuine(attest.OwnerKeys{k.public}, on)
 				if err != nil || o.Action != ownerorder.ActionRotateKey || o.Args[ownerorder.ArgKey] != string(k.key) {
 					t.Errorf("%s: %s: %v", name, s.Text, err)
 					return

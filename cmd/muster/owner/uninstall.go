@@ -2,7 +2,6 @@ package owner
 
 import (
 	"context"
-	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -424,12 +423,12 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 	if len(drained) > 0 {
 		busy("muster has drained "+allOf(drained)+", and not let it take pods again", "repeat the command that drained it: muster reboot, rollout reboot or upgrade kubernetes")
 	}
-	key, err := u.Dir.OwnerKey()
+	public, err := u.Dir.OwnerKeys()
 	if err != nil {
 		return err
 	}
 	for i := range enrolled {
-		if action := u.ordered(key, &enrolled[i]); action != "" {
+		if action := u.ordered(public, &enrolled[i]); action != "" {
 			busy(fmt.Sprintf("%s has the order %q, which is not over", enrolled[i].Name, action), "repeat that command to wait for its end, or wait until the order expires")
 		}
 	}
@@ -437,12 +436,12 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 }
 
 // ordered returns the action of a machine's order that it may still begin, or executes; empty: there is none.
-func (u *uninstaller) ordered(key ed25519.PrivateKey, n *v1alpha1.AttestedNode) ownerorder.Action {
+func (u *uninstaller) ordered(public attest.OwnerKeys, n *v1alpha1.AttestedNode) ownerorder.Action {
 	now := time.Now()
-	if s, o := executing(u.Dir, key, n, now); s != nil {
+	if s, o := executing(u.Dir, public, n, now); s != nil {
 		return o.Action
 	}
-	s, err := pending(u.Dir, key, n, now)
+	s, err := pending(u.Dir, public, n, now)
 	if err != nil || s == nil { // a machine that is shut out or has not joined gets no orders
 		return ""
 	}

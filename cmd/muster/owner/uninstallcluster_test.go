@@ -185,7 +185,7 @@ func (r *removal) install(t *testing.T) {
 		admin,
 	)
 	if _, err := r.kube.InstallChart(ctx, clusterapi.Values{
-		OwnerPublicKey: strings.Repeat("A", 43) + "=", JoinserviceImage: imageOf("joinservice", "1"), KMSImage: imageOf("kms", "1"),
+		OwnerKeys: []string{strings.Repeat("A", 43) + "="}, JoinserviceImage: imageOf("joinservice", "1"), KMSImage: imageOf("kms", "1"),
 	}, slog.New(slog.DiscardHandler)); err != nil {
 		t.Fatal(err)
 	}

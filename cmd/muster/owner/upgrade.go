@@ -2,12 +2,11 @@ package owner
 
 import (
 	"context"
-	"crypto/ed25519"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -25,8 +24,10 @@ import (
 type UpgradeConfig struct {
 	// Dir is the owner's folder; the backup goes there.
 	Dir *ownerdir.Dir
-	// Values are the changes; the release keeps the other values. The owner's key is added.
+	// Values are the changes; the release keeps the other values. The owner's keys are added.
 	Values clusterapi.Values
+	// OwnerKeys are the owner's keys that the services accept; nil: those of the folder.
+	OwnerKeys attest.OwnerKeys
 	// AllowDowngrade allows an older chart. Definitions then stay unchanged.
 	AllowDowngrade bool
 	// Patience is how long the services may take to become ready after the upgrade.
@@ -168,16 +169,14 @@ func (u *upgrader) look(ctx context.Context) error {
 	if err := mustList(ctx, u.Dir, u.kube, u.init.policy); err != nil {
 		return err
 	}
-	key, err := u.Dir.OwnerKey()
-	if err != nil {
-		return err
-	}
-	public, ok := key.Public().(ed25519.PublicKey)
-	if !ok {
-		return errors.New("the owner's key is no Ed25519 key")
+	public := u.OwnerKeys
+	if public == nil {
+		if public, err = u.Dir.OwnerKeys(); err != nil {
+			return err
+		}
 	}
 	v := u.Values
-	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(public)
+	v.OwnerKeys = slices.Sorted(slices.Values(public.Strings())) // another order would restart the services
 	u.values = u.kube.NextValues(u.last, v)
 	plan, err := u.kube.Plan(ctx, u.last, u.values, u.definitions, u.Log)
 	if errors.Is(err, clusterapi.ErrIncompatible) {

@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 const (
@@ -207,7 +208,7 @@ func (u *upgrading) run(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				o, err := s.Genuine(u.public, on)
+				o, err := s.Genuine(attest.OwnerKeys{u.public}, on)
 				if err != nil || o.Action != ownerorder.ActionUpgradeKubernetes || o.Args[ownerorder.ArgVersion] != after {
 					t.Errorf("%s: %s: %v", name, s.Text, err)
 					return

@@ -50,7 +50,7 @@ const runningNode = "w1"
 func newRunner(t *testing.T) *runner {
 	t.Helper()
 	r := &runner{lifecycle: newLifecycle(t), ca: attesttest.NewCA(t), root: t.TempDir()}
-	r.image = &metadata.Image{OwnerKey: r.public}
+	r.image = &metadata.Image{OwnerKeys: attest.OwnerKeys{r.public}}
 	r.m = attesttest.NewMachine(t, r.ca, attesttest.Options{SecureBoot: true})
 	r.policy = attesttest.ParsedPolicy(t, r.ca, []*attesttest.Machine{r.m})
 	r.m.LockTo(r.cluster)
@@ -287,7 +287,7 @@ func TestANodeWithoutAnOwnerIsNotVerified(t *testing.T) {
 	if s.Record == nil || s.Machine != "" || !strings.Contains(remedy(s.Err), "ownerKey") {
 		t.Errorf("%+v", s)
 	}
-	r.image = &metadata.Image{OwnerKey: r.public}
+	r.image = &metadata.Image{OwnerKeys: attest.OwnerKeys{r.public}}
 	t.Cleanup(r.obeys(t, nil))
 	r.accepted(t)
 }

@@ -206,7 +206,7 @@ func (s *fixture) kubeconfig(t *testing.T, account string) string {
 	return path
 }
 
-func owner() string { return "--owner-key=" + base64.StdEncoding.EncodeToString(shared.Public) }
+func owner() string { return "--owner-keys=" + base64.StdEncoding.EncodeToString(shared.Public) }
 
 // anySerial is the flag of a service whose image accepts policies of any serial.
 func (s *fixture) anySerial(t *testing.T) string {

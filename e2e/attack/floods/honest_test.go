@@ -173,7 +173,7 @@ func csr(t *testing.T, template *x509.CertificateRequest) []byte {
 type presented struct{}
 
 func (presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
-	policy, err := attest.OpenPolicy(shared.Public, c.SignedPolicy())
+	policy, err := attest.OpenPolicy(attest.OwnerKeys{shared.Public}, c.SignedPolicy())
 	if err != nil {
 		return attest.Appraisal{}, err
 	}

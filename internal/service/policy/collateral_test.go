@@ -24,7 +24,7 @@ func TestTheEndsOfCollateralAreAMetric(t *testing.T) {
 		t.Fatal(err)
 	}
 	o, registry := newOwner(t), prometheus.NewRegistry()
-	s, err := policy.New(policy.Config{Owner: o.public, Log: slog.New(slog.DiscardHandler), Metrics: registry})
+	s, err := policy.New(policy.Config{Owner: attest.OwnerKeys{o.public}, Log: slog.New(slog.DiscardHandler), Metrics: registry})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -17,6 +17,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -56,8 +57,8 @@ type Report struct {
 
 // Config lists what a Store needs. All fields are required unless their comments say otherwise.
 type Config struct {
-	// Owner is the public key that policies are signed with.
-	Owner ed25519.PublicKey
+	// Owner has the public keys of which one signs each policy.
+	Owner attest.OwnerKeys
 	// Lowest is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	Lowest  uint64
 	Log     *slog.Logger
@@ -68,7 +69,7 @@ type Config struct {
 
 // Store holds the policy in force. It is safe for concurrent use.
 type Store struct {
-	owner    ed25519.PublicKey
+	owner    attest.OwnerKeys
 	lowest   uint64 // of this machine's image
 	log      *slog.Logger
 	inForce  atomic.Pointer[InForce]
@@ -100,11 +101,11 @@ type metrics struct {
 
 // New returns a Store without a policy, or an error that names the missing field of cfg.
 func New(cfg Config) (*Store, error) {
-	if len(cfg.Owner) != ed25519.PublicKeySize {
-		return nil, fmt.Errorf("policy: the owner's public key has %d bytes, want %d", len(cfg.Owner), ed25519.PublicKeySize)
+	if slices.ContainsFunc(cfg.Owner, func(k ed25519.PublicKey) bool { return len(k) != ed25519.PublicKeySize }) {
+		return nil, fmt.Errorf("policy: a public key of the owner has not %d bytes", ed25519.PublicKeySize)
 	}
-	if cfg.Log == nil || cfg.Metrics == nil {
-		return nil, errors.New("policy: log and metrics are required")
+	if len(cfg.Owner) == 0 || cfg.Log == nil || cfg.Metrics == nil {
+		return nil, errors.New("policy: owner, log and metrics are required")
 	}
 	m := metrics{
 		generation: prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_policy_generation", Help: "Generation of the AttestationPolicy in force; 0: none is."}),

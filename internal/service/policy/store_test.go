@@ -44,7 +44,7 @@ func newOwner(t *testing.T) *owner {
 
 func (o *owner) store(t *testing.T) *policy.Store {
 	t.Helper()
-	s, err := policy.New(policy.Config{Owner: o.public, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
+	s, err := policy.New(policy.Config{Owner: attest.OwnerKeys{o.public}, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -101,6 +101,53 @@ func TestAJudgeAppliesThePolicyInForceNow(t *testing.T) {
 	expect(attestv1.Reason_REASON_NOT_READY)
 }
 
+// B7: the serials of all keys are one sequence, so the key that is being replaced can't bring back what the new one has replaced.
+func TestPoliciesOfTwoKeysHaveOneSequenceOfSerials(t *testing.T) {
+	before := newOwner(t)
+	after, stranger := *before, *before
+	var err error
+	if after.public, after.private, err = ed25519.GenerateKey(nil); err != nil {
+		t.Fatal(err)
+	}
+	if stranger.public, stranger.private, err = ed25519.GenerateKey(nil); err != nil {
+		t.Fatal(err)
+	}
+	s, err := policy.New(policy.Config{Owner: attest.OwnerKeys{before.public, after.public}, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, step := range []struct {
+		by     *owner
+		serial uint64
+		want   attestv1.Reason
+	}{
+		{before, 4, attestv1.Reason_REASON_ACCEPTED},
+		{&stranger, 5, attestv1.Reason_REASON_POLICY_SIGNATURE},
+		{&after, 3, attestv1.Reason_REASON_POLICY_INVALID},
+		{&after, 5, attestv1.Reason_REASON_ACCEPTED},
+		{before, 4, attestv1.Reason_REASON_POLICY_INVALID},
+		{before, 6, attestv1.Reason_REASON_ACCEPTED}, // until the old key is dropped
+		{&after, 5, attestv1.Reason_REASON_POLICY_INVALID},
+		{&after, 7, attestv1.Reason_REASON_ACCEPTED},
+	} {
+		s.Set(step.by.object(t, int64(i+1), step.serial))
+		if r, _ := s.Latest(); attest.ReasonOf(r.Err) != step.want {
+			t.Errorf("step %d: %v, want %s", i, r.Err, attest.ReasonName(step.want))
+		}
+	}
+	// A service that starts again knows the serial by the status, whichever key signed.
+	again, err := policy.New(policy.Config{Owner: attest.OwnerKeys{before.public, after.public}, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	old := before.object(t, 9, 6)
+	old.Status.Serial = 7
+	again.Set(old)
+	if r, _ := again.Latest(); attest.ReasonOf(r.Err) != attestv1.Reason_REASON_POLICY_INVALID {
+		t.Errorf("after a restart: %v", r.Err)
+	}
+}
+
 func TestNoEvidenceIsCheckedWithoutAPolicy(t *testing.T) {
 	o := newOwner(t)
 	s := o.store(t)
@@ -145,7 +192,7 @@ func TestALowerSerialIsNotForgottenByARestart(t *testing.T) {
 // A provider that restores all control planes restores the status too (B7).
 func TestAPolicyBelowTheLowestSerialOfTheImageAdmitsNobody(t *testing.T) {
 	o := newOwner(t)
-	s, err := policy.New(policy.Config{Owner: o.public, Lowest: 5, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
+	s, err := policy.New(policy.Config{Owner: attest.OwnerKeys{o.public}, Lowest: 5, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -215,10 +262,10 @@ func TestAChangeOfStatusAloneIsNoNews(t *testing.T) {
 
 func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 	o := newOwner(t)
-	good := policy.Config{Owner: o.public, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()}
+	good := policy.Config{Owner: attest.OwnerKeys{o.public}, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()}
 	for name, change := range map[string]func(*policy.Config){
 		"without an owner": func(c *policy.Config) { c.Owner = nil },
-		"with half a key":  func(c *policy.Config) { c.Owner = o.public[:16] },
+		"with half a key":  func(c *policy.Config) { c.Owner = attest.OwnerKeys{o.public[:16]} },
 		"without a log":    func(c *policy.Config) { c.Log = nil },
 		"without metrics":  func(c *policy.Config) { c.Metrics = nil },
 	} {

@@ -52,7 +52,7 @@ type Spec struct {
 	Release      kube.Release // of the clusters: its tags are in the configuration
 	Preinstalled []string     // of Kube: those in the image's /usr/local/bin besides containerd
 	EKRoots      []byte       // PEM: the CAs of TPMs, for image.yaml
-	OwnerKey     string       // base64 Ed25519 public key for image.yaml; may be empty
+	OwnerKeys    string       // base64 Ed25519 public keys for image.yaml, with commas between; may be empty
 	Mirror       string       // host:port of the registry mirror
 	Validity     string       // certificateValidityPeriod of kubeadm's certificates, as "8m"; empty: a year
 	Audit        bool         // API servers log every request, at [AuditLog]
@@ -163,8 +163,8 @@ func (b *builder) imageYAML(s Spec, vars *strings.Replacer) {
 		return
 	}
 	conf["ekRoots"] = string(s.EKRoots)
-	if s.OwnerKey != "" {
-		conf["ownerKey"] = s.OwnerKey
+	if s.OwnerKeys != "" {
+		conf["ownerKeys"] = strings.Split(s.OwnerKeys, ",")
 	} else {
 		conf["insecure"] = map[string]any{"noOwnerKey": true}
 	}

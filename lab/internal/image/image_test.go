@@ -90,7 +90,7 @@ func TestTheManifestSaysWhatFirmwareWillFind(t *testing.T) {
 func TestTheOwnersKeyAndTheRootsAreMeasuredConfiguration(t *testing.T) {
 	s := spec(t)
 	_, plain := build(t, s)
-	s.OwnerKey = "b3duZXI="
+	s.OwnerKeys = "b3duZXI=,bmV4dA=="
 	img, keyed := build(t, s)
 	a, err := plain.Measurements()
 	if err != nil {
@@ -110,16 +110,17 @@ func TestTheOwnersKeyAndTheRootsAreMeasuredConfiguration(t *testing.T) {
 		t.Fatal(err)
 	}
 	var conf struct {
-		Kind, OwnerKey, EKRoots string
-		StateDisk               struct{ Mode string }
-		Kubeadm                 struct {
+		Kind, EKRoots string
+		OwnerKeys     []string
+		StateDisk     struct{ Mode string }
+		Kubeadm       struct {
 			ClusterConfiguration struct{ DNS struct{ ImageTag string } }
 		}
 	}
 	if err := yaml.Unmarshal(raw, &conf); err != nil {
 		t.Fatal(err)
 	}
-	if conf.Kind != "ImageConfiguration" || conf.OwnerKey != s.OwnerKey || conf.EKRoots != string(roots) || conf.StateDisk.Mode != "plain" ||
+	if conf.Kind != "ImageConfiguration" || strings.Join(conf.OwnerKeys, ",") != s.OwnerKeys || conf.EKRoots != string(roots) || conf.StateDisk.Mode != "plain" ||
 		conf.Kubeadm.ClusterConfiguration.DNS.ImageTag != kube.CoreDNSTag {
 		t.Errorf("%s", raw)
 	}

@@ -8,6 +8,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"crypto/sha256"
+	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -57,13 +58,11 @@ func Kept() []string { return slices.Clone(kept) }
 type Config struct {
 	// Root is the machine's root.
 	Root string
-	// Owner is the owner's key, for which backups are encrypted.
-	Owner ed25519.PublicKey
 	// Cluster and Node are the cluster's ID and the node's name.
 	Cluster keys.ClusterID
 	Node    string
-	// State returns what the cluster says of itself.
-	State func(context.Context) (backup.State, error)
+	// State returns what the cluster says of itself, and the owner's key for which a backup is encrypted.
+	State func(context.Context) (backup.State, ed25519.PublicKey, error)
 	// Snapshot writes a snapshot of this machine's etcd, after it has asked whether there is room for so many bytes.
 	Snapshot func(ctx context.Context, caCert, caKey []byte, room func(size int64) error, w io.Writer) error
 	// Keep is how many backups stay.
@@ -101,7 +100,7 @@ func (m *Maker) Make(ctx context.Context) (stored backup.Stored, err error) {
 	defer func() { err = errors.Join(err, unlock()) }()
 	at := m.cfg.Now().UTC().Truncate(time.Second)
 	// The state comes first: the snapshot is at least as new, and a copy with a higher epoch was made after it.
-	state, err := m.cfg.State(ctx)
+	state, to, err := m.cfg.State(ctx)
 	if err != nil {
 		return stored, fmt.Errorf("the cluster's state: %w", err)
 	}
@@ -130,11 +129,11 @@ func (m *Maker) Make(ctx context.Context) (stored backup.Stored, err error) {
 	if err != nil {
 		return stored, err
 	}
-	stored = backup.Stored{Name: backup.Name(m.cfg.Node, at), TakenAt: at}
-	// K5: for the owner of the image, whom nobody can change while it runs.
+	stored = backup.Stored{Name: backup.Name(m.cfg.Node, at), TakenAt: at, OwnerKey: base64.StdEncoding.EncodeToString(to)}
+	// K5: for a key of the image's owner, which nobody can change while it runs.
 	err = m.place(&stored, func(w io.Writer) error {
 		manifest := backup.Manifest{ClusterID: m.cfg.Cluster.String(), Node: m.cfg.Node, TakenAt: at, State: state}
-		return backup.Write(w, m.cfg.Owner, authority.Signer(), manifest, small, io.LimitReader(interruptible(ctx, snapshot), size), size, sum)
+		return backup.Write(w, to, authority.Signer(), manifest, small, io.LimitReader(interruptible(ctx, snapshot), size), size, sum)
 	})
 	if err != nil {
 		return backup.Stored{}, err

@@ -56,9 +56,9 @@ func newPlane(t *testing.T) *plane {
 	}
 	p := &plane{t: t, owner: owner, snapshot: database("one"), size: 100}
 	p.cfg = Config{
-		Root: t.TempDir(), Owner: public, Cluster: keys.ClusterID{1}, Node: "node1", Keep: 2, Now: time.Now, Log: slog.New(slog.DiscardHandler),
-		State: func(context.Context) (backup.State, error) {
-			return backup.State{Epoch: 4, Cluster: json.RawMessage("{}")}, p.fails
+		Root: t.TempDir(), Cluster: keys.ClusterID{1}, Node: "node1", Keep: 2, Now: time.Now, Log: slog.New(slog.DiscardHandler),
+		State: func(context.Context) (backup.State, ed25519.PublicKey, error) {
+			return backup.State{Epoch: 4, Cluster: json.RawMessage("{}")}, public, p.fails
 		},
 		Snapshot: func(_ context.Context, caCert, caKey []byte, room func(int64) error, w io.Writer) error {
 			if string(caCert) != "etcd/ca.crt" || string(caKey) != "etcd/ca.key" {
@@ -154,7 +154,7 @@ func TestABackupHasWhatNewControlPlanesNeed(t *testing.T) {
 	if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", st, err)
 	}
-	id, err := backup.Identity(p.owner)
+	id, err := backup.Identity([]ed25519.PrivateKey{p.owner})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -168,7 +168,7 @@ func TestAMemoryTakesNoOlderPolicy(t *testing.T) {
 		m, newest, digest := &Memory{}, uint64(0), byte(0)
 		for range rapid.IntRange(1, 30).Draw(rt, "policies") {
 			serial, d, keep := rapid.Uint64Range(1, 5).Draw(rt, "serial"), rapid.ByteRange(1, 2).Draw(rt, "digest"), rapid.Bool().Draw(rt, "keep")
-			err := m.Newest(journal.Policy{OwnerKey: journal.Hex(owner), Serial: serial, Digest: []byte{d}}, keep)
+			err := m.Newest(journal.Policy{OwnerKey: journal.Hex(owner), Serial: serial, Digest: []byte{d}}, attest.OwnerKeys{owner}, keep)
 			fits := serial > newest || serial == newest && d == digest
 			if (err == nil) != fits || err != nil && ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
 				rt.Fatalf("serial %d, digest %d after %d, %d: %v", serial, d, newest, digest, err)
@@ -179,7 +179,7 @@ func TestAMemoryTakesNoOlderPolicy(t *testing.T) {
 		}
 	})
 	m := &Memory{}
-	if err := errors.Join(m.Newest(journal.Policy{OwnerKey: journal.Hex(owner), Serial: 9}, true), m.Newest(journal.Policy{OwnerKey: journal.Hex(other), Serial: 1}, true)); err != nil {
+	if err := errors.Join(m.Newest(journal.Policy{OwnerKey: journal.Hex(owner), Serial: 9}, attest.OwnerKeys{owner}, true), m.Newest(journal.Policy{OwnerKey: journal.Hex(other), Serial: 1}, attest.OwnerKeys{other}, true)); err != nil {
 		t.Errorf("another owner's serials are none of the first one's: %v", err)
 	}
 }

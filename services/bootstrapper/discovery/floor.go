@@ -14,8 +14,8 @@ import (
 //
 // The initramfs can't read the journal before the disk is open, so it may have accepted an old policy that the owner signed, and with it a joinservice
 // that the owner has removed since. The initramfs calls this function too, before anything of the disk runs: later the attester may accept newer
-// policies.
-func Accepted(root string, journaled *journal.Policy) error {
+// policies. owner has the keys of the image.
+func Accepted(root string, journaled *journal.Policy, owner attest.OwnerKeys) error {
 	attested, err := policyIn(root, journal.AttesterPolicy)
 	if err != nil {
 		return err
@@ -24,12 +24,12 @@ func Accepted(root string, journaled *journal.Policy) error {
 	if err != nil || unlocked == nil {
 		return err
 	}
-	return NotOlder(newer(journaled, attested), *unlocked) // J2
+	return NotOlder(newer(journaled, attested, owner), *unlocked, owner) // J2
 }
 
 // Recall returns the newest policy that this machine has accepted, for its journal; nil: none. Like [Accepted], but it compares only with the journal,
 // which only its caller writes.
-func Recall(root string, journaled *journal.Policy) (*journal.Policy, error) {
+func Recall(root string, journaled *journal.Policy, owner attest.OwnerKeys) (*journal.Policy, error) {
 	attested, err := policyIn(root, journal.AttesterPolicy)
 	if err != nil {
 		return nil, err
@@ -39,11 +39,11 @@ func Recall(root string, journaled *journal.Policy) (*journal.Policy, error) {
 		return nil, err
 	}
 	if unlocked != nil {
-		if err := NotOlder(journaled, *unlocked); err != nil { // J2
+		if err := NotOlder(journaled, *unlocked, owner); err != nil { // J2
 			return nil, err
 		}
 	}
-	return newer(newer(journaled, attested), unlocked), nil
+	return newer(newer(journaled, attested, owner), unlocked, owner), nil
 }
 
 func policyIn(root, path string) (*journal.Policy, error) {
@@ -54,12 +54,29 @@ func policyIn(root, path string) (*journal.Policy, error) {
 	return rec.Policy, nil
 }
 
-// newer returns the newer of two policies; nil is older than all. Of two owners' policies it returns the first.
-func newer(a, b *journal.Policy) *journal.Policy {
-	if a == nil || b != nil && bytes.Equal(a.OwnerKey, b.OwnerKey) && b.Serial > a.Serial {
+// newer returns the newer of two policies; nil is older than all. Of two owners' policies it returns that of the image's owner, or else the first.
+func newer(a, b *journal.Policy, owner attest.OwnerKeys) *journal.Policy {
+	switch {
+	case a == nil:
+		return b
+	case b == nil:
+		return a
+	case compared(*a, *b, owner) && b.Serial > a.Serial, !compared(*a, *b, owner) && owner.Has(b.OwnerKey):
 		return b
 	}
 	return a
+}
+
+// compared reports whether the serials of two policies are of one sequence: that of one key, or that of all keys of the image. So the key that is being
+// replaced can't bring back what the new one has replaced. A key that the image no longer has bounds nothing any more: if it was disclosed, it may have
+// signed the highest serial there is.
+func compared(a, b journal.Policy, owner attest.OwnerKeys) bool {
+	return bytes.Equal(a.OwnerKey, b.OwnerKey) || owner.Has(a.OwnerKey) && owner.Has(b.OwnerKey) // B7
+}
+
+// Same reports whether p, which is not older than the known policy, is that policy; nil: none is known.
+func Same(known *journal.Policy, p journal.Policy, owner attest.OwnerKeys) bool {
+	return known != nil && compared(*known, p, owner) && known.Serial == p.Serial
 }
 
 // Floor keeps the newest accepted policy in a file, beside one that another process keeps.
@@ -73,17 +90,17 @@ type Floor struct {
 }
 
 // Newest is for [Verification]. A policy with keep is on the disk when it returns nil.
-func (f Floor) Newest(p journal.Policy, keep bool) error {
+func (f Floor) Newest(p journal.Policy, owner attest.OwnerKeys, keep bool) error {
 	rec, err := f.File.Load()
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
 	}
-	known := newer(f.Known, rec.Policy)
-	if err := NotOlder(known, p); err != nil || !keep {
+	known := newer(f.Known, rec.Policy, owner)
+	if err := NotOlder(known, p, owner); err != nil || !keep {
 		return err
 	}
-	if known != nil && bytes.Equal(known.OwnerKey, p.OwnerKey) && known.Serial == p.Serial {
-		return nil // the same policy
+	if Same(known, p, owner) {
+		return nil
 	}
 	return f.File.Save(journal.Record{Policy: &p})
 }

@@ -14,6 +14,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
+// image has the owner's keys of an image: those of the owners 1 and 2 of [policyOf].
+var image = attest.OwnerKeys{bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)}
+
 // policyOf returns the policy of an owner with that serial; 0: none.
 func policyOf(owner byte, serial uint64, digest byte) *journal.Policy {
 	if serial == 0 {
@@ -37,7 +40,12 @@ func TestADiskThatWasOpenedUnderAnOlderPolicyIsNotUsed(t *testing.T) {
 		"newer":                                   {policyOf(1, 5, 1), policyOf(1, 6, 1), policyOf(1, 7, 1), 7},
 		"opened by a recovery":                    {policyOf(1, 5, 1), policyOf(1, 6, 1), nil, 6},
 		"a machine that accepted none":            {nil, nil, policyOf(1, 2, 1), 2},
-		"another owner's serials":                 {policyOf(1, 5, 1), nil, policyOf(2, 1, 1), 5},
+		"another owner's serials":                 {policyOf(3, 5, 1), nil, policyOf(2, 1, 1), 1},
+		"older, by the image's other key":         {policyOf(2, 5, 1), nil, policyOf(1, 4, 1), 0},
+		"older than the attester's other key's":   {policyOf(1, 3, 1), policyOf(2, 5, 1), policyOf(1, 4, 1), 0},
+		"the same serial, by the other key":       {policyOf(2, 5, 1), nil, policyOf(1, 5, 2), 0},
+		"newer, by the image's other key":         {policyOf(1, 5, 1), policyOf(1, 6, 1), policyOf(2, 7, 1), 7},
+		"a key that the image has dropped":        {policyOf(3, 9, 1), policyOf(1, 6, 1), policyOf(2, 7, 1), 7},
 	} {
 		t.Run(name, func(t *testing.T) {
 			root := t.TempDir()
@@ -46,21 +54,21 @@ func TestADiskThatWasOpenedUnderAnOlderPolicyIsNotUsed(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			err := Accepted(root, tt.journaled)
+			err := Accepted(root, tt.journaled, image)
 			if tt.want == 0 {
 				if attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
 					t.Errorf("got %v", err)
 				}
 				return
 			}
-			got, rerr := Recall(root, tt.journaled)
+			got, rerr := Recall(root, tt.journaled, image)
 			if err = errors.Join(err, rerr); err != nil || got.Serial != tt.want {
 				t.Errorf("got %+v, %v, want serial %d", got, err, tt.want)
 			}
 		})
 	}
 	root := t.TempDir()
-	if got, err := Recall(root, nil); got != nil || err != nil || Accepted(root, nil) != nil {
+	if got, err := Recall(root, nil, image); got != nil || err != nil || Accepted(root, nil, image) != nil {
 		t.Errorf("nothing was accepted: %+v, %v", got, err)
 	}
 	for _, path := range []string{journal.AttesterPolicy, journal.UnlockPolicy} {
@@ -71,8 +79,8 @@ func TestADiskThatWasOpenedUnderAnOlderPolicyIsNotUsed(t *testing.T) {
 		if err := os.WriteFile(at, []byte("{}"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		_, err := Recall(root, nil)
-		for _, err := range []error{err, Accepted(root, nil)} {
+		_, err := Recall(root, nil, image)
+		for _, err := range []error{err, Accepted(root, nil, image)} {
 			if attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_LOCKED {
 				t.Errorf("%s is damaged: %v", path, err)
 			}
@@ -96,7 +104,8 @@ func TestAFloorOutlivesItsProcess(t *testing.T) {
 		for range rapid.IntRange(1, 30).Draw(rt, "policies") {
 			f := Floor{File: journal.Open(file.Path()), Known: policyOf(1, known, 1)}
 			serial, d, keep := rapid.Uint64Range(1, 5).Draw(rt, "serial"), rapid.ByteRange(1, 2).Draw(rt, "digest"), rapid.Bool().Draw(rt, "keep")
-			err := f.Newest(*policyOf(1, serial, d), keep)
+			owner := rapid.ByteRange(1, 2).Draw(rt, "key") // whichever key of the image signs
+			err := f.Newest(*policyOf(owner, serial, d), image, keep)
 			fits := serial > newest || serial == newest && d == digest
 			if (err == nil) != fits || err != nil && attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
 				rt.Fatalf("serial %d, digest %d after %d, %d: %v", serial, d, newest, digest, err)

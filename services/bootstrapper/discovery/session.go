@@ -52,7 +52,7 @@ func Open(ctx context.Context, cfg SessionConfig, endpoint string, first net.Con
 			s.mu.Lock()
 			s.peers = append(s.peers, p)
 			s.mu.Unlock()
-			cfg.Log.InfoContext(ctx, "joinservice verified", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", cfg.Verification.OwnerKey != nil)
+			cfg.Log.InfoContext(ctx, "joinservice verified", "endpoint", endpoint, "peer", p.Machine().String(), "policy_serial", p.Appraisal().PolicySerial, "by_owner_key", len(cfg.Verification.OwnerKeys) > 0)
 		},
 	})
 	if err != nil {

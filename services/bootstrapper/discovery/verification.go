@@ -16,21 +16,33 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Verification makes the verifiers of joinservices. A joinservice presents its cluster's signed policy with its evidence. A machine with the owner's
-// public key accepts a joinservice that this policy accepts and lists as a control plane (A7). Serials only increase: an older policy could accept a
+// Verification makes the verifiers of joinservices. A joinservice presents its cluster's policy, signed with one of the owner's keys, with its evidence. A
+// machine with that public key accepts a joinservice that this policy accepts and lists as a control plane (A7). Serials only increase: an older policy could accept a
 // machine that the owner has since removed. A machine without the key accepts no joinservice, unless its image sets insecure.noOwnerKey: then it accepts
 // a machine that booted the same as itself, under the EK roots of its image.
 type Verification struct {
-	OwnerKey    ed25519.PublicKey // nil: unknown
-	NoOwnerKey  bool              // as in [metadata.Image]
+	OwnerKeys   attest.OwnerKeys // nil: unknown; see [OwnerKeys]
+	NoOwnerKey  bool             // as in [metadata.Image]
 	EKRoots     []*x509.Certificate
 	Bank        tpm.Bank
 	PCRs        PCRReader
 	NewVerifier func([]*x509.Certificate) (attest.Verifier, error)
 	// Lowest is the least serial that a policy may have, as in [metadata.Image]; 0: any.
 	Lowest uint64
-	// Newest refuses a policy that is older than the newest accepted one, and stores it if keep.
-	Newest func(p journal.Policy, keep bool) error
+	// Newest refuses a policy that is older than the newest accepted one, and stores it if keep. owner is OwnerKeys.
+	Newest func(p journal.Policy, owner attest.OwnerKeys, keep bool) error
+}
+
+// OwnerKeys returns the owner's keys that a machine with this image and journal obeys: those of the image. With insecure.noOwnerKey they are those of an
+// earlier image, under which it joined; nil: there are none.
+func OwnerKeys(image *metadata.Image, rec journal.Record) (keys attest.OwnerKeys) {
+	if len(image.OwnerKeys) > 0 || !image.NoOwnerKey {
+		return image.OwnerKeys
+	}
+	for _, k := range rec.OwnerKeys {
+		keys = append(keys, ed25519.PublicKey(k))
+	}
+	return keys
 }
 
 // PCRReader reads this machine's own PCRs, which need no proof.
@@ -40,8 +52,8 @@ type PCRReader interface {
 
 // Of returns the verifier and the appraiser of joinservices whose node lock is in that state.
 func (j Verification) Of(ctx context.Context, lock attest.Lock) (attest.Verifier, attest.Appraiser, error) {
-	if j.OwnerKey != nil {
-		o := ownersPolicy{key: j.OwnerKey, newVerifier: j.NewVerifier, lock: lock, lowest: j.Lowest, newest: j.Newest}
+	if len(j.OwnerKeys) > 0 {
+		o := ownersPolicy{owner: j.OwnerKeys, newVerifier: j.NewVerifier, lock: lock, lowest: j.Lowest, newest: j.Newest}
 		v, err := j.NewVerifier(nil) // for its formats; each evidence has its own roots
 		if err != nil {
 			return nil, nil, err
@@ -74,13 +86,13 @@ func (j Verification) Of(ctx context.Context, lock attest.Lock) (attest.Verifier
 
 // ownersPolicy verifies and appraises by the policy that comes with the evidence, if the owner signed it.
 type ownersPolicy struct {
-	key         ed25519.PublicKey
+	owner       attest.OwnerKeys
 	newVerifier func([]*x509.Certificate) (attest.Verifier, error)
 	lock        attest.Lock
 	formats     []attestv1.Format
 	lowest      uint64
 	// newest refuses policies that are older than the accepted one, and stores p if keep.
-	newest func(p journal.Policy, keep bool) error
+	newest func(p journal.Policy, owner attest.OwnerKeys, keep bool) error
 }
 
 // Formats implements [attest.Verifier].
@@ -110,37 +122,37 @@ func (o ownersPolicy) Appraise(_ context.Context, c attest.Claims) (attest.Appra
 		return attest.Appraisal{}, err
 	}
 	// The policy is on the disk before it is relied on, so that a crash can't bring the old one back.
-	if err := o.newest(o.name(c.SignedPolicy(), p), true); err != nil {
+	if err := o.newest(name(c.SignedPolicy(), p), o.owner, true); err != nil {
 		return attest.Appraisal{}, err
 	}
 	return a, nil
 }
 
-func (o ownersPolicy) name(s *attestv1.SignedPolicy, p *attest.Policy) journal.Policy {
+func name(s *attestv1.SignedPolicy, p *attest.Policy) journal.Policy {
 	sum := sha256.Sum256(s.GetPolicy())
-	return journal.Policy{OwnerKey: journal.Hex(o.key), Serial: p.Serial(), Digest: sum[:]}
+	return journal.Policy{OwnerKey: journal.Hex(p.Signer()), Serial: p.Serial(), Digest: sum[:]}
 }
 
 func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 	if s == nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the joinservice presents no policy")
 	}
-	p, err := attest.OpenPolicy(o.key, s)
+	p, err := attest.OpenPolicy(o.owner, s)
 	if err != nil {
 		return nil, err
 	}
 	if p.Serial() < o.lowest { // B7
 		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, and this machine's image accepts %d or more (lowestPolicySerial): the cluster was set back, or needs a policy with a higher serial", p.Serial(), o.lowest)
 	}
-	return p, o.newest(o.name(s, p), false)
+	return p, o.newest(name(s, p), o.owner, false)
 }
 
 // StateFolder holds the journal and the state disk's folder.
 const StateFolder = "/var/lib/muster"
 
-// NotOlder returns an error if p is older than the newest known policy of the same owner; nil: none is known.
-func NotOlder(known *journal.Policy, p journal.Policy) error {
-	if known == nil || !bytes.Equal(known.OwnerKey, p.OwnerKey) {
+// NotOlder returns an error if p is older than the newest known policy of the same owner, who has the keys; nil: none is known.
+func NotOlder(known *journal.Policy, p journal.Policy, owner attest.OwnerKeys) error {
+	if known == nil || !compared(*known, p, owner) {
 		return nil
 	}
 	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, remove " + StateFolder + " and reboot it"
@@ -167,10 +179,10 @@ func (m *Memory) Policy() *journal.Policy {
 }
 
 // Newest is for [Verification].
-func (m *Memory) Newest(p journal.Policy, keep bool) error {
+func (m *Memory) Newest(p journal.Policy, owner attest.OwnerKeys, keep bool) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if err := NotOlder(m.policy, p); err != nil || !keep {
+	if err := NotOlder(m.policy, p, owner); err != nil || !keep {
 		return err
 	}
 	m.policy = &p

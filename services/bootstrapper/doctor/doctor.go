@@ -123,7 +123,7 @@ func (d *doctor) files() {
 		d.Err(CheckImage, "Correct the image's configuration and build the image anew: the file is measured.", err)
 	} else {
 		d.OK(CheckImage, "valid, state disk %s", d.image.StateDisk.Mode)
-		const remedy = "Put ownerKey into the image, so that its machines verify joinservices by their owner's policy."
+		const remedy = "Put ownerKeys into the image, so that its machines verify joinservices by their owner's policy."
 		if err := d.image.KnowsOwner(); err != nil {
 			d.Err(CheckImage, remedy, err)
 		} else if d.image.NoOwnerKey {

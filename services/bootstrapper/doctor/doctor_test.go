@@ -134,11 +134,11 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		harm     func(t *testing.T, m *machine)
 	}{
 		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *machine) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
-		"an image without an owner's key": {CheckImage, checkup.Fail, "ownerKey is missing", func(t *testing.T, m *machine) {
-			m.write(t, "image.yaml", upTo(m.image, "ownerKey"))
+		"an image without an owner's key": {CheckImage, checkup.Fail, "ownerKeys is missing", func(t *testing.T, m *machine) {
+			m.write(t, "image.yaml", upTo(m.image, "ownerKeys"))
 		}},
 		"an image without an owner's key, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *machine) {
-			m.write(t, "image.yaml", upTo(m.image, "ownerKey")+"insecure: {noOwnerKey: true}\n")
+			m.write(t, "image.yaml", upTo(m.image, "ownerKeys")+"insecure: {noOwnerKey: true}\n")
 		}},
 		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not detected", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, "{mode: plain, path: /var/lib/muster/state}", "{mode: luks, path: /dev/vda, integrity: none}", 1))

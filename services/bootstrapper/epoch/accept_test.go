@@ -11,6 +11,7 @@ import (
 
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
@@ -102,7 +103,7 @@ func waiting(t *testing.T, tpm Counter, id [32]byte) (*Waiting, *recoverv1.Accep
 	do(t, err)
 	pub, priv, err := ed25519.GenerateKey(nil)
 	do(t, err)
-	w := &Waiting{Standing: s, Keeper: k, Cluster: [32]byte{1}, Machine: id, Owner: pub, Log: slog.New(slog.DiscardHandler), accepted: make(chan struct{})}
+	w := &Waiting{Standing: s, Keeper: k, Cluster: [32]byte{1}, Machine: id, Owner: attest.OwnerKeys{pub}, Log: slog.New(slog.DiscardHandler), accepted: make(chan struct{})}
 	d, err := w.DescribeEpoch(t.Context(), &recoverv1.DescribeEpochRequest{})
 	do(t, err)
 	order := ownerorder.Epoch{Cluster: w.Cluster, Machine: w.Machine, Epoch: d.GetEpoch(), DiskCounter: d.GetDiskCounter(), TPMCounter: d.GetTpmCounter(), Nonce: ownerorder.Nonce(d.GetNonce())}

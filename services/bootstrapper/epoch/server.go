@@ -2,7 +2,6 @@ package epoch
 
 import (
 	"context"
-	"crypto/ed25519"
 	"errors"
 	"log/slog"
 	"net"
@@ -30,8 +29,8 @@ type Waiting struct {
 	// Cluster and Machine identify the machine.
 	Cluster keys.ClusterID
 	Machine attest.MachineID
-	// Owner is the owner's public key; nil: the image has none, and no order is accepted.
-	Owner ed25519.PublicKey
+	// Owner has the owner's public keys; nil: the image has none, and no order is accepted.
+	Owner attest.OwnerKeys
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
 	// Calls counts connections and calls.

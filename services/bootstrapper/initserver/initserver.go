@@ -211,5 +211,5 @@ func (s *Server) checkOwner(kind journal.Kind, o *initOrder, req *initv1.InitReq
 	if o.restore != nil {
 		signed.Backup = o.restore.sha256
 	}
-	return signed.Verify(req.GetOwnerSignature(), s.node.Image.OwnerKey)
+	return signed.Verify(req.GetOwnerSignature(), s.node.Image.OwnerKeys)
 }

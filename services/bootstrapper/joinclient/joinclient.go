@@ -184,7 +184,7 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 		return err
 	}
 	err = c.node.Lock.Acquire(ctx, journal.Record{
-		Kind: journal.KindJoin, ClusterID: t.clusterID[:], Ticket: t.id, NodeName: meta.Name, DiskID: c.node.DiskID.String(), OwnerKey: journal.Hex(c.node.OwnerKey),
+		Kind: journal.KindJoin, ClusterID: t.clusterID[:], Ticket: t.id, NodeName: meta.Name, DiskID: c.node.DiskID.String(), OwnerKeys: journal.OwnerKeys(c.node.OwnerKeys),
 	})
 	if err != nil {
 		// B2: a ticket that the machine won't use is returned.

@@ -19,7 +19,10 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
+
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // These are the paths of the journal, and of two files of the same format that have only a policy. Each has one writer: the bootstrapper writes the
@@ -135,8 +138,8 @@ type Record struct {
 	// NodeName and DiskID are the names under which the machine is enrolled.
 	NodeName string `json:"nodeName,omitempty"`
 	DiskID   string `json:"diskID,omitempty"`
-	// OwnerKey is the owner's Ed25519 public key, 32 bytes, once it verified a join.
-	OwnerKey Hex `json:"ownerKey,omitempty"`
+	// OwnerKeys are the Ed25519 public keys of the image's owner at the last join, 32 bytes each.
+	OwnerKeys []Hex `json:"ownerKeys,omitempty"`
 	// Policy is the newest policy by which a joinservice was accepted; nil: none.
 	Policy *Policy `json:"policy,omitempty"`
 	// ResultSent means that an init's result was sent to a client.
@@ -147,12 +150,20 @@ type Record struct {
 
 // Policy identifies a policy that was applied, so that an older one is refused.
 type Policy struct {
-	// OwnerKey is the Ed25519 public key of its signature, 32 bytes. Serials of different owners are independent.
+	// OwnerKey is the Ed25519 public key of its signature, 32 bytes. Serials of the keys of one image are compared; those of other owners are independent.
 	OwnerKey Hex `json:"ownerKey"`
 	// Serial is the owner's serial of the policy, at least 1.
 	Serial uint64 `json:"serial"`
 	// Digest is the SHA-256 of its bytes, 32 bytes.
 	Digest Hex `json:"digest"`
+}
+
+// OwnerKeys returns the keys as a record has them.
+func OwnerKeys(keys attest.OwnerKeys) (out []Hex) {
+	for _, k := range keys {
+		out = append(out, Hex(k))
+	}
+	return out
 }
 
 // Locked reports whether the node lock was taken, or may have been (B1).
@@ -167,8 +178,8 @@ func (r Record) validate() error {
 		return fmt.Errorf("cluster ID of %d bytes", len(r.ClusterID))
 	case r.Kind.ByOwner() && (len(r.MeasurementSalt) != 32 || len(r.KeyDigest) != 32 || len(r.RequestDigest) != 32):
 		return errors.New("an init without its salt, key or request")
-	case len(r.OwnerKey) != 0 && len(r.OwnerKey) != 32:
-		return fmt.Errorf("owner's key of %d bytes", len(r.OwnerKey))
+	case len(r.OwnerKeys) > attest.MaxOwnerKeys || slices.ContainsFunc(r.OwnerKeys, func(k Hex) bool { return len(k) != 32 }):
+		return fmt.Errorf("%d owner's keys, or one that has not 32 bytes", len(r.OwnerKeys))
 	case r.Policy != nil && (len(r.Policy.OwnerKey) != 32 || r.Policy.Serial == 0 || len(r.Policy.Digest) != 32):
 		return errors.New("a policy without its owner, serial or digest")
 	}

@@ -37,7 +37,7 @@ func TestWhatIsSavedIsLoaded(t *testing.T) {
 		want := Record{
 			Step: Step(rapid.IntRange(1, len(stepNames)-1).Draw(rt, "step")), Kind: rapid.SampledFrom([]Kind{KindInit, KindJoin}).Draw(rt, "kind"),
 			ClusterID: b32("cluster"), MeasurementSalt: b32("salt"), KeyDigest: b32("key"), RequestDigest: b32("request"),
-			NodeName: rapid.String().Draw(rt, "name"), OwnerKey: b32("owner"), ResultSent: rapid.Bool().Draw(rt, "sent"),
+			NodeName: rapid.String().Draw(rt, "name"), OwnerKeys: []Hex{b32("owner"), b32("owner's next")}, ResultSent: rapid.Bool().Draw(rt, "sent"),
 			Policy: &Policy{OwnerKey: b32("policy owner"), Serial: rapid.Uint64Min(1).Draw(rt, "serial"), Digest: b32("digest")},
 		}
 		want.NodeName = strings.ToValidUTF8(want.NodeName, "")
@@ -105,7 +105,7 @@ func TestARecordThatContradictsItselfIsNotWritten(t *testing.T) {
 		"a short cluster ID":         func(r *Record) { r.ClusterID = r.ClusterID[:31] },
 		"an init without its key":    func(r *Record) { r.KeyDigest = nil },
 		"an init without its salt":   func(r *Record) { r.MeasurementSalt = nil },
-		"a short owner's key":        func(r *Record) { r.OwnerKey = Hex{1} },
+		"a short owner's key":        func(r *Record) { r.OwnerKeys = []Hex{{1}} },
 		"half a policy":              func(r *Record) { r.Policy = &Policy{Serial: 1} },
 		"a kind that does not exist": func(r *Record) { r.Kind = "other" },
 		"a step that does not exist": func(r *Record) { r.Step = 99 },

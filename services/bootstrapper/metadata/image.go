@@ -8,9 +8,7 @@
 package metadata
 
 import (
-	"crypto/ed25519"
 	"crypto/x509"
-	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
@@ -26,6 +24,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/image/layout"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
@@ -63,9 +62,9 @@ type Image struct {
 	StateDisk StateDisk
 	// TPM configures the TPM.
 	TPM TPM
-	// OwnerKey is the owner's public key; nil: the image has none.
-	OwnerKey ed25519.PublicKey
-	// NoOwnerKey is insecure: without OwnerKey, a machine accepts a joinservice on every machine that booted the same as itself, under one of EKRoots.
+	// OwnerKeys are the owner's public keys: a signature of any of them is the owner's. nil: the image has none.
+	OwnerKeys attest.OwnerKeys
+	// NoOwnerKey is insecure: without OwnerKeys, a machine accepts a joinservice on every machine that booted the same as itself, under one of EKRoots.
 	// Without both it neither joins nor becomes a first machine; see [Image.KnowsOwner].
 	NoOwnerKey bool
 	// LowestPolicySerial is the least serial that a policy of this owner may have (B7); 0: any.
@@ -147,7 +146,7 @@ type backupFile struct {
 	Keep  *int   `json:"keep,omitempty"`
 }
 
-func (f backupFile) parse(owner ed25519.PublicKey) (Backup, error) {
+func (f backupFile) parse(owner attest.OwnerKeys) (Backup, error) {
 	b := Backup{Keep: backupsKept}
 	if f.Keep != nil {
 		b.Keep = *f.Keep
@@ -162,8 +161,8 @@ func (f backupFile) parse(owner ed25519.PublicKey) (Backup, error) {
 	if b.Every, err = time.ParseDuration(f.Every); err != nil || b.Every < MinBackupEvery {
 		return b, fmt.Errorf(`backup.every: want at least %s, as in "24h", not %q`, MinBackupEvery, f.Every)
 	}
-	if owner == nil {
-		return b, errors.New("backup.every: backups are encrypted for the owner's key: write ownerKey, or remove backup")
+	if len(owner) == 0 {
+		return b, errors.New("backup.every: backups are encrypted for the owner's key: write ownerKeys, or remove backup")
 	}
 	return b, nil
 }
@@ -211,7 +210,7 @@ type imageFile struct {
 	Kind       string    `json:"kind"`
 	StateDisk  StateDisk `json:"stateDisk"`
 	TPM        TPM       `json:"tpm,omitempty"`
-	OwnerKey   string    `json:"ownerKey,omitempty"`
+	OwnerKeys  []string  `json:"ownerKeys,omitempty"`
 	EKRoots    string    `json:"ekRoots,omitempty"`
 	// LowestPolicySerial is read by the cluster's services too: internal/service.
 	LowestPolicySerial uint64     `json:"lowestPolicySerial,omitempty"`
@@ -248,21 +247,19 @@ func ParseImage(b []byte) (*Image, error) {
 	if err := img.validate(); err != nil {
 		return nil, err
 	}
-	if f.OwnerKey != "" {
-		key, err := base64.StdEncoding.Strict().DecodeString(f.OwnerKey)
-		if err != nil || len(key) != ed25519.PublicKeySize {
-			return nil, fmt.Errorf("ownerKey: want the base64 form of an Ed25519 public key of %d bytes", ed25519.PublicKeySize)
-		}
-		img.OwnerKey = key
-	}
-	if img.OwnerKey != nil && img.NoOwnerKey {
-		return nil, errors.New("insecure.noOwnerKey: there is an ownerKey, so take this out")
-	}
-	if img.OwnerKey == nil && img.LowestPolicySerial > 0 {
-		return nil, errors.New("lowestPolicySerial: it has no effect without ownerKey: write the owner's key, or remove lowestPolicySerial")
-	}
 	var err error
-	if img.Backup, err = f.Backup.parse(img.OwnerKey); err != nil {
+	if f.OwnerKeys != nil {
+		if img.OwnerKeys, err = attest.ParseOwnerKeys(f.OwnerKeys); err != nil {
+			return nil, fmt.Errorf("ownerKeys: %w", err)
+		}
+	}
+	if len(img.OwnerKeys) > 0 && img.NoOwnerKey {
+		return nil, errors.New("insecure.noOwnerKey: there are ownerKeys, so take this out")
+	}
+	if len(img.OwnerKeys) == 0 && img.LowestPolicySerial > 0 {
+		return nil, errors.New("lowestPolicySerial: it has no effect without ownerKeys: write the owner's key, or remove lowestPolicySerial")
+	}
+	if img.Backup, err = f.Backup.parse(img.OwnerKeys); err != nil {
 		return nil, err
 	}
 	roots, err := parseRoots(f.EKRoots)
@@ -319,12 +316,12 @@ func (d StateDisk) validateIntegrity() error {
 }
 
 // ErrNoOwner means that an image has no owner's key and does not set insecure.noOwnerKey.
-var ErrNoOwner = errors.New("ownerKey is missing, so a joinservice could not be distinguished from another machine that poses as one: " +
+var ErrNoOwner = errors.New("ownerKeys is missing, so a joinservice could not be distinguished from another machine that poses as one: " +
 	"put the owner's public key into image.yaml (muster key), or insecure: {noOwnerKey: true}")
 
 // KnowsOwner returns nil if the image has an owner's key or sets insecure.noOwnerKey; otherwise [ErrNoOwner].
 func (img *Image) KnowsOwner() error {
-	if img.OwnerKey == nil && !img.NoOwnerKey {
+	if len(img.OwnerKeys) == 0 && !img.NoOwnerKey {
 		return ErrNoOwner
 	}
 	return nil

@@ -1,6 +1,7 @@
 package metadata
 
 import (
+	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -44,11 +45,11 @@ func indent(s string) string { return "  " + strings.ReplaceAll(strings.TrimSpac
 const imageHead = "apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\n"
 
 func TestParseImage(t *testing.T) {
-	key := base64.StdEncoding.EncodeToString(make([]byte, 32))
+	key, next := base64.StdEncoding.EncodeToString(make([]byte, 32)), base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{1}, 32))
 	img, err := ParseImage([]byte(imageHead + `
 stateDisk: {mode: plain, path: /var/lib/muster/state}
 tpm: {device: /run/muster/tpm.sock, eventLog: /run/muster/log, bank: sha256}
-ownerKey: ` + key + `
+ownerKeys: [` + key + `, ` + next + `]
 lowestPolicySerial: 7
 backup: {every: 24h, keep: 5}
 ekRoots: |
@@ -60,7 +61,7 @@ kubeadm:
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(img.OwnerKey) != 32 || img.Backup != (Backup{Every: 24 * time.Hour, Keep: 5}) || img.LowestPolicySerial != 7 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Listen.Recover != ":9999" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
+	if !slices.Equal(img.OwnerKeys.Strings(), []string{key, next}) || img.Backup != (Backup{Every: 24 * time.Hour, Keep: 5}) || img.LowestPolicySerial != 7 || len(img.EKRoots) != 1 || img.Listen.Init != ":9000" || img.Listen.Recover != ":9999" || img.Kubeadm.CRISocket == "" || len(img.Kubeadm.ClusterConfiguration) == 0 {
 		t.Fatalf("got %+v", img)
 	}
 }
@@ -89,10 +90,10 @@ func TestAnImageKnowsItsOwnerUnlessTold(t *testing.T) {
 		err      error
 		insecure []string
 	}{
-		disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\n": {},
-		disk + "insecure: {noOwnerKey: true}\n":                                          {nil, []string{InsecureOwner}},
-		disk + "insecure: {noOwnerKey: false}\n":                                         {ErrNoOwner, nil},
-		disk:                                                                             {ErrNoOwner, nil},
+		disk + "ownerKeys: [" + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "]\n": {},
+		disk + "insecure: {noOwnerKey: true}\n":                                             {nil, []string{InsecureOwner}},
+		disk + "insecure: {noOwnerKey: false}\n":                                            {ErrNoOwner, nil},
+		disk:                                                                                {ErrNoOwner, nil},
 	} {
 		img, err := ParseImage([]byte(yaml))
 		if err != nil {
@@ -111,9 +112,9 @@ func TestAnImageIsRefused(t *testing.T) {
 		"another kind":               {"apiVersion: muster.dev/v1alpha1\nkind: Pod\n" + disk, "ImageConfiguration"},
 		"a lowest serial and no key": {imageHead + disk + "lowestPolicySerial: 7\n", "lowestPolicySerial: "},
 		"a lowest serial below 0":    {imageHead + disk + "lowestPolicySerial: -1\n", "lowestPolicySerial"},
-		"a backup every minute":      {imageHead + disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\nbackup: {every: 1m}\n", "backup.every: "},
+		"a backup every minute":      {imageHead + disk + "ownerKeys: [" + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "]\nbackup: {every: 1m}\n", "backup.every: "},
 		"a backup of no length":      {imageHead + disk + "backup: {every: daily}\n", "backup.every: "},
-		"a backup for nobody":        {imageHead + disk + "backup: {every: 24h}\n", "write ownerKey"},
+		"a backup for nobody":        {imageHead + disk + "backup: {every: 24h}\n", "write ownerKeys"},
 		"no backups kept":            {imageHead + disk + "backup: {keep: 0}\n", "backup.keep: "},
 		"too many backups kept":      {imageHead + disk + "backup: {keep: 101}\n", "backup.keep: "},
 		"an unknown field":           {imageHead + disk + "stateDisc: {}\n", "stateDisc"},
@@ -126,8 +127,10 @@ func TestAnImageIsRefused(t *testing.T) {
 		"a relative path":            {imageHead + "stateDisk: {mode: plain, path: state}\n", "stateDisk.path"},
 		"a path that climbs":         {imageHead + "stateDisk: {mode: plain, path: /a/../b}\n", "stateDisk.path"},
 		"another bank":               {imageHead + disk + "tpm: {bank: sha1}\n", "sha256"},
-		"an owner's key cut short":   {imageHead + disk + "ownerKey: AAAA\n", "ownerKey"},
-		"an owner and none":          {imageHead + disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\ninsecure: {noOwnerKey: true}\n", "insecure.noOwnerKey"},
+		"an owner's key cut short":   {imageHead + disk + "ownerKeys: [AAAA]\n", "ownerKeys"},
+		"an empty list of owners":    {imageHead + disk + "ownerKeys: []\n", "ownerKeys: want 1 to 4 keys"},
+		"one owner's key alone":      {imageHead + disk + "ownerKey: " + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "\n", "ownerKey"},
+		"an owner and none":          {imageHead + disk + "ownerKeys: [" + base64.StdEncoding.EncodeToString(make([]byte, 32)) + "]\ninsecure: {noOwnerKey: true}\n", "insecure.noOwnerKey"},
 		"an unknown switch":          {imageHead + disk + "insecure: {anything: true}\n", "anything"},
 		"roots that are no PEM":      {imageHead + disk + "ekRoots: hello\n", "ekRoots"},
 		"a root that is no CA":       {imageHead + disk + "ekRoots: |\n" + indent(rootPEM(t, false)) + "\n", "certificate authority"},

@@ -70,8 +70,8 @@ func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 	} else {
 		claim.Step = journal.StepLocking
 	}
-	if claim.OwnerKey == nil {
-		claim.OwnerKey = l.rec.OwnerKey
+	if claim.OwnerKeys == nil {
+		claim.OwnerKeys = l.rec.OwnerKeys
 	}
 	claim.Policy = l.rec.Policy
 	if err := l.save(claim); err != nil { // B1: from here on the lock is claim's in every case
@@ -133,7 +133,7 @@ func (l *Lock) Moved() (bool, error) {
 	}
 	return true, l.save(journal.Record{
 		Step: journal.StepKubeadm, Kind: journal.KindJoin, ClusterID: l.rec.ClusterID, NodeName: l.rec.NodeName, DiskID: l.rec.DiskID,
-		OwnerKey: l.rec.OwnerKey, Policy: l.rec.Policy,
+		OwnerKeys: l.rec.OwnerKeys, Policy: l.rec.Policy,
 	})
 }
 
@@ -147,15 +147,16 @@ func (l *Lock) Cleaned() error {
 	return l.Update(func(r *journal.Record) { r.Step = min(r.Step, journal.StepComponents) })
 }
 
-// NewestPolicy refuses a policy that is older than the accepted one, or another one with the same serial. With keep it stores p as accepted.
-func (l *Lock) NewestPolicy(p journal.Policy, keep bool) error {
+// NewestPolicy refuses a policy that is older than the accepted one, or another one with the same serial. With keep it stores p as accepted. The image's
+// owner has the keys.
+func (l *Lock) NewestPolicy(p journal.Policy, owner attest.OwnerKeys, keep bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := discovery.NotOlder(l.rec.Policy, p); err != nil || !keep {
+	if err := discovery.NotOlder(l.rec.Policy, p, owner); err != nil || !keep {
 		return err
 	}
-	if l.rec.Policy != nil && bytes.Equal(l.rec.Policy.OwnerKey, p.OwnerKey) && l.rec.Policy.Serial == p.Serial {
-		return nil // the same policy
+	if discovery.Same(l.rec.Policy, p, owner) {
+		return nil
 	}
 	rec := l.rec
 	rec.Policy = &p

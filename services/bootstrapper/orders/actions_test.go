@@ -9,6 +9,7 @@ import (
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 func removal(args map[string]string) func(*ownerorder.MachineOrder) {
@@ -178,7 +179,7 @@ func TestAnActionsProgramRunsOnlyByOrder(t *testing.T) {
 		for _, a := range []ownerorder.Action{ownerorder.ActionReset, ownerorder.ActionReboot} {
 			inside[a] = begun(a)
 		}
-		n.image.OwnerKey = make([]byte, 32)
+		n.image.OwnerKeys = attest.OwnerKeys{make([]byte, 32)}
 		inside["of another owner"] = begun(ownerorder.ActionReset)
 		return "", nil
 	})

@@ -180,7 +180,7 @@ func TestAnInventedRecordIsNotExecuted(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.did()
-	n.reports(s, joinv1.OrderState_ORDER_STATE_FAILED, "not signed with the owner's key")
+	n.reports(s, joinv1.OrderState_ORDER_STATE_FAILED, "not signed with a key of the owner")
 }
 
 // An action that does not end, or kills its process, does not keep the machine from its next order.

@@ -30,6 +30,7 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -342,7 +343,7 @@ func (e *Executor) waits(ctx context.Context, in order, err error) {
 }
 
 // addressee returns the owner whom this machine obeys, and what its orders have to name.
-func addressee(image *metadata.Image, load func() (journal.Record, error)) (ed25519.PublicKey, ownerorder.Addressee, error) {
+func addressee(image *metadata.Image, load func() (journal.Record, error)) (attest.OwnerKeys, ownerorder.Addressee, error) {
 	rec, err := load()
 	if err != nil {
 		return nil, ownerorder.Addressee{}, err
@@ -351,11 +352,7 @@ func addressee(image *metadata.Image, load func() (journal.Record, error)) (ed25
 	if err != nil || rec.Step != journal.StepDone || len(rec.ClusterID) != len(keys.ClusterID{}) {
 		return nil, ownerorder.Addressee{}, errors.Join(errors.New("this machine is no node yet"), err)
 	}
-	owner := image.OwnerKey
-	if owner == nil && image.NoOwnerKey && len(rec.OwnerKey) > 0 {
-		owner = ed25519.PublicKey(rec.OwnerKey)
-	}
-	return owner, ownerorder.Addressee{Cluster: keys.ClusterID(rec.ClusterID), Node: rec.NodeName, Machine: id, Disk: rec.DiskID}, nil
+	return discovery.OwnerKeys(image, rec), ownerorder.Addressee{Cluster: keys.ClusterID(rec.ClusterID), Node: rec.NodeName, Machine: id, Disk: rec.DiskID}, nil
 }
 
 // may returns nil if a genuine order may begin now.

@@ -56,7 +56,7 @@ func newNode(t *testing.T) *node {
 		t.Fatal(err)
 	}
 	n := &node{
-		t: t, root: t.TempDir(), owner: private, image: &metadata.Image{OwnerKey: public}, now: time.Date(2026, 11, 26, 12, 0, 0, 0, time.UTC), boot: "boot 1", limit: time.Minute,
+		t: t, root: t.TempDir(), owner: private, image: &metadata.Image{OwnerKeys: attest.OwnerKeys{public}}, now: time.Date(2026, 11, 26, 12, 0, 0, 0, time.UTC), boot: "boot 1", limit: time.Minute,
 		journal: journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, NodeName: "w1", ClusterID: make([]byte, 32), MachineID: attest.MachineID{2}.String(), DiskID: disk},
 	}
 	n.actions = map[ownerorder.Action]Action{
@@ -188,7 +188,7 @@ func TestAnOrderThatIsNotForThisMachineIsRefused(t *testing.T) {
 			s := n.order(1)
 			s.Signature[0] ^= 1
 			return s
-		}, says: "not signed with the owner's key"},
+		}, says: "not signed with a key of the owner"},
 		"for another machine": {order: func(n *node) ownerorder.SignedMachineOrder {
 			return n.order(1, func(o *ownerorder.MachineOrder) { o.Machine[0] ^= 1 })
 		}, says: "it is for machine"},
@@ -203,15 +203,15 @@ func TestAnOrderThatIsNotForThisMachineIsRefused(t *testing.T) {
 		"of an action that it does not know": {order: func(n *node) ownerorder.SignedMachineOrder {
 			return n.order(1, func(o *ownerorder.MachineOrder) { o.Action = "dance" })
 		}, says: `can't "dance"`},
-		"without the owner's key": {change: func(n *node) { n.image.OwnerKey = nil; n.image.NoOwnerKey = true }, says: "the owner's public key is not known here"},
+		"without the owner's key": {change: func(n *node) { n.image.OwnerKeys = nil; n.image.NoOwnerKey = true }, says: "the owner's public key is not known here"},
 		"of an owner whom only the journal names, though the image has one": {change: func(n *node) {
-			n.journal.OwnerKey = journal.Hex(n.image.OwnerKey)
+			n.journal.OwnerKeys = journal.OwnerKeys(n.image.OwnerKeys)
 			other, _, err := ed25519.GenerateKey(nil)
 			if err != nil {
 				n.t.Fatal(err)
 			}
-			n.image.OwnerKey = other
-		}, says: "not signed with the owner's key"},
+			n.image.OwnerKeys = attest.OwnerKeys{other}
+		}, says: "not signed with a key of the owner"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t)
@@ -233,10 +233,40 @@ func TestAnOrderThatIsNotForThisMachineIsRefused(t *testing.T) {
 
 func TestAnImageWithoutAnOwnerTrustsTheOneThatTheJournalNames(t *testing.T) {
 	n := newNode(t)
-	n.journal.OwnerKey, n.image.OwnerKey, n.image.NoOwnerKey = journal.Hex(n.image.OwnerKey), nil, true
+	n.journal.OwnerKeys, n.image.OwnerKeys, n.image.NoOwnerKey = journal.OwnerKeys(n.image.OwnerKeys), nil, true
 	n.deliver(n.order(1))
 	n.look()
 	n.did("doctor")
+}
+
+// B11: the times of all keys of the image are one sequence. The key that is being replaced can't have a machine do what was ordered before.
+func TestAnOlderOrderOfTheOtherKeyIsRefused(t *testing.T) {
+	n := newNode(t)
+	next, private, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.image.OwnerKeys = append(n.image.OwnerKeys, next)
+	old := n.order(1)
+	before := n.owner
+	n.owner = private
+	n.deliver(n.order(2))
+	n.look()
+	n.did("doctor")
+	n.deliver(old)
+	n.look()
+	n.did()
+	n.reports(old, joinv1.OrderState_ORDER_STATE_REFUSED, "has decided on one of")
+	n.owner = before // a later one counts
+	n.deliver(n.order(3))
+	n.look()
+	n.did("doctor")
+	n.image.OwnerKeys = attest.OwnerKeys{next} // the next image has dropped the old key
+	dropped := n.order(4)
+	n.deliver(dropped)
+	n.look()
+	n.did()
+	n.reports(dropped, joinv1.OrderState_ORDER_STATE_REFUSED, "not signed with a key of the owner")
 }
 
 // B11: a refusal is for good, also by another process and when what was wrong has been put right; and each signature of a text

@@ -79,8 +79,8 @@ func (n *Node) CheckEpoch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Only the image's owner key counts: the journal is on the disk.
-	owner := n.Image.OwnerKey
+	// Only the image's owner keys count: the journal is on the disk.
+	owner := n.Image.OwnerKeys
 	w := &epoch.Waiting{Keeper: n.epoch(), Standing: s, Cluster: [32]byte(rec.ClusterID), Machine: n.MachineID, Owner: owner, Attester: n.Attester, Calls: n.Calls, Log: n.Log}
 	if err := w.Wait(ctx, l); err != nil {
 		return err

@@ -7,7 +7,6 @@ package provision
 
 import (
 	"context"
-	"crypto/ed25519"
 	"crypto/x509"
 	"fmt"
 	"log/slog"
@@ -113,8 +112,8 @@ type Node struct {
 	Disk      disk.Disk
 	DiskID    keys.DiskID
 	MachineID attest.MachineID
-	// OwnerKey verifies the owner's signatures; nil: the owner is not known.
-	OwnerKey ed25519.PublicKey
+	// OwnerKeys verify the owner's signatures; nil: the owner is not known.
+	OwnerKeys attest.OwnerKeys
 	// Attempts records the machine's calls to joinservices, for its status.
 	Attempts discovery.Attempts
 	// Joins counts attempts to join by reason.
@@ -138,7 +137,7 @@ func New(ctx context.Context, cfg Config) (*Node, error) {
 	if cfg.Now == nil {
 		cfg.Now = time.Now
 	}
-	n := &Node{Config: cfg, OwnerKey: cfg.Image.OwnerKey}
+	n := &Node{Config: cfg}
 	misconfigured := func(err error) error {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "image configuration: %w", err)
 	}
@@ -166,9 +165,7 @@ func New(ctx context.Context, cfg Config) (*Node, error) {
 	if n.Lock, err = nodelock.Open(cfg.Journal, cfg.TPM, n.Bank, n.MachineID.String(), n.metrics.observe); err != nil {
 		return nil, err
 	}
-	if n.OwnerKey == nil && cfg.Image.NoOwnerKey { // an earlier image had the owner's key
-		n.OwnerKey = ed25519.PublicKey(n.Lock.Record().OwnerKey)
-	}
+	n.OwnerKeys = discovery.OwnerKeys(cfg.Image, n.Lock.Record())
 	n.Log = n.Log.With("machine", n.MachineID.String())
 	return n, metadata.ReportInsecure(cfg.Metrics, cfg.Image, n.Log)
 }
@@ -185,6 +182,6 @@ func (n *Node) OpenSession(ctx context.Context, endpoint string, first net.Conn)
 	}
 	return discovery.Open(ctx, discovery.SessionConfig{
 		Attester: n.Attester, Lock: lock, Dial: n.Timing.Dial, Log: n.Log,
-		Verification: discovery.Verification{OwnerKey: n.OwnerKey, NoOwnerKey: n.Image.NoOwnerKey, Lowest: n.Image.LowestPolicySerial, EKRoots: n.Image.EKRoots, Bank: n.Bank, PCRs: n.TPM, NewVerifier: n.NewVerifier, Newest: n.Lock.NewestPolicy},
+		Verification: discovery.Verification{OwnerKeys: n.OwnerKeys, NoOwnerKey: n.Image.NoOwnerKey, Lowest: n.Image.LowestPolicySerial, EKRoots: n.Image.EKRoots, Bank: n.Bank, PCRs: n.TPM, NewVerifier: n.NewVerifier, Newest: n.Lock.NewestPolicy},
 	}, endpoint, first)
 }

@@ -4,7 +4,6 @@ package reattestation
 
 import (
 	"context"
-	"crypto/ed25519"
 	"crypto/x509"
 	"errors"
 	"fmt"
@@ -241,14 +240,10 @@ func (r *Attester) once(ctx context.Context) (time.Duration, error) {
 
 // by attests to one joinservice, over a new connection, so that the recorded verdict is fresh.
 func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec journal.Record) (time.Duration, error) {
-	owner := r.cfg.Image.OwnerKey
-	if owner == nil && r.cfg.Image.NoOwnerKey && len(rec.OwnerKey) > 0 {
-		owner = ed25519.PublicKey(rec.OwnerKey)
-	}
 	client, err := discovery.Open(ctx, discovery.SessionConfig{
 		Attester: r.cfg.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: r.cfg.Timing.Dial, Log: slog.New(slog.DiscardHandler), // it would be a line for each attempt
 		Verification: discovery.Verification{
-			OwnerKey: owner, NoOwnerKey: r.cfg.Image.NoOwnerKey, Lowest: r.cfg.Image.LowestPolicySerial, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
+			OwnerKeys: discovery.OwnerKeys(r.cfg.Image, rec), NoOwnerKey: r.cfg.Image.NoOwnerKey, Lowest: r.cfg.Image.LowestPolicySerial, EKRoots: r.cfg.Image.EKRoots, Bank: r.bank, PCRs: r.cfg.TPM, NewVerifier: r.verifiers.of,
 			Newest: discovery.Floor{File: r.cfg.Policy, Known: rec.Policy}.Newest,
 		},
 	}, endpoint, first)
@@ -262,6 +257,9 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 		return 0, err
 	}
 	req.BootSecret = secret.Expose() // J11
+	for _, key := range r.cfg.Image.OwnerKeys {
+		req.OwnerKeys = append(req.OwnerKeys, key)
+	}
 	report, err := orders.Report(r.cfg.Root)
 	if err != nil {
 		r.cfg.Log.ErrorContext(ctx, "what became of the owner's order cannot be reported", "err", err)

@@ -169,7 +169,7 @@ func newFixtureOf(t testing.TB, a attest.Attester, appraiser func() (attest.Veri
 		t.Fatal(err)
 	}
 	log := slog.New(slog.NewJSONHandler(w.logged, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	w.server, err = New(Config{DiskID: id, OwnerKey: ownerKey.Public().(ed25519.PublicKey), Try: w.lock.try, Attester: a, Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: w.metrics, Log: log})
+	w.server, err = New(Config{DiskID: id, OwnerKeys: attest.OwnerKeys{ownerKey.Public().(ed25519.PublicKey)}, Try: w.lock.try, Attester: a, Challenges: atls.NewChallengeQueue(), Calls: calls, Metrics: w.metrics, Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,7 +11,6 @@ package recovery
 
 import (
 	"context"
-	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -60,13 +59,13 @@ const (
 // Limits have lower rates than those of a service in the cluster: the only caller is the machine's owner.
 var Limits = atls.Limits{SetUp: 256, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20, ConnBytes: 16 << 10}
 
-// Config lists what a Server needs. All fields but one of OwnerKey and NoOwnerKey are required.
+// Config lists what a Server needs. All fields but one of OwnerKeys and NoOwnerKey are required.
 type Config struct {
 	// DiskID names this machine's state disk.
 	DiskID keys.DiskID
-	// OwnerKey is the owner's public key, which verifies requests (B1).
-	OwnerKey ed25519.PublicKey
-	// NoOwnerKey is insecure, and required if there is no OwnerKey: then requests are not signed, and a client with the disk's key chooses its cluster.
+	// OwnerKeys are the owner's public keys, which verify requests (B1).
+	OwnerKeys attest.OwnerKeys
+	// NoOwnerKey is insecure, and required if there are no OwnerKeys: then requests are not signed, and a client with the disk's key chooses its cluster.
 	NoOwnerKey bool
 	// Try opens the disk with a key. Its error wraps [ErrWrongKey] if the key is wrong, and [ErrOpen] if the disk was open; all others are faults of the
 	// disk. This package never calls it twice at a time; it has to order calls from elsewhere itself.
@@ -106,8 +105,8 @@ func New(cfg Config) (*Server, error) {
 	if cfg.DiskID.String() == "" || cfg.Try == nil || cfg.Attester == nil || cfg.Challenges == nil || cfg.Calls == nil || cfg.Metrics == nil || cfg.Log == nil {
 		return nil, errors.New("recovery: DiskID, Try, Attester, Challenges, Calls, Metrics and Log are required")
 	}
-	if (cfg.OwnerKey == nil) != cfg.NoOwnerKey {
-		return nil, errors.New("recovery: want either OwnerKey or NoOwnerKey")
+	if (len(cfg.OwnerKeys) == 0) != cfg.NoOwnerKey {
+		return nil, errors.New("recovery: want either OwnerKeys or NoOwnerKey")
 	}
 	s := &Server{
 		cfg: cfg, queue: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, grace: grace, nonce: ownerorder.NewNonce(), recovered: make(chan struct{}),
@@ -164,7 +163,7 @@ func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, str
 // recover notifies the caller of the progress with its key. A caller may read late or never, so another goroutine tries the key: a call that is tried,
 // or has a place in the queue, waits for no client.
 func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, notify func(recoverv1.State) error) error {
-	r, err := ownerorder.ParseRecovery(req, s.cfg.DiskID, s.nonce, s.cfg.OwnerKey)
+	r, err := ownerorder.ParseRecovery(req, s.cfg.DiskID, s.nonce, s.cfg.OwnerKeys)
 	if err != nil {
 		return err
 	}

@@ -99,7 +99,7 @@ func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
 // An image without an owner's key verifies no request: insecure, and reported as such.
 func TestWithoutAnOwnersKeyTheKeyAloneOpens(t *testing.T) {
 	w := newFixture(t)
-	w.server.cfg.OwnerKey, w.server.cfg.NoOwnerKey = nil, true
+	w.server.cfg.OwnerKeys, w.server.cfg.NoOwnerKey = nil, true
 	if _, err := w.recover(t.Context(), w.from("127.0.0.1"), signed(rightKey, diskID, cluster, ed25519.NewKeyFromSeed(make([]byte, 32))), nil); err != nil {
 		t.Error(err)
 	}
@@ -390,7 +390,7 @@ func TestSecretsLeaveNoTrace(t *testing.T) {
 	req := request()
 	key := req.GetDiskKey()
 	id, _ := keys.ParseDiskID(diskID)
-	if _, err := ownerorder.ParseRecovery(req, id, bootNonce, ownerKey.Public().(ed25519.PublicKey)); err != nil {
+	if _, err := ownerorder.ParseRecovery(req, id, bootNonce, attest.OwnerKeys{ownerKey.Public().(ed25519.PublicKey)}); err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(key, make([]byte, 32)) || req.GetDiskKey() != nil {
@@ -437,7 +437,7 @@ func TestNewSaysWhatIsMissing(t *testing.T) {
 	for name, change := range map[string]func(*Config){
 		"DiskID": func(c *Config) { c.DiskID = keys.DiskID{} }, "Try": func(c *Config) { c.Try = nil }, "Attester": func(c *Config) { c.Attester = nil },
 		"Challenges": func(c *Config) { c.Challenges = nil }, "Calls": func(c *Config) { c.Calls = nil }, "Metrics": func(c *Config) { c.Metrics = nil }, "Log": func(c *Config) { c.Log = nil },
-		"OwnerKey": func(c *Config) { c.OwnerKey = nil }, "an OwnerKey and none": func(c *Config) { c.NoOwnerKey = true },
+		"OwnerKeys": func(c *Config) { c.OwnerKeys = nil }, "OwnerKeys and none": func(c *Config) { c.NoOwnerKey = true },
 		"metrics twice": func(*Config) {},
 	} {
 		cfg := good

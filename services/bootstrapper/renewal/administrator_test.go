@@ -24,6 +24,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -197,7 +198,7 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 		"with nothing in it":             {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations[ownerorder.Annotation] = "" }},
 		"without it":                     {change: func(r *certificatesv1.CertificateSigningRequest) { r.Annotations = nil }},
 		"where the image names no owner": {image: func(c *Config) { c.Owner = nil }, left: true},
-		"where the image names another":  {image: func(c *Config) { c.Owner = other.Public().(ed25519.PublicKey) }},
+		"where the image names another":  {image: func(c *Config) { c.Owner = attest.OwnerKeys{other.Public().(ed25519.PublicKey)} }},
 		"filed by an administrator, for him": {want: true, change: func(r *certificatesv1.CertificateSigningRequest) {
 			r.Spec.Username, r.Spec.Groups = "kubernetes-admin", []string{admins}
 		}},
@@ -224,7 +225,7 @@ func TestAnOwnersOrderIsVerifiedByWhoSigns(t *testing.T) {
 			if tt.change != nil {
 				tt.change(r)
 			}
-			cfg := Config{Root: root, Kubeadm: image, Cluster: ours, Owner: public, Now: func() time.Time { return now }, Log: slog.New(slog.DiscardHandler)}
+			cfg := Config{Root: root, Kubeadm: image, Cluster: ours, Owner: attest.OwnerKeys{public}, Now: func() time.Time { return now }, Log: slog.New(slog.DiscardHandler)}
 			if tt.image != nil {
 				tt.image(&cfg)
 			}

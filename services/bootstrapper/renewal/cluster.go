@@ -2,7 +2,6 @@ package renewal
 
 import (
 	"context"
-	"crypto/ed25519"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -31,6 +30,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Cluster is the part of the API that a renewal uses.
@@ -79,18 +79,18 @@ type cluster struct {
 	node string
 	// holder is who holds the lease.
 	holder string
-	owner  ed25519.PublicKey
+	owner  attest.OwnerKeys
 	log    *slog.Logger
 	close  func()
 }
 
 // Connect returns the cluster with the rights of this control plane's admin.conf. It uses the machine's own API server, which a network attacker can't
 // impersonate, or, while that does not answer, the address in admin.conf.
-func Connect(root, node string, owner ed25519.PublicKey, log *slog.Logger) (Cluster, error) {
+func Connect(root, node string, owner attest.OwnerKeys, log *slog.Logger) (Cluster, error) {
 	return connect(root, node, owner, log)
 }
 
-func connect(root, node string, owner ed25519.PublicKey, log *slog.Logger) (*cluster, error) {
+func connect(root, node string, owner attest.OwnerKeys, log *slog.Logger) (*cluster, error) {
 	config, err := kubeconfig(root, "admin.conf")
 	if err != nil {
 		return nil, err

@@ -161,15 +161,11 @@ func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History,
 // facts reads the policy, and all enrollments and disks.
 func (c *cluster) facts(ctx context.Context) (facts, error) {
 	var f facts
-	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestationpolicies", v1alpha1.PolicyName).DoRaw(ctx)
+	p, err := c.policy(ctx)
 	if err != nil && !apierrors.IsNotFound(err) {
 		return f, err
 	}
 	if err == nil {
-		var p v1alpha1.AttestationPolicy
-		if err := json.Unmarshal(text, &p); err != nil {
-			return f, fmt.Errorf("AttestationPolicy: %w", err)
-		}
 		f.policy = sha256.Sum256([]byte(p.Spec.Policy + p.Spec.Signature))
 		f.serial = c.serial(p)
 	}
@@ -196,13 +192,29 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 	return f, err
 }
 
-// serial returns the serial of a policy that the owner signed; 0: there is none, or the owner is not known.
-func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
+func (c *cluster) policy(ctx context.Context) (p v1alpha1.AttestationPolicy, err error) {
+	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestationpolicies", v1alpha1.PolicyName).DoRaw(ctx)
+	if err != nil {
+		return p, err
+	}
+	if err := json.Unmarshal(text, &p); err != nil {
+		return p, fmt.Errorf("AttestationPolicy: %w", err)
+	}
+	return p, nil
+}
+
+// open verifies that the owner signed the policy.
+func (c *cluster) open(p v1alpha1.AttestationPolicy) (*attest.Policy, error) {
 	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
 	if err != nil {
-		return 0
+		return nil, fmt.Errorf("AttestationPolicy: spec.signature is no base64: %w", err)
 	}
-	policy, err := attest.OpenPolicy(c.owner, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
+	return attest.OpenPolicy(c.owner, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
+}
+
+// serial returns the serial of a policy that the owner signed; 0: there is none, or the owner is not known.
+func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
+	policy, err := c.open(p)
 	if err != nil {
 		return 0
 	}

@@ -187,11 +187,13 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	must(t, err, api.Namespace(ctx, clusterinfo.Namespace), api.InstallCRDs(ctx))
 	public, private, err := ed25519.GenerateKey(nil)
 	must(t, err)
+	next, nextPrivate, err := ed25519.GenerateKey(nil)
+	must(t, err)
 	var planes []Cluster
 	for _, name := range []string{"node1", "node2"} {
 		must(t, os.WriteFile(filepath.Join(root, folder, "admin.conf"), text, 0o600), os.WriteFile(filepath.Join(root, folder, "controller-manager.conf"), text, 0o600),
 			api.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
-		c, err := Connect(root, name, public, slog.New(slog.DiscardHandler))
+		c, err := Connect(root, name, attest.OwnerKeys{public, next}, slog.New(slog.DiscardHandler))
 		must(t, err)
 		t.Cleanup(c.Close)
 		planes = append(planes, c)
@@ -218,6 +220,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 		{"nothing", func() error { return nil }, 0, 0, nil},
 		{"a policy", func() error { policy.Spec = sign(4, private); return api.Client.Create(ctx, policy) }, 1, 4, nil},
 		{"a newer one", func() error { policy.Spec = sign(5, private); return api.Client.Update(ctx, policy) }, 1, 5, nil},
+		{"one of the owner's next key", func() error { policy.Spec = sign(6, nextPrivate); return api.Client.Update(ctx, policy) }, 1, 6, nil},
 		{"one that the owner did not sign", func() error { policy.Spec = sign(9, other); return api.Client.Update(ctx, policy) }, 1, 0, nil},
 		{"an enrollment", func() error { return api.Client.Create(ctx, node) }, 1, 0, nil},
 		{"its label", func() error { node.Labels = map[string]string{"a": "b"}; return api.Client.Update(ctx, node) }, 0, 0, nil},

@@ -2,7 +2,6 @@ package renewal
 
 import (
 	"context"
-	"crypto/ed25519"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -20,6 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -44,8 +44,8 @@ type Config struct {
 	Kubeadm kubeadmapi.ClusterConfiguration
 	// Cluster is the ID of the cluster that the machine is locked to.
 	Cluster keys.ClusterID
-	// Owner is the owner's public key in the image; nil: there is none, and no order is accepted.
-	Owner ed25519.PublicKey
+	// Owner has the owner's public keys in the image; nil: there is none, and no order is accepted.
+	Owner attest.OwnerKeys
 	// Epoch keeps what this machine knows of the cluster's epoch.
 	Epoch Keeper
 	// Connect returns the cluster, with the current administrator's kubeconfig on the disk.

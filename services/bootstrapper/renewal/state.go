@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/json"
+	"fmt"
 	"log/slog"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -11,16 +12,46 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/backup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// State returns what the cluster says of itself to a control plane that makes a backup. owner may be nil: then the serial of the policy is not known.
-func State(ctx context.Context, root, node string, owner ed25519.PublicKey, log *slog.Logger) (backup.State, error) {
+// State returns what the cluster says of itself to a control plane that makes a backup, and the owner's key for which that is encrypted: of an image's
+// several keys the one that signed the policy in force, so that neither a key that is not used yet nor one that is not used any more can read it.
+func State(ctx context.Context, root, node string, owner attest.OwnerKeys, log *slog.Logger) (backup.State, ed25519.PublicKey, error) {
 	c, err := connect(root, node, owner, log)
 	if err != nil {
-		return backup.State{}, err
+		return backup.State{}, nil, err
 	}
 	defer c.Close()
-	return c.state(ctx)
+	to, err := c.recipient(ctx)
+	if err != nil {
+		return backup.State{}, nil, err
+	}
+	s, err := c.state(ctx)
+	return s, to, err
+}
+
+func (c *cluster) recipient(ctx context.Context) (ed25519.PublicKey, error) {
+	if len(c.owner) == 1 {
+		return c.owner[0], nil
+	}
+	p, err := c.policy(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return c.signerOf(p)
+}
+
+// signerOf returns the owner's key that signed a policy, unless a newer policy was in force: whoever writes to the API could have put an older one back.
+func (c *cluster) signerOf(p v1alpha1.AttestationPolicy) (ed25519.PublicKey, error) {
+	opened, err := c.open(p)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("for which of the owner's keys a backup is encrypted depends on the policy: %w", err)
+	case opened.Serial() < uint64(max(p.Status.Serial, 0)):
+		return nil, fmt.Errorf("for which of the owner's keys a backup is encrypted depends on the policy: its serial is %d, and %d was in force", opened.Serial(), p.Status.Serial)
+	}
+	return opened.Signer(), nil
 }
 
 func (c *cluster) state(ctx context.Context) (s backup.State, err error) {

@@ -2,7 +2,6 @@ package rotation
 
 import (
 	"context"
-	"crypto/ed25519"
 	"crypto/x509"
 	"errors"
 	"fmt"
@@ -84,7 +83,8 @@ func (p Peers) from(ctx context.Context, endpoint string, rec journal.Record, ke
 	if err != nil {
 		return nil, err
 	}
-	known, err := discovery.Recall(p.Root, rec.Policy)
+	owner := discovery.OwnerKeys(p.Image, rec)
+	known, err := discovery.Recall(p.Root, rec.Policy, owner)
 	if err != nil {
 		return nil, err
 	}
@@ -97,16 +97,14 @@ func (p Peers) from(ctx context.Context, endpoint string, rec journal.Record, ke
 		return nil, err
 	}
 	defer first.Close()
-	owner := p.Image.OwnerKey
-	if owner == nil && p.Image.NoOwnerKey && len(rec.OwnerKey) > 0 {
-		owner = ed25519.PublicKey(rec.OwnerKey)
-	}
 	session, err := discovery.Open(ctx, discovery.SessionConfig{
 		Attester: p.Attester, Lock: attest.LockedTo([32]byte(rec.ClusterID)), Dial: dialTime, Log: p.Log,
 		Verification: discovery.Verification{
-			OwnerKey: owner, NoOwnerKey: p.Image.NoOwnerKey, Lowest: p.Image.LowestPolicySerial, EKRoots: p.Image.EKRoots, Bank: bank, PCRs: p.TPM, NewVerifier: p.NewVerifier,
+			OwnerKeys: owner, NoOwnerKey: p.Image.NoOwnerKey, Lowest: p.Image.LowestPolicySerial, EKRoots: p.Image.EKRoots, Bank: bank, PCRs: p.TPM, NewVerifier: p.NewVerifier,
 			// The attester keeps the newest policy: this process only compares.
-			Newest: func(policy journal.Policy, _ bool) error { return discovery.NotOlder(known, policy) },
+			Newest: func(policy journal.Policy, owner attest.OwnerKeys, _ bool) error {
+				return discovery.NotOlder(known, policy, owner)
+			},
 		},
 	}, endpoint, first)
 	if err != nil {

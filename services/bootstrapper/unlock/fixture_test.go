@@ -172,7 +172,7 @@ func newFixture(t testing.TB) *fixture {
 	}
 	w := &fixture{
 		t: t, ca: ca, machine: attesttest.NewMachine(t, ca, attesttest.Options{}), owner: priv, disk: &volume{state: disk.StateLocked}, log: &buffer{},
-		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKey: pub, EKRoots: ca.Roots()},
+		image:  &metadata.Image{StateDisk: metadata.StateDisk{Mode: "luks", Path: "/dev/vda"}, TPM: metadata.TPM{Bank: "sha256"}, OwnerKeys: attest.OwnerKeys{pub}, EKRoots: ca.Roots()},
 		meta:   metadata.Machine{Name: "node2", Role: "worker", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}},
 		screen: filepath.Join(t.TempDir(), "console"), appraisedBy: journal.Open(filepath.Join(t.TempDir(), "policy")), root: t.TempDir(), desired: component.DesiredFile(filepath.Join(t.TempDir(), "desired")),
 		planes: []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})},

@@ -133,7 +133,7 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 		// The machine's cluster is in the journal on the disk. The cluster in the joinservice's answer is compared with the lock of its own machine.
 		Lock: attest.AnyLock(),
 		Verification: discovery.Verification{
-			OwnerKey: s.cfg.Image.OwnerKey, NoOwnerKey: s.cfg.Image.NoOwnerKey, Lowest: s.cfg.Image.LowestPolicySerial, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
+			OwnerKeys: s.cfg.Image.OwnerKeys, NoOwnerKey: s.cfg.Image.NoOwnerKey, Lowest: s.cfg.Image.LowestPolicySerial, EKRoots: s.cfg.Image.EKRoots, Bank: s.bank, PCRs: s.cfg.TPM, NewVerifier: s.cfg.NewVerifier, Newest: s.memory.Newest,
 		},
 	}, endpoint, first)
 	if err != nil {

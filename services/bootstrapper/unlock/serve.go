@@ -80,7 +80,7 @@ const grace = 2 * time.Second
 func recoverBy(cfg Config, challenges *admission.Queue, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
 	return func(ctx context.Context, id keys.DiskID, try Try) error {
 		s, err := recovery.New(recovery.Config{
-			DiskID: id, OwnerKey: cfg.Image.OwnerKey, NoOwnerKey: cfg.Image.OwnerKey == nil && cfg.Image.NoOwnerKey, Attester: cfg.Attester, Challenges: challenges, Calls: calls, Metrics: registry, Log: cfg.Log,
+			DiskID: id, OwnerKeys: cfg.Image.OwnerKeys, NoOwnerKey: len(cfg.Image.OwnerKeys) == 0 && cfg.Image.NoOwnerKey, Attester: cfg.Attester, Challenges: challenges, Calls: calls, Metrics: registry, Log: cfg.Log,
 			Try: func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
 				err := try(ctx, key, cluster)
 				switch {

@@ -300,11 +300,11 @@ func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 			return w.cluster(attesttest.NewMachine(w.t, w.ca, attesttest.Options{}), w.owner, attesttest.ControlPlanes(w.planes...))
 		}, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 		"without an owner's key: one that booted something else": {func(t *testing.T, w *fixture) *joinservice {
-			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			w.image.OwnerKeys, w.image.NoOwnerKey = nil, true
 			return w.cluster(attesttest.NewMachine(t, w.ca, attesttest.Options{Image: "other"}), w.owner)
 		}, attestv1.Reason_REASON_POLICY_REFUSED},
 		"without an owner's key: one that booted the same": {func(_ *testing.T, w *fixture) *joinservice {
-			w.image.OwnerKey, w.image.NoOwnerKey = nil, true
+			w.image.OwnerKeys, w.image.NoOwnerKey = nil, true
 			return w.cluster(w.like(), w.owner)
 		}, 0},
 	} {

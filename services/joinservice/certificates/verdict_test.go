@@ -25,7 +25,7 @@ func inForce(t *testing.T) *policy.Store {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := policy.New(policy.Config{Owner: public, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
+	s, err := policy.New(policy.Config{Owner: attest.OwnerKeys{public}, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,7 +47,7 @@ func TestARenewalNeedsARecentVerdictUnderThePolicyInForce(t *testing.T) {
 	refused := verdict(0, 2, 4)
 	refused.LastVerdict.Accepted, refused.LastVerdict.Reason = false, "POLICY_REFUSED"
 	p := inForce(t)
-	without, err := policy.New(policy.Config{Owner: make(ed25519.PublicKey, ed25519.PublicKeySize), Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
+	without, err := policy.New(policy.Config{Owner: attest.OwnerKeys{make(ed25519.PublicKey, ed25519.PublicKeySize)}, Log: slog.New(slog.DiscardHandler), Metrics: prometheus.NewRegistry()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -87,7 +87,7 @@ func takeVerdict(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStatu
 	}
 	n := next.DeepCopy()
 	s.LastVerdict, s.PolicyGeneration, s.PolicySerial = n.LastVerdict, n.PolicyGeneration, n.PolicySerial
-	s.EvidenceDigest, s.PCRs, s.AKName, s.EKPublic, s.Candidate = n.EvidenceDigest, n.PCRs, n.AKName, n.EKPublic, n.Candidate
+	s.EvidenceDigest, s.PCRs, s.AKName, s.EKPublic, s.Candidate, s.OwnerKeys = n.EvidenceDigest, n.PCRs, n.AKName, n.EKPublic, n.Candidate, n.OwnerKeys
 	if n.Certificates != nil { // those of its kubelet, which may differ from those of the ticket
 		s.Certificates = n.Certificates
 	}

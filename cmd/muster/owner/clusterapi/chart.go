@@ -36,12 +36,21 @@ const maxHistory = 10
 
 // Values are the values of the chart. None is secret (K3).
 type Values struct {
-	// OwnerPublicKey is the Ed25519 public key in base64.
-	OwnerPublicKey string
+	// OwnerKeys are the Ed25519 public keys in base64.
+	OwnerKeys []string
 	// JoinserviceImage and KMSImage are references by digest.
 	JoinserviceImage, KMSImage string
 	// More is merged below the fields above; may be nil.
 	More map[string]any
+}
+
+// anys returns a list in the form in which helm has values.
+func anys(list []string) []any {
+	out := make([]any, len(list))
+	for i, s := range list {
+		out[i] = s
+	}
+	return out
 }
 
 // With returns v with one more of the chart's values, section.name.
@@ -78,7 +87,7 @@ func (v Values) tree() map[string]any {
 		}
 		out[name] = merged
 	}
-	section("owner", map[string]any{"publicKey": v.OwnerPublicKey})
+	section("owner", map[string]any{"publicKeys": anys(v.OwnerKeys)})
 	section("joinservice", map[string]any{"image": v.JoinserviceImage})
 	section("kms", map[string]any{"image": v.KMSImage})
 	return out
@@ -249,7 +258,7 @@ func CheckValues(v Values) error {
 	if err != nil {
 		return err
 	}
-	v.OwnerPublicKey = base64.StdEncoding.EncodeToString(make([]byte, 32))
+	v.OwnerKeys = []string{base64.StdEncoding.EncodeToString(make([]byte, 32))}
 	_, err = util.ToRenderValues(chart, v.tree(), chartcommon.ReleaseOptions{Name: release, Namespace: Namespace}, nil)
 	return err
 }

@@ -57,7 +57,7 @@ func TestTheChartIsAppliedThoughConnectionsBreak(t *testing.T) {
 const mostCuts = 5
 
 var values = Values{
-	OwnerPublicKey:   strings.Repeat("A", 43) + "=",
+	OwnerKeys:        []string{strings.Repeat("A", 43) + "="},
 	JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
 }
 

@@ -13,7 +13,7 @@ import (
 
 func TestValuesThatNobodyNamesStay(t *testing.T) {
 	last := &releasev1.Release{Config: map[string]any{
-		"owner": map[string]any{"publicKey": "a"}, "joinservice": map[string]any{"image": "old", "nodePort": 31000}, "kms": map[string]any{"image": "old"},
+		"owner": map[string]any{"publicKeys": []any{"a"}}, "joinservice": map[string]any{"image": "old", "nodePort": 31000}, "kms": map[string]any{"image": "old"},
 	}}
 	got := (&Client{}).NextValues(last, Values{KMSImage: "new", More: map[string]any{"networkPolicy": map[string]any{"enabled": false}}})
 	want := []Change{{Name: "kms.image", From: "old", To: "new"}, {Name: "networkPolicy.enabled", To: "false"}}
@@ -28,6 +28,13 @@ func TestValuesThatNobodyNamesStay(t *testing.T) {
 	}
 	if changed := changes("", last.Config, (&Client{}).NextValues(last, Values{})); len(changed) > 0 {
 		t.Errorf("without a change: %+v", changed)
+	}
+	if changed := changes("", last.Config, (&Client{}).NextValues(last, Values{OwnerKeys: []string{"a"}})); len(changed) > 0 {
+		t.Errorf("with the same owner's key: %+v", changed)
+	}
+	changed := changes("", last.Config, (&Client{}).NextValues(last, Values{OwnerKeys: []string{"a", "b"}}))
+	if want := []Change{{Name: "owner.publicKeys", From: "[a]", To: "[a b]"}}; !slices.Equal(changed, want) {
+		t.Errorf("with another owner's key: %+v", changed)
 	}
 }
 

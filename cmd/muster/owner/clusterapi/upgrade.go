@@ -61,10 +61,7 @@ func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
 	if next == nil {
 		next = have
 	}
-	section := func(name, key, value string) {
-		if value == "" {
-			return
-		}
+	section := func(name, key string, value any) {
 		s, _ := next[name].(map[string]any)
 		s = maps.Clone(s)
 		if s == nil {
@@ -73,9 +70,15 @@ func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
 		s[key] = value
 		next[name] = s
 	}
-	section("owner", "publicKey", v.OwnerPublicKey)
-	section("joinservice", "image", v.JoinserviceImage)
-	section("kms", "image", v.KMSImage)
+	if len(v.OwnerKeys) > 0 {
+		next["owner"] = map[string]any{"publicKeys": anys(v.OwnerKeys)}
+	}
+	if v.JoinserviceImage != "" {
+		section("joinservice", "image", v.JoinserviceImage)
+	}
+	if v.KMSImage != "" {
+		section("kms", "image", v.KMSImage)
+	}
 	return next
 }
 

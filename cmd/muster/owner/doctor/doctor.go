@@ -223,19 +223,16 @@ func (d *doctor) skew(check, whose string, diff, slack time.Duration) {
 
 // ownerKey compares the folder's key with the services', and the cluster's policy with both.
 func (d *doctor) ownerKey(ctx context.Context) error {
-	key, err := d.dir.OwnerKey()
+	public, err := d.dir.OwnerKeys()
 	if err != nil {
 		return nil //nolint:nilerr // the folder's check has reported it
-	}
-	public, err := owner.PublicKey(key)
-	if err != nil {
-		return err
 	}
 	const other = "Use the folder of the owner who initialized this cluster. docs/operate.md says what to do if it is lost."
 	if d.release != nil {
 		values, _ := d.release.Config["owner"].(map[string]any)
-		if have, _ := values["publicKey"].(string); have != base64.StdEncoding.EncodeToString(public) {
-			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster know another owner's key")
+		have, _ := values["publicKeys"].([]any)
+		if !slices.Contains(have, any(public.Strings()[0])) { // the one that signs
+			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster know another owner's key, and not the one that this folder signs with")
 		}
 	}
 	p, err := d.kube.Policy(ctx)
@@ -278,7 +275,7 @@ func (d *doctor) known(ctx context.Context) error {
 	return nil
 }
 
-func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public []byte, other string) {
+func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKeys, other string) {
 	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
 	var inForce *attest.Policy
 	if err == nil {

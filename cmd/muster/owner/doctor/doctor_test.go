@@ -132,10 +132,9 @@ func newPatient(t *testing.T) *patient {
 	} {
 		try(t, shared.Client.Create(ctx, o))
 	}
-	public, err := owner.PublicKey(key)
-	try(t, err)
+	public := key.Public().(ed25519.PublicKey)
 	_, err = p.kube.InstallChart(ctx, clusterapi.Values{
-		OwnerPublicKey:   base64.StdEncoding.EncodeToString(public),
+		OwnerKeys:        []string{base64.StdEncoding.EncodeToString(public)},
 		JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
 	}, slog.New(slog.DiscardHandler))
 	try(t, err)

@@ -2,7 +2,6 @@ package doctor
 
 import (
 	"context"
-	"crypto/ed25519"
 	"crypto/subtle"
 	"fmt"
 	"log/slog"
@@ -73,8 +72,8 @@ func (d *doctor) derived() {
 	if id := root.ClusterID(s.MeasurementSalt); id.String() != c.ClusterID {
 		d.Add(CheckClusterID, checkup.Fail, otherFolder, "root-secret, salt and measurement-salt lead to cluster %s, and cluster.json names %s", id, c.ClusterID)
 	}
-	if key, err := d.dir.OwnerKey(); err == nil {
-		if public, ok := key.Public().(ed25519.PublicKey); !ok || ownerdir.OwnerID(public) != c.OwnerID {
+	if r, err := d.dir.KeyRotation(); err == nil {
+		if ownerdir.OwnerID(r.Signs) != c.OwnerID {
 			d.Add(CheckClusterID, checkup.Fail, otherFolder, "owner.key is not the key of the owner that cluster.json names")
 		}
 	}

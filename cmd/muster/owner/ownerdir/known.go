@@ -3,7 +3,6 @@ package ownerdir
 import (
 	"bytes"
 	"cmp"
-	"crypto/ed25519"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -109,7 +108,7 @@ type KnownFormer struct {
 }
 
 // Open verifies the owner's signature and returns the policy. It refuses with POLICY_SIGNATURE or POLICY_INVALID.
-func (p KnownPolicy) Open(owner ed25519.PublicKey) (*attest.Policy, error) {
+func (p KnownPolicy) Open(owner attest.OwnerKeys) (*attest.Policy, error) {
 	return attest.OpenPolicy(owner, &attestv1.SignedPolicy{Policy: []byte(p.JSON), Signature: p.Signature})
 }
 
@@ -177,7 +176,7 @@ func (d *Dir) remember(k, had *Known) error {
 
 // Older lists what is older in seen than in k: such a cluster was restored to an earlier state (B7). Each item is a
 // sentence.
-func (k *Known) Older(seen *Known, owner ed25519.PublicKey) ([]string, error) {
+func (k *Known) Older(seen *Known, owner attest.OwnerKeys) ([]string, error) {
 	if k.Version == 0 {
 		return nil, nil
 	}

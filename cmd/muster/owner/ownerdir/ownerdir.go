@@ -1,6 +1,7 @@
 // Package ownerdir keeps in one folder what the owner of a cluster must not lose. These are its files:
 //
 //	owner.key         Ed25519 private key that signs policies (PKCS #8, PEM)
+//	owner-*.key       the next, the previous and earlier ones, if it is rotated (muster rotate owner-key)
 //	root-secret       root of all keys of the cluster
 //	salt              salt of all derivations from it
 //	init-secret       the secret that the first machine requires
@@ -377,19 +378,6 @@ func (d *Dir) Secrets() (Secrets, error) {
 		}
 	}
 	return s, nil
-}
-
-// OwnerKey reads the key that signs policies.
-func (d *Dir) OwnerKey() (ed25519.PrivateKey, error) {
-	b, err := d.Read(ownerKeyFile)
-	if err != nil {
-		return nil, err
-	}
-	k, err := parseKey(b)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", d.File(ownerKeyFile), err)
-	}
-	return k, nil
 }
 
 // OwnerID identifies an owner: SHA-256 of the public key, in hexadecimal digits.

@@ -433,7 +433,7 @@ type InitRequest struct {
 	// use these names; joining machines get the same list (B9).
 	Images []string `protobuf:"bytes,13,rep,name=images,proto3" json:"images,omitempty"`
 	// The owner's Ed25519 signature (RFC 8032), 64 bytes, with the key whose public half is
-	// the image's ownerKey: over "muster init v1", 0x00, and then the following, each with
+	// the image's ownerKeys: over "muster init v1", 0x00, and then the following, each with
 	// its length as 4 bytes before it, big-endian: "init" or "adopt", the cluster ID that
 	// is derived from root_secret, salt and measurement_salt, and the machine's ID. A wrong
 	// one is refused with OWNER_SIGNATURE. An image with insecure.noOwnerKey accepts any.

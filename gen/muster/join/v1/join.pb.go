@@ -647,7 +647,11 @@ type ReattestRequest struct {
 	BootSecret []byte `protobuf:"bytes,3,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
 	// What the machine says of the latest order that it has begun or refused; unset if it never
 	// had one, or if a joinservice has recorded the same before.
-	Order         *OrderReport `protobuf:"bytes,4,opt,name=order,proto3" json:"order,omitempty"`
+	Order *OrderReport `protobuf:"bytes,4,opt,name=order,proto3" json:"order,omitempty"`
+	// The owner's public keys in the machine's image, 32 bytes each, at most 4: a rotation of the
+	// owner's key waits until all images have the new one. Another form is refused with
+	// REQUEST_INVALID. It is for the owner.
+	OwnerKeys     [][]byte `protobuf:"bytes,5,rep,name=owner_keys,json=ownerKeys,proto3" json:"owner_keys,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -706,6 +710,13 @@ func (x *ReattestRequest) GetBootSecret() []byte {
 func (x *ReattestRequest) GetOrder() *OrderReport {
 	if x != nil {
 		return x.Order
+	}
+	return nil
+}
+
+func (x *ReattestRequest) GetOwnerKeys() [][]byte {
+	if x != nil {
+		return x.OwnerKeys
 	}
 	return nil
 }
@@ -1786,13 +1797,15 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
 	"\x17ReturnJoinTicketRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\"\x1a\n" +
-	"\x18ReturnJoinTicketResponse\"\x9a\x02\n" +
+	"\x18ReturnJoinTicketResponse\"\xb9\x02\n" +
 	"\x0fReattestRequest\x12U\n" +
 	"\x19kubelet_client_expires_at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x16kubeletClientExpiresAt\x12W\n" +
 	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\x12$\n" +
 	"\vboot_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
 	"bootSecret\x121\n" +
-	"\x05order\x18\x04 \x01(\v2\x1b.muster.join.v1.OrderReportR\x05order\"\x8f\x02\n" +
+	"\x05order\x18\x04 \x01(\v2\x1b.muster.join.v1.OrderReportR\x05order\x12\x1d\n" +
+	"\n" +
+	"owner_keys\x18\x05 \x03(\fR\townerKeys\"\x8f\x02\n" +
 	"\vOrderReport\x12\x16\n" +
 	"\x06digest\x18\x01 \x01(\fR\x06digest\x12\x16\n" +
 	"\x06action\x18\x02 \x01(\tR\x06action\x120\n" +

@@ -1,0 +1,207 @@
+package ownerdir
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// The other keys of an owner during a rotation and after it. The key of [Dir.OwnerKey] signs.
+const (
+	nextKeyFile     = "owner-next.key"
+	previousKeyFile = "owner-previous.key"
+	retiredPrefix   = "owner-retired-"
+	keySuffix       = ".key"
+)
+
+// KeyRotation is how far the rotation of the owner's key is in a folder.
+type KeyRotation struct {
+	// Signs is the key that signs.
+	Signs ed25519.PublicKey
+	// Next is the key that will sign; nil: none is prepared.
+	Next ed25519.PublicKey
+	// Previous is the key that signed before, which is accepted until the rotation is finished; nil: there is none.
+	Previous ed25519.PublicKey
+}
+
+// Keys returns the keys that the services accept, and whose signatures the owner's commands believe.
+func (r KeyRotation) Keys() attest.OwnerKeys {
+	var out attest.OwnerKeys
+	for _, k := range []ed25519.PublicKey{r.Signs, r.Next, r.Previous} {
+		if k != nil && !out.Has(k) {
+			out = append(out, k)
+		}
+	}
+	return out
+}
+
+// OwnerKeys returns the public keys of the folder's owner; see [KeyRotation.Keys].
+func (d *Dir) OwnerKeys() (attest.OwnerKeys, error) {
+	r, err := d.KeyRotation()
+	return r.Keys(), err
+}
+
+// KeyRotation reads how far the rotation of the owner's key is.
+func (d *Dir) KeyRotation() (r KeyRotation, err error) {
+	signs, err := d.OwnerKey()
+	if err != nil {
+		return r, err
+	}
+	r.Signs = publicOf(signs)
+	for _, f := range []struct {
+		name string
+		to   *ed25519.PublicKey
+	}{{nextKeyFile, &r.Next}, {previousKeyFile, &r.Previous}} {
+		k, err := d.key(f.name)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+		case err != nil:
+			return r, err
+		case f.name == previousKeyFile && bytes.Equal(publicOf(k), r.Signs): // SwitchKey was interrupted
+		default:
+			*f.to = publicOf(k)
+		}
+	}
+	return r, nil
+}
+
+// ReadingKeys returns all keys of the owner, also those that sign nothing any more: backups may be encrypted for them.
+func (d *Dir) ReadingKeys() ([]ed25519.PrivateKey, error) {
+	first, err := d.OwnerKey()
+	if err != nil {
+		return nil, err
+	}
+	out := []ed25519.PrivateKey{first}
+	retired, err := filepath.Glob(d.File(retiredPrefix + "*" + keySuffix))
+	if err != nil {
+		return nil, err
+	}
+	slices.Sort(retired)
+	names := []string{nextKeyFile, previousKeyFile}
+	for _, path := range retired {
+		names = append(names, filepath.Base(path))
+	}
+	for _, name := range names {
+		k, err := d.key(name)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, k)
+	}
+	return out, nil
+}
+
+// PrepareKey makes the key that will sign next, or takes given, which may be nil, and returns its public key. A key that is prepared already stays, and
+// another one given is an error.
+func (d *Dir) PrepareKey(given ed25519.PrivateKey) (ed25519.PublicKey, error) {
+	r, err := d.KeyRotation()
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case r.Previous != nil:
+		return nil, fmt.Errorf("%s has the previous key still: that rotation is not finished", d.path)
+	case r.Next != nil && given != nil && !bytes.Equal(r.Next, publicOf(given)):
+		return nil, fmt.Errorf("another key is prepared already, in %s", d.File(nextKeyFile))
+	case r.Next != nil:
+		return r.Next, nil
+	case given != nil && bytes.Equal(r.Signs, publicOf(given)):
+		return nil, fmt.Errorf("this is the key of %s, which signs already", d.File(ownerKeyFile))
+	case given == nil:
+		if _, given, err = ed25519.GenerateKey(rand.Reader); err != nil {
+			return nil, err
+		}
+	}
+	text, err := encodeKey(given)
+	if err != nil {
+		return nil, err
+	}
+	return publicOf(given), d.Write(nextKeyFile, text)
+}
+
+// SwitchKey has the prepared key sign from now on; the one that signed before becomes the previous one. After an interruption anywhere, the same call
+// completes it, and there is a key that signs at every time.
+func (d *Dir) SwitchKey() error {
+	r, err := d.KeyRotation()
+	if err != nil {
+		return err
+	}
+	switch {
+	case r.Next == nil && r.Previous == nil:
+		return nil // nothing is prepared
+	case r.Next != nil:
+		if r.Previous != nil {
+			return fmt.Errorf("%s has a previous key and a next one: that is not a state of a rotation", d.path)
+		}
+		text, err := d.Read(ownerKeyFile)
+		if err != nil {
+			return err
+		}
+		if err := d.Write(previousKeyFile, text); err != nil { // B3: a copy, before its name is taken
+			return err
+		}
+		if err := d.rename(nextKeyFile, ownerKeyFile); err != nil {
+			return err
+		}
+		r.Signs = r.Next
+	}
+	c := d.Cluster()
+	if c.OwnerID == OwnerID(r.Signs) {
+		return nil
+	}
+	c.OwnerID = OwnerID(r.Signs)
+	return d.Save(c)
+}
+
+// RetireKey ends the acceptance of the previous key, and keeps it for backups that are encrypted for it. It returns the file's name; empty: there was no
+// previous key.
+func (d *Dir) RetireKey() (string, error) {
+	r, err := d.KeyRotation()
+	if err != nil || r.Previous == nil {
+		return "", err
+	}
+	name := retiredName(r.Previous)
+	return name, d.rename(previousKeyFile, name)
+}
+
+func retiredName(k ed25519.PublicKey) string { return retiredPrefix + OwnerID(k)[:16] + keySuffix }
+
+func (d *Dir) rename(from, to string) error {
+	if d.sync == nil {
+		return errors.New("the owner's folder was opened to read only")
+	}
+	if err := os.Rename(d.File(from), d.File(to)); err != nil {
+		return err
+	}
+	return d.sync(d.lock)
+}
+
+// OwnerKey reads the key that signs policies.
+func (d *Dir) OwnerKey() (ed25519.PrivateKey, error) { return d.key(ownerKeyFile) }
+
+func (d *Dir) key(name string) (ed25519.PrivateKey, error) {
+	b, err := d.Read(name)
+	if err != nil {
+		return nil, err
+	}
+	k, err := parseKey(b)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", d.File(name), err)
+	}
+	return k, nil
+}
+
+func publicOf(k ed25519.PrivateKey) ed25519.PublicKey {
+	return ed25519.PublicKey(k[ed25519.PrivateKeySize-ed25519.PublicKeySize:])
+}

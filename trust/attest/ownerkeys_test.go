@@ -1,0 +1,69 @@
+package attest
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"encoding/base64"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestAListOfOwnersKeysIsChecked(t *testing.T) {
+	text := func(b byte) string {
+		return base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{b}, ed25519.PublicKeySize))
+	}
+	four := []string{text(1), text(2), text(3), text(4)}
+	for _, list := range [][]string{four[:1], four[:2], four} {
+		keys, err := ParseOwnerKeys(list)
+		if err != nil || !slices.Equal(keys.Strings(), list) || !keys.Has(keys[len(list)-1]) || keys.Has(make([]byte, 32)) {
+			t.Errorf("%q: %q, %v", list, keys.Strings(), err)
+		}
+	}
+	for name, tt := range map[string]struct {
+		list []string
+		says string
+	}{
+		"no list":               {nil, "1 to 4 keys, not 0"},
+		"an empty list":         {[]string{}, "1 to 4 keys, not 0"},
+		"five keys":             {append(slices.Clone(four), text(5)), "1 to 4 keys, not 5"},
+		"a key twice":           {[]string{text(1), text(2), text(1)}, "key 3: " + text(1) + " is listed twice"},
+		"an empty key":          {[]string{text(1), ""}, "key 2: want"},
+		"a key cut short":       {[]string{text(1)[:40]}, "key 1: want"},
+		"no base64":             {[]string{strings.Repeat("!", 44)}, "key 1: want"},
+		"other bits at its end": {[]string{text(1)[:42] + "F="}, "key 1: want"}, // a second spelling of the same key
+	} {
+		if _, err := ParseOwnerKeys(tt.list); err == nil || !strings.Contains(err.Error(), tt.says) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestASignatureIsOfOneOfTheKeys(t *testing.T) {
+	var keys OwnerKeys
+	var private []ed25519.PrivateKey
+	for range MaxOwnerKeys + 1 {
+		public, k, err := ed25519.GenerateKey(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		keys, private = append(keys, public), append(private, k)
+	}
+	keys = keys[:MaxOwnerKeys] // the last one is a stranger's
+	message := []byte("message")
+	for i, k := range private {
+		signature := ed25519.Sign(k, message)
+		if i == MaxOwnerKeys {
+			if keys.Signer(message, signature) != nil || keys.Verify(message, signature) {
+				t.Error("a stranger's signature is the owner's")
+			}
+			continue
+		}
+		if !keys.Signer(message, signature).Equal(keys[i]) || !keys.Verify(message, signature) {
+			t.Errorf("key %d is not found", i)
+		}
+		if keys.Verify([]byte("Message"), signature) || keys.Verify(message, signature[:63]) || keys.Verify(message, nil) || OwnerKeys(nil).Verify(message, signature) {
+			t.Errorf("key %d: something else is accepted", i)
+		}
+	}
+}
