@@ -74,11 +74,11 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"a control plane's certificate that was not renewed": {func(s *Status) {
 			s.Nodes[0].ControlPlane = reported(`[{"name":"etcd-peer","notBefore":"2026-01-01T00:00:00Z","notAfter":"2026-12-01T00:00:00Z"}]`)
 		}, "node node1", "certificate etcd-peer ends in"},
-		"admin.conf": {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
-		"the CA":     {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
+		"admin.conf":                         {func(s *Status) { s.Certificates[1].Expires = now.AddDate(0, 0, 20) }, "certificate admin.conf", "ends in"},
+		"the CA":                             {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
 		"a phase of a rotation that stopped": {func(s *Status) { s.Rotation = rotationSince(clusterinfo.RotationUse, 3*time.Hour) }, "rotation", "in the phase use for 3h0m0s"},
 		"an old key that stays accepted":     {func(s *Status) { s.Rotation = rotationSince(clusterinfo.RotationSettled, 8*24*time.Hour) }, "rotation", "in the phase settled"},
-		"a request":  {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
+		"a request":                          {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
 		"an enrolled machine that waits": {func(s *Status) {
 			s.Nodes[1].MachineID = strings.Repeat("ab", 32)
 			s.Waiting = []Waiting{{Machine: strings.Repeat("ab", 32), Reason: "POLICY_REFUSED", Remedy: "Compare.", Since: now.Add(-time.Hour)}}
