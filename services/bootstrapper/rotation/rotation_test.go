@@ -385,6 +385,20 @@ func TestAFetchedKeyIsTheOneOfTheOrder(t *testing.T) {
 	}
 }
 
+func TestAnAuthorityOfAnotherNameIsRefused(t *testing.T) {
+	for file, a := range authorities {
+		for other, b := range authorities {
+			made, err := b.create(ecdsa, time.Now())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, _, err := a.identify(made); (err == nil) != (file == other) {
+				t.Errorf("an authority of %s as that of %s: %v", other, file, err)
+			}
+		}
+	}
+}
+
 func TestThePrefixOfTheNewKeyIsAskedFor(t *testing.T) {
 	p := newPlanes(t, 1)[0]
 	made := p.must(clusterinfo.EncryptionKey, clusterinfo.RotationAccept, "")
