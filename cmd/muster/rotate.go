@@ -29,7 +29,7 @@ func (a *app) rotateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "rotate " + strings.Join(names, "|") + " [--dry-run] [--finish]",
 		Short: "Replace a key that the control planes share",
-		Long: `Replaces the key of service accounts' tokens, the key that encrypts Secrets in etcd, or the authority of the front proxy. One control
+		Long: `Replaces the key of service accounts' tokens, the key that encrypts Secrets in etcd, or the authority of the front proxy or of etcd. One control
 plane after another gets an order that is signed with the owner's key: first all get a new key and accept it beside the old one, then all
 use it. Each must be well before the next one. The old key stays accepted until you run the command once more with --finish, which says
 what stops working then.

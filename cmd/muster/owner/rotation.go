@@ -211,6 +211,11 @@ func (r *rotating) finish(ctx context.Context) error {
 				return fmt.Errorf("%s does not use the new key", nodes[i].Name)
 			}
 		}
+		if r.Key == clusterinfo.ServiceAccountKey && r.Early { // with a token of the old key, joinservice could not record that a machine is done
+			if err := r.replaceServices(ctx); err != nil {
+				return err
+			}
+		}
 		if err := r.move(ctx, &to); err != nil {
 			return err
 		}
@@ -237,4 +242,11 @@ func (r *rotating) finish(ctx context.Context) error {
 		}
 	}
 	return r.move(ctx, nil)
+}
+
+// replaceServices gives Muster's services tokens of the new key.
+func (r *rotating) replaceServices(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, r.Wait)
+	defer cancel()
+	return r.kube.ReplaceServices(ctx, func(s string) { r.Report("cluster", s) })
 }

@@ -14,10 +14,13 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/retry"
@@ -284,6 +287,60 @@ func TestARotationContinuesWhereItEnded(t *testing.T) {
 	if _, err := Rotate(ctx, early); err != nil {
 		t.Errorf("finished early: %v", err)
 	}
+}
+
+// A joinservice with a token of the old key could not record that a machine is done: the command would wait for ever.
+func TestMustersServicesGetTokensOfTheNewKeyBeforeTheOldOneIsDroppedEarly(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 2*patience)
+	defer cancel()
+	k := newKeyRotation(t, clusterinfo.ServiceAccountKey, "c1")
+	k.machines(t)
+	if _, err := Rotate(ctx, k.config(false)); err != nil {
+		t.Fatal(err)
+	}
+	service := func(name string) *corev1.Pod {
+		return &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: clusterapi.Namespace, Name: name, Labels: map[string]string{"app.kubernetes.io/part-of": "muster", "app.kubernetes.io/name": "muster-joinservice"}},
+			Spec:       corev1.PodSpec{NodeName: "c1", TerminationGracePeriodSeconds: new(int64(0)), Containers: []corev1.Container{{Name: "x", Image: "x"}}},
+		}
+	}
+	old, next := service("muster-joinservice-old"), service("muster-joinservice-new")
+	create(t, old)
+	t.Cleanup(func() {
+		if err := shared.Client.Delete(context.WithoutCancel(ctx), next); client.IgnoreNotFound(err) != nil {
+			t.Error(err)
+		}
+	})
+	k.acts(func(node string, phase clusterinfo.RotationPhase) v1alpha1.OrderState {
+		if err := shared.Client.Get(ctx, types.NamespacedName{Namespace: old.Namespace, Name: old.Name}, &corev1.Pod{}); err == nil {
+			t.Errorf("%s does %s, and a pod has a token of the old key", node, phase)
+		}
+		return v1alpha1.OrderDone
+	})
+	var daemonSet sync.WaitGroup // its controller
+	daemonSet.Go(func() {
+		for retry.Wait(ctx, 20*time.Millisecond) == nil {
+			err := shared.Client.Get(ctx, types.NamespacedName{Namespace: old.Namespace, Name: old.Name}, &corev1.Pod{})
+			if !apierrors.IsNotFound(err) {
+				continue
+			}
+			if err := shared.Client.Create(ctx, next); err != nil {
+				t.Error(err)
+				return
+			}
+			change(ctx, t, true, types.NamespacedName{Namespace: next.Namespace, Name: next.Name}, next, func() {
+				next.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}
+			})
+			return
+		}
+	})
+	early := k.config(true)
+	early.Early = true
+	if _, err := Rotate(ctx, early); err != nil {
+		t.Errorf("%v: %s", err, remedy(err))
+	}
+	cancel()
+	daemonSet.Wait()
 }
 
 // The control plane that has made the key is lost before another one has it.

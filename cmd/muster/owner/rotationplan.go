@@ -173,7 +173,7 @@ func (r *rotating) consequences(ctx context.Context, p *RotationPlan) error {
 		if earliest := r.now.Since.Add(tokensRenewed); r.now.Phase == clusterinfo.RotationSettled && r.Now().Before(earliest) {
 			text := fmt.Sprintf("kubelets have replaced the tokens of all pods at %s.", earliest.Local().Format(time.DateTime))
 			if r.Finish && !r.Early {
-				p.Problems = append(p.Problems, text+" Wait until then, or finish with --early: pods may fail to authenticate until they are restarted.")
+				p.Problems = append(p.Problems, text+" Wait until then, or finish with --early: the command restarts Muster's services, and other pods fail to authenticate for up to an hour, or until they are restarted. Those that you restart before keep working.")
 			} else {
 				p.Notes = append(p.Notes, text)
 			}
@@ -187,6 +187,8 @@ func (r *rotating) consequences(ctx context.Context, p *RotationPlan) error {
 		}
 	case clusterinfo.EncryptionKey:
 		p.Notes = append(p.Notes, "--finish writes all Secrets again, then drops the old key. After that, copies of etcd from before can be restored only with the encryption.yaml of their time: backups of Muster have it.")
+	case clusterinfo.EtcdCA:
+		p.Notes = append(p.Notes, "After --finish, etcd accepts client certificates of the new authority only. Programs of your own that talk to etcd, such as monitoring, need a new certificate and the new etcd/ca.crt before.")
 	case clusterinfo.FrontProxyCA:
 		p.Notes = append(p.Notes, "After --finish, aggregated API servers accept requests of API servers with the new authority only. Those that read the ConfigMap extension-apiserver-authentication only at their start have to be restarted before.")
 	}

@@ -20,10 +20,14 @@ const (
 	EncryptionKey RotatedKey = "encryption-key"
 	// FrontProxyCA signs the certificate with which API servers authenticate to aggregated ones: front-proxy-ca.crt, front-proxy-ca.key.
 	FrontProxyCA RotatedKey = "front-proxy-ca"
+	// EtcdCA signs the certificates of etcd's members, and of their clients: etcd/ca.crt, etcd/ca.key.
+	EtcdCA RotatedKey = "etcd-ca"
 )
 
 // RotatedKeys lists all of them.
-func RotatedKeys() []RotatedKey { return []RotatedKey{ServiceAccountKey, EncryptionKey, FrontProxyCA} }
+func RotatedKeys() []RotatedKey {
+	return []RotatedKey{ServiceAccountKey, EncryptionKey, FrontProxyCA, EtcdCA}
+}
 
 // PublicFile returns the file below /etc/kubernetes/pki with the accepted keys' public parts, which a machine that reboots compares with the cluster's
 // (B8); empty: the key has none.
@@ -33,6 +37,8 @@ func (k RotatedKey) PublicFile() string {
 		return "sa.pub"
 	case FrontProxyCA:
 		return "front-proxy-ca.crt"
+	case EtcdCA:
+		return "etcd/ca.crt"
 	case EncryptionKey:
 	}
 	return ""

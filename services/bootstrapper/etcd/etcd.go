@@ -236,7 +236,9 @@ func clientTLS(caCert, caKey []byte) (*tls.Config, error) {
 		return nil, fmt.Errorf("etcd: the authority's certificate: %w", err)
 	}
 	roots := x509.NewCertPool()
-	roots.AddCert(issuers[0])
+	for _, c := range issuers { // the first belongs to the key; while the authority is rotated, members have certificates of the other one
+		roots.AddCert(c)
+	}
 	parsed, err := keyutil.ParsePrivateKeyPEM(caKey)
 	if err != nil {
 		return nil, errors.New("etcd: the authority's key is not PEM of a private key") // K3: the error has no part of it

@@ -181,6 +181,36 @@ func TestTheClientsCertificateIsOfEtcdsAuthority(t *testing.T) {
 	}
 }
 
+// While the authority is rotated, its file has two certificates, and each member may have one of either.
+func TestMembersOfEachAuthorityOfTheFileAreTrusted(t *testing.T) {
+	first, key, _ := authority(t)
+	second, secondKey, _ := authority(t)
+	foreign, _, _ := authority(t)
+	conf, err := clientTLS(slices.Concat(first, second), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tt := range map[string]struct {
+		ca      []byte
+		trusted bool
+	}{"the first": {first, true}, "the second": {second, true}, "another one": {foreign, false}} {
+		block, _ := pem.Decode(tt.ca)
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Verify(x509.VerifyOptions{Roots: conf.RootCAs, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}}); (err == nil) != tt.trusted {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := clientTLS(slices.Concat(first, second), secondKey); err == nil {
+		t.Error("the key of the second certificate signs as the first")
+	}
+	if _, err := clientTLS(slices.Concat(second, first), secondKey); err != nil {
+		t.Errorf("in the other order: %v", err)
+	}
+}
+
 func TestSomebodyMustBeAsked(t *testing.T) {
 	cert, key, _ := authority(t)
 	own := []netip.Addr{netip.MustParseAddr("192.168.77.13")}

@@ -43,7 +43,7 @@ func (r *Renewer) Change(ctx context.Context, resume bool, do func() error, rest
 		return err
 	}
 	defer unlock()
-	if left { // by RenewFrontProxy, or by a renewal: what is not in use yet is restarted
+	if left { // by Reissue, or by a renewal: what is not in use yet is restarted
 		if err := r.plane.place(); err != nil {
 			return err
 		}
@@ -77,7 +77,7 @@ func (r *Renewer) Change(ctx context.Context, resume bool, do func() error, rest
 				return err
 			}
 		}
-		return r.plane.finish() // what RenewFrontProxy has left
+		return r.plane.finish() // what Reissue has left
 	})
 }
 
@@ -104,33 +104,46 @@ func (r *Renewer) untilWell(ctx context.Context, c Cluster, resume bool) error {
 	}
 }
 
-// RenewFrontProxy issues the API server's front proxy certificate with the authority on the disk, and puts it in place like a renewal: a machine that
-// goes down in the middle finishes that at its next boot. It is called by the function that [Renewer.Change] runs.
-func (r *Renewer) RenewFrontProxy() error {
+// Reissue issues all certificates of an authority with the one on the disk, and puts them in place together, like a renewal: a machine that goes down in
+// the middle finishes that at its next boot. The authority's path below pki is given without .crt. It is called by the function that [Renewer.Change] runs.
+func (r *Renewer) Reissue(authority string) error {
 	p := r.plane
-	i := slices.IndexFunc(files, func(f file) bool { return f.ca == frontProxyCA })
-	f := files[i]
-	if _, err := f.verified(p.on(folder), p.on(folder)); err == nil { // done before
-		return nil
+	var own []file
+	done := true
+	for _, f := range files {
+		if f.ca != "pki/"+authority+".crt" {
+			continue
+		}
+		own = append(own, f)
+		_, err := f.verified(p.on(folder), p.on(folder))
+		done = done && err == nil
 	}
-	was, err := load(p.on(filepath.Join(folder, f.certificate)))
-	if err != nil {
-		return err
+	if len(own) == 0 {
+		return fmt.Errorf("no certificate of this control plane is of the authority %s", authority)
+	}
+	if done { // before a crash
+		return nil
 	}
 	part := p.on(Folder + ".part")
 	if err := os.RemoveAll(part); err != nil { // left by an earlier attempt
 		return err
 	}
-	if err := os.MkdirAll(filepath.Join(part, "pki"), 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Join(part, "pki", "etcd"), 0o700); err != nil {
 		return err
 	}
-	if err := p.renew(f, was, part, r.Now()); err != nil {
-		return fmt.Errorf("renew %s: %w", f.name, err)
+	for _, f := range own {
+		was, err := load(p.on(filepath.Join(folder, f.certificate)))
+		if err != nil {
+			return err
+		}
+		if err := p.renew(f, was, part, r.Now()); err != nil {
+			return fmt.Errorf("renew %s: %w", f.name, err)
+		}
+		if _, err := f.verified(part, p.on(folder)); err != nil {
+			return fmt.Errorf("the renewed %s: %w", f.name, err)
+		}
 	}
-	if _, err := f.verified(part, p.on(folder)); err != nil {
-		return fmt.Errorf("the renewed %s: %w", f.name, err)
-	}
-	if err := p.sync(filepath.Join(part, "pki"), part); err != nil {
+	if err := p.sync(part); err != nil {
 		return err
 	}
 	if err := os.RemoveAll(p.on(Folder)); err != nil { // Change has moved its files to their places

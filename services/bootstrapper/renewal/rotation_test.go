@@ -39,6 +39,7 @@ func TestAChangeRestartsWhatReadsTheFilesUnderTheLease(t *testing.T) {
 		"the key that signs tokens":   {"sa.key", []string{"kube-apiserver", "kube-controller-manager"}},
 		"the front proxy's authority": {"front-proxy-ca.crt", []string{"kube-apiserver", "kube-controller-manager"}},
 		"the key of Secrets":          {"encryption.yaml", []string{"kube-apiserver"}},
+		"etcd's authority":            {"etcd/ca.crt", []string{"etcd", "kube-apiserver"}},
 		"a file that is not read":     {"other", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -128,21 +129,41 @@ func TestAFailedChangeRestartsNothing(t *testing.T) {
 	}
 }
 
-// A real authority replaces the front proxy's, with kubeadm's files: at once, and with a crash at each step.
-func TestTheFrontProxysAuthorityIsRotated(t *testing.T) {
-	for name, crashes := range map[string]bool{"at once": false, "with crashes": true} {
-		t.Run(name, func(t *testing.T) { rotatesFrontProxy(t, crashes) })
+// Another authority replaces the present one, with kubeadm's files: at once, and with a crash at each step.
+func TestAnAuthorityIsRotated(t *testing.T) {
+	for key, certificates := range map[clusterinfo.RotatedKey]int{clusterinfo.FrontProxyCA: 1, clusterinfo.EtcdCA: 4} {
+		t.Run(string(key), func(t *testing.T) {
+			crashes := 0
+			for rotates(t, key, crashes+1) {
+				crashes++
+			}
+			// Each certificate and its key are put in place, and two components restart.
+			if want := 2*certificates + 2; crashes < want {
+				t.Errorf("%d crashes only, want %d", crashes, want)
+			}
+		})
 	}
 }
 
-func rotatesFrontProxy(t *testing.T, crashing bool) {
+func TestAnUnknownAuthorityIssuesNothing(t *testing.T) {
+	r, c := newChange(t)
+	if err := r.Reissue("ca2"); err == nil || !strings.Contains(err.Error(), "ca2") {
+		t.Errorf("%v", err)
+	}
+	if err := r.Reissue("etcd/ca"); err != nil {
+		t.Error(err)
+	}
+	soundAt(t, c.root, time.Now())
+}
+
+// rotates rotates an authority. The program ends at a step of the phase use, and the machine boots; false: the phase has fewer steps.
+func rotates(t *testing.T, key clusterinfo.RotatedKey, at int) (crashed bool) {
 	t.Helper()
 	r, c := newChange(t)
-	steps := 0
+	steps, end := 0, 0
 	crash := errors.New("the program ends here")
-	at := 0
 	r.plane.step = func(string) error {
-		if steps++; steps == at {
+		if steps++; steps == end {
 			return crash
 		}
 		return nil
@@ -156,55 +177,48 @@ func rotatesFrontProxy(t *testing.T, crashing bool) {
 		t.Fatal(err)
 	}
 	do := func(phase clusterinfo.RotationPhase, id string) error {
-		_, err := rotate.Run(t.Context(), map[string]string{"key": string(clusterinfo.FrontProxyCA), "phase": string(phase), "id": id})
+		_, err := rotate.Run(t.Context(), map[string]string{"key": string(key), "phase": string(phase), "id": id})
 		return err
 	}
 	if err := do(clusterinfo.RotationAccept, ""); err != nil {
 		t.Fatal(err)
 	}
 	soundAt(t, c.root, time.Now())
-	id := c.keys[clusterinfo.FrontProxyCA].Staged[0]
-	crashes := 0
-	if !crashing {
-		at, crashes = -10, 2
-	}
-	for at++; ; at++ {
-		steps = 0
-		err := do(clusterinfo.RotationUse, id)
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, crash) {
-			t.Fatal(err)
-		}
-		crashes++
+	id := c.keys[key].Staged[0]
+	steps, end = 0, at
+	switch err := do(clusterinfo.RotationUse, id); {
+	case errors.Is(err, crash):
+		crashed, end = true, 0
 		// The machine boots: whatever is started next reads a certificate with its key.
 		if err := AtBoot(c.root, image, time.Now(), r.Log, func() error { return nil }); err != nil {
 			t.Fatal(err)
 		}
 		soundAt(t, c.root, time.Now())
+		if err := do(clusterinfo.RotationUse, id); err != nil {
+			t.Fatal(err)
+		}
+	case err != nil:
+		t.Fatal(err)
 	}
-	if crashes < 2 {
-		t.Errorf("%d crashes only", crashes)
-	}
-	at = 0
 	soundAt(t, c.root, time.Now())
-	if s := c.keys[clusterinfo.FrontProxyCA]; s.Uses != id || len(s.Accepts) != 2 {
+	if s := c.keys[key]; s.Uses != id || len(s.Accepts) != 2 {
 		t.Errorf("%+v", s)
 	}
+	end = 0
 	if err := do(clusterinfo.RotationFinish, id); err != nil {
 		t.Fatal(err)
 	}
 	soundAt(t, c.root, time.Now())
-	if s := c.keys[clusterinfo.FrontProxyCA]; s.Uses != id || len(s.Accepts) != 1 {
+	if s := c.keys[key]; s.Uses != id || len(s.Accepts) != 1 {
 		t.Errorf("%+v", s)
 	}
 	// The renewal goes on with the new authority.
 	if err := r.plane.prepare(time.Now()); err != nil {
 		t.Fatal(err)
 	}
-	text, err := os.ReadFile(filepath.Join(c.root, pki, "front-proxy-ca.crt"))
+	text, err := os.ReadFile(filepath.Join(c.root, pki, key.PublicFile()))
 	if err != nil || strings.Count(string(text), "BEGIN CERTIFICATE") != 1 {
 		t.Errorf("%s, %v", text, err)
 	}
+	return crashed
 }

@@ -105,28 +105,9 @@ func (a *apiServer) restart(t *testing.T) {
 		"--requestheader-client-ca-file="+at("front-proxy-ca.crt"), "--requestheader-allowed-names=front-proxy-client", "--requestheader-username-headers=X-Remote-User",
 		"--requestheader-group-headers=X-Remote-Group", "--requestheader-extra-headers-prefix=X-Remote-Extra-",
 		"--proxy-client-cert-file="+at("front-proxy-client.crt"), "--proxy-client-key-file="+at("front-proxy-client.key"))
-	a.eventually(t, func(ctx context.Context) error {
+	eventually(t, func(ctx context.Context) error {
 		return a.client.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
 	})
-}
-
-func (a *apiServer) eventually(t *testing.T, try func(context.Context) error) {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
-	defer cancel()
-	tick := time.NewTicker(100 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		err := try(ctx)
-		if err == nil {
-			return
-		}
-		select {
-		case <-ctx.Done():
-			t.Fatal(err)
-		case <-tick.C:
-		}
-	}
 }
 
 // config returns the connection of an administrator.
@@ -326,7 +307,7 @@ func TestTheFrontProxysAuthoritiesArePublishedBeforeOneIsUsed(t *testing.T) {
 	}
 	old := servers[0].disk()[clusterinfo.FrontProxyCA].Uses
 	made := servers[0].must(clusterinfo.FrontProxyCA, clusterinfo.RotationAccept, "")
-	servers[0].eventually(t, func(context.Context) error {
+	eventually(t, func(context.Context) error {
 		if ids := published(); !slices.Contains(ids, made.ID) || !slices.Contains(ids, old) {
 			return fmt.Errorf("published: %v", ids)
 		}

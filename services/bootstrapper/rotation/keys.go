@@ -6,7 +6,6 @@ import (
 	"crypto/sha256"
 	"crypto/x509"
 	"encoding/hex"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -15,10 +14,8 @@ import (
 	"slices"
 	"time"
 
-	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
-	kubeadmconstants "k8s.io/kubernetes/cmd/kubeadm/app/constants"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 	"sigs.k8s.io/yaml"
 
@@ -45,21 +42,25 @@ type kind interface {
 var kinds = map[clusterinfo.RotatedKey]kind{
 	clusterinfo.ServiceAccountKey: serviceAccount{},
 	clusterinfo.EncryptionKey:     encryption{},
-	clusterinfo.FrontProxyCA:      frontProxy{},
+	clusterinfo.FrontProxyCA:      frontProxy,
+	clusterinfo.EtcdCA:            etcdAuthority,
 }
 
-// components are the static pods that read the files.
+// components are the static pods that read the files, each before those that depend on it.
 var components = map[clusterinfo.RotatedKey][]string{
 	clusterinfo.ServiceAccountKey: {"kube-apiserver", "kube-controller-manager"},
 	clusterinfo.EncryptionKey:     {"kube-apiserver"},
 	clusterinfo.FrontProxyCA:      {"kube-apiserver", "kube-controller-manager"},
+	clusterinfo.EtcdCA:            {"etcd", "kube-apiserver"},
 }
 
 // Files returns the files below /etc/kubernetes/pki that a static pod reads at its start, and that a rotation replaces.
 func Files(component string) []string {
 	switch component {
+	case "etcd":
+		return []string{"etcd/ca.crt"}
 	case "kube-apiserver":
-		return []string{"sa.pub", "sa.key", "front-proxy-ca.crt", etcdencryption.Name}
+		return []string{"sa.pub", "sa.key", "front-proxy-ca.crt", etcdencryption.Name, "etcd/ca.crt"}
 	case "kube-controller-manager":
 		return []string{"sa.key", "front-proxy-ca.crt"}
 	}
@@ -299,140 +300,4 @@ func (e encryption) only(pki string) error {
 		return err
 	}
 	return e.write(pki, list[:1])
-}
-
-// frontProxy is the authority of the certificate with which API servers authenticate to aggregated ones: front-proxy-ca.key has signed that
-// certificate, all certificates of front-proxy-ca.crt verify it. The first one belongs to the key: kubeadm and the renewal take no other. A staged key is
-// the certificate and its private key, in PEM.
-type frontProxy struct{}
-
-func (frontProxy) create(cfg kubeadmapi.ClusterConfiguration, now time.Time) ([]byte, error) {
-	cert, key, err := pkiutil.NewCertificateAuthority(&pkiutil.CertConfig{
-		Config:   certutil.Config{CommonName: "front-proxy-ca", NotBefore: now.UTC().Add(-kubeadmconstants.CertificateBackdate)},
-		NotAfter: now.UTC().Add(kubeadmconstants.CACertificateValidityPeriod), EncryptionAlgorithm: cfg.EncryptionAlgorithmType(),
-	})
-	if err != nil {
-		return nil, err
-	}
-	text, err := keyutil.MarshalPrivateKeyToPEM(key)
-	return append(pkiutil.EncodeCertPEM(cert), text...), err
-}
-
-// parse splits a staged key.
-func (frontProxy) parse(staged []byte) (*x509.Certificate, []byte, error) {
-	block, private := pem.Decode(staged)
-	if block == nil {
-		return nil, nil, errors.New("it is no authority in PEM")
-	}
-	cert, err := x509.ParseCertificate(block.Bytes)
-	if err != nil || !cert.IsCA {
-		return nil, nil, errors.New("its certificate is not that of an authority")
-	}
-	key, _, err := public(private)
-	if err != nil {
-		return nil, nil, err
-	}
-	if own, ok := cert.PublicKey.(interface{ Equal(crypto.PublicKey) bool }); !ok || !own.Equal(key) {
-		return nil, nil, errors.New("its certificate is not that of its key")
-	}
-	return cert, private, nil
-}
-
-func (p frontProxy) identify(staged []byte) (string, []byte, error) {
-	cert, _, err := p.parse(staged)
-	if err != nil {
-		return "", nil, err
-	}
-	return sum(cert.Raw), pkiutil.EncodeCertPEM(cert), nil
-}
-
-func (frontProxy) list(pki string) ([]*x509.Certificate, error) {
-	text, err := os.ReadFile(filepath.Join(pki, "front-proxy-ca.crt"))
-	if err != nil {
-		return nil, err
-	}
-	list, err := certutil.ParseCertsPEM(text)
-	if err != nil {
-		return nil, fmt.Errorf("front-proxy-ca.crt: %w", err)
-	}
-	return list, nil
-}
-
-// signs reports whether an authority has the private key on the disk, and has signed the API server's certificate.
-func (frontProxy) signs(pki string, ca *x509.Certificate) (bool, error) {
-	private, err := os.ReadFile(filepath.Join(pki, "front-proxy-ca.key"))
-	if err != nil {
-		return false, err
-	}
-	defer clear(private)
-	key, _, err := public(private)
-	if err != nil {
-		return false, fmt.Errorf("front-proxy-ca.key: %w", err)
-	}
-	client, err := certutil.CertsFromFile(filepath.Join(pki, "front-proxy-client.crt"))
-	if err != nil {
-		return false, err
-	}
-	own, ok := ca.PublicKey.(interface{ Equal(crypto.PublicKey) bool })
-	return ok && own.Equal(key) && client[0].CheckSignatureFrom(ca) == nil, nil
-}
-
-func (p frontProxy) state(pki string) (out clusterinfo.KeyState, err error) {
-	list, err := p.list(pki)
-	if err != nil {
-		return out, err
-	}
-	for _, ca := range list {
-		out.Accepts = append(out.Accepts, sum(ca.Raw))
-	}
-	signs, err := p.signs(pki, list[0])
-	if signs {
-		out.Uses = out.Accepts[0]
-	}
-	return out, err
-}
-
-func (frontProxy) write(pki string, list []*x509.Certificate) error {
-	var text []byte
-	for _, ca := range list {
-		text = append(text, pkiutil.EncodeCertPEM(ca)...)
-	}
-	return put(filepath.Join(pki, "front-proxy-ca.crt"), text, 0o644)
-}
-
-func (p frontProxy) accept(pki string, staged []byte) error {
-	list, err := p.list(pki)
-	if err != nil {
-		return err
-	}
-	cert, _, err := p.parse(staged)
-	if err != nil || slices.ContainsFunc(list, cert.Equal) {
-		return err
-	}
-	return p.write(pki, append(list, cert))
-}
-
-// use replaces the authority. Its caller issues the API server's certificate with it. A machine that goes down between the two files issues nothing until
-// this was repeated: the renewal refuses a certificate whose authority is not the one on the disk.
-func (p frontProxy) use(pki string, staged []byte) error {
-	list, err := p.list(pki)
-	if err != nil {
-		return err
-	}
-	cert, private, err := p.parse(staged)
-	if err != nil {
-		return err
-	}
-	if err := p.write(pki, front(list, cert.Equal)); err != nil {
-		return err
-	}
-	return put(filepath.Join(pki, "front-proxy-ca.key"), private, 0o600)
-}
-
-func (p frontProxy) only(pki string) error {
-	list, err := p.list(pki)
-	if err != nil {
-		return err
-	}
-	return p.write(pki, list[:1])
 }

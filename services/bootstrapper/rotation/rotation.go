@@ -1,5 +1,5 @@
-// Package rotation replaces a key that the control planes share, as the owner has ordered: that of service accounts' tokens, that of Secrets in etcd, or
-// the front proxy's authority.
+// Package rotation replaces a key that the control planes share, as the owner has ordered: that of service accounts' tokens, that of Secrets in etcd, the
+// front proxy's authority, or etcd's.
 //
 // The owner's program orders one phase of one control plane after another: get the new key and accept it beside the old one; use it; accept the old one
 // no more. It begins a phase when all control planes have done the one before, so at any time each accepts what any other signs or encrypts. The first
@@ -42,8 +42,8 @@ type ControlPlane interface {
 	// Change runs do, which replaces files, while no other control plane joins, renews or restarts (J8), and then restarts the components that read
 	// them, each when the one before is Ready. With resume, do was begun before, so that this control plane may not be well.
 	Change(ctx context.Context, resume bool, do func() error, components ...string) error
-	// RenewFrontProxy issues the API server's front proxy certificate with the authority on the disk.
-	RenewFrontProxy() error
+	// Reissue issues all certificates of an authority, whose path below pki is given without .crt, with the one on the disk.
+	Reissue(authority string) error
 	// PublishKeys writes the state of the keys to where the owner's program reads it.
 	PublishKeys(ctx context.Context, s clusterinfo.KeyStates) error
 }
@@ -260,10 +260,13 @@ func (r *Rotator) use(ctx context.Context, key clusterinfo.RotatedKey, k kind, s
 	}
 	defer clear(staged)
 	return Result{id, string(public)}, r.change(ctx, key, func() error {
-		if err := k.use(r.pki(), staged); err != nil || key != clusterinfo.FrontProxyCA {
+		if err := k.use(r.pki(), staged); err != nil {
 			return err
 		}
-		return r.ControlPlane.RenewFrontProxy()
+		if a, is := k.(authority); is {
+			return r.ControlPlane.Reissue(a.file)
+		}
+		return nil
 	})
 }
 

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	certutil "k8s.io/client-go/util/cert"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 	certsphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
@@ -135,16 +136,27 @@ func (p *plane) Change(_ context.Context, resume bool, do func() error, componen
 	return nil
 }
 
-func (p *plane) RenewFrontProxy() error {
-	ca, key, err := pkiutil.TryLoadCertAndKeyFromDisk(p.pki(), "front-proxy-ca")
+func (p *plane) Reissue(authority string) error {
+	ca, key, err := pkiutil.TryLoadCertAndKeyFromDisk(p.pki(), authority)
 	if err != nil {
 		return err
 	}
-	cert, clientKey, err := pkiutil.NewCertAndKey(ca, key, &pkiutil.CertConfig{NotAfter: time.Now().Add(time.Hour), EncryptionAlgorithm: ecdsa.EncryptionAlgorithm, Config: certsphaseClient})
-	if err != nil {
-		return err
+	for _, name := range authorities[authority].issued {
+		was, err := certutil.CertsFromFile(filepath.Join(p.pki(), name))
+		if err != nil {
+			return err
+		}
+		cert, leafKey, err := pkiutil.NewCertAndKey(ca, key, &pkiutil.CertConfig{NotAfter: time.Now().Add(time.Hour), EncryptionAlgorithm: ecdsa.EncryptionAlgorithm, Config: certutil.Config{
+			CommonName: was[0].Subject.CommonName, Organization: was[0].Subject.Organization, Usages: was[0].ExtKeyUsage, AltNames: certutil.AltNames{DNSNames: was[0].DNSNames, IPs: was[0].IPAddresses},
+		}})
+		if err != nil {
+			return err
+		}
+		if err := pkiutil.WriteCertAndKey(p.pki(), strings.TrimSuffix(name, ".crt"), cert, leafKey); err != nil {
+			return err
+		}
 	}
-	return pkiutil.WriteCertAndKey(p.pki(), "front-proxy-client", cert, clientKey)
+	return nil
 }
 
 func (p *plane) PublishKeys(_ context.Context, s clusterinfo.KeyStates) error {
@@ -212,7 +224,7 @@ func TestAtEachTimeAllAcceptWhatAnyUses(t *testing.T) {
 				if left, err := os.ReadDir(filepath.Join(p.pki(), Staged)); err != nil || len(left) > 0 {
 					t.Errorf("staged keys are left: %v, %v", left, err)
 				}
-				secret := map[clusterinfo.RotatedKey]string{clusterinfo.ServiceAccountKey: "sa.key", clusterinfo.FrontProxyCA: "front-proxy-ca.key", clusterinfo.EncryptionKey: etcdencryption.Name}[key]
+				secret := map[clusterinfo.RotatedKey]string{clusterinfo.ServiceAccountKey: "sa.key", clusterinfo.FrontProxyCA: "front-proxy-ca.key", clusterinfo.EtcdCA: "etcd/ca.key", clusterinfo.EncryptionKey: etcdencryption.Name}[key]
 				if st, err := os.Stat(filepath.Join(p.pki(), secret)); err != nil || st.Mode().Perm() != 0o600 {
 					t.Errorf("%s: %v, %v", secret, st, err)
 				}
@@ -225,7 +237,7 @@ func TestAtEachTimeAllAcceptWhatAnyUses(t *testing.T) {
 func TestKubeadmTakesTheFilesOfAHalfDoneRotation(t *testing.T) {
 	planes := newPlanes(t, 1)
 	p := planes[0]
-	for _, key := range []clusterinfo.RotatedKey{clusterinfo.ServiceAccountKey, clusterinfo.FrontProxyCA} {
+	for _, key := range []clusterinfo.RotatedKey{clusterinfo.ServiceAccountKey, clusterinfo.FrontProxyCA, clusterinfo.EtcdCA} {
 		made := p.must(key, clusterinfo.RotationAccept, "")
 		for _, phase := range []clusterinfo.RotationPhase{clusterinfo.RotationAccept, clusterinfo.RotationUse} {
 			p.must(key, phase, made.ID)
@@ -236,8 +248,14 @@ func TestKubeadmTakesTheFilesOfAHalfDoneRotation(t *testing.T) {
 			if id, err := idOf(public); err != nil || id != p.disk()[clusterinfo.ServiceAccountKey].Uses {
 				t.Errorf("%s, %s: kubeadm takes %s for the public key in use, %v", key, phase, id, err)
 			}
-			if signs, err := (frontProxy{}).signs(p.pki(), mustCA(t, p)); err != nil || !signs {
-				t.Errorf("%s, %s: the first authority is not the one of the key: %v", key, phase, err)
+			for file, a := range authorities {
+				ca, _, err := pkiutil.TryLoadCertAndKeyFromDisk(p.pki(), file)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if signs, err := a.signs(p.pki(), ca); err != nil || !signs {
+					t.Errorf("%s, %s: kubeadm takes another authority of %s than that of its key: %v", key, phase, file, err)
+				}
 			}
 		}
 	}
@@ -364,6 +382,20 @@ func TestAFetchedKeyIsTheOneOfTheOrder(t *testing.T) {
 			planes[1].Fetch = planes[1].fetch
 			planes[1].must(key, clusterinfo.RotationAccept, right.ID)
 		})
+	}
+}
+
+func TestAnAuthorityOfAnotherNameIsRefused(t *testing.T) {
+	for file, a := range authorities {
+		for other, b := range authorities {
+			made, err := b.create(ecdsa, time.Now())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, _, err := a.identify(made); (err == nil) != (file == other) {
+				t.Errorf("an authority of %s as that of %s: %v", other, file, err)
+			}
+		}
 	}
 }
 

@@ -75,6 +75,41 @@ func (c *Client) TokenSecrets(ctx context.Context, than string) (names []string,
 	return names, err
 }
 
+// ReplaceServices deletes Muster's pods, one after another, and waits until a Ready one is in the place of each: a new pod has a token of the key that the
+// API servers use now.
+func (c *Client) ReplaceServices(ctx context.Context, report func(string)) error {
+	var before corev1.PodList
+	if err := once(ctx, func(ctx context.Context) error {
+		return c.client.List(ctx, &before, client.InNamespace(Namespace), partOf)
+	}); err != nil {
+		return err
+	}
+	for i := range before.Items {
+		old := &before.Items[i]
+		report("pod " + old.Name + " is replaced")
+		err := once(ctx, func(ctx context.Context) error {
+			return client.IgnoreNotFound(c.client.Delete(ctx, old, client.Preconditions{UID: &old.UID}))
+		})
+		if err == nil {
+			err = until(ctx, func(ctx context.Context) (bool, error) { return c.replaced(ctx, old) })
+		}
+		if err != nil {
+			return fmt.Errorf("replace pod %s of %s on %s: %w", old.Name, Namespace, old.Spec.NodeName, err)
+		}
+	}
+	return nil
+}
+
+// replaced reports whether another pod of the same service is Ready on the node of a pod.
+func (c *Client) replaced(ctx context.Context, old *corev1.Pod) (bool, error) {
+	const name = "app.kubernetes.io/name"
+	var list corev1.PodList
+	err := c.client.List(ctx, &list, client.InNamespace(Namespace), client.MatchingLabels{name: old.Labels[name]})
+	return slices.ContainsFunc(list.Items, func(p corev1.Pod) bool {
+		return p.UID != old.UID && p.Spec.NodeName == old.Spec.NodeName && p.DeletionTimestamp == nil && podReady(&p)
+	}), err
+}
+
 // keyOf returns the ID of the key that has signed a token, in hexadecimal digits, as its header says: Kubernetes' key IDs are the SHA-256 of the public key,
 // as those of rotations. Empty: the token has none.
 func keyOf(token []byte) string {

@@ -1355,7 +1355,7 @@ type GetRotatedKeyRequest struct {
 	NodeName string `protobuf:"bytes,1,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
 	// The secret of this boot, as in ReattestRequest.
 	BootSecret []byte `protobuf:"bytes,2,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
-	// What is rotated: service-account-key, encryption-key or front-proxy-ca. Otherwise
+	// What is rotated: service-account-key, encryption-key, front-proxy-ca or etcd-ca. Otherwise
 	// REQUEST_INVALID.
 	Key string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
 	// Which new key: 64 hexadecimal digits, from the owner's order to the machine. Another form
