@@ -66,8 +66,14 @@ func seat(ctx context.Context, what, address string, more ...string) error {
 			return err
 		}
 		return serveTime(c)
+	case "names":
+		c, err := net.ListenPacket("udp4", net.JoinHostPort(address, "53"))
+		if err != nil {
+			return err
+		}
+		return serveNames(c)
 	}
-	return fmt.Errorf("%s=%q: want scan or time", seatVariable, what)
+	return fmt.Errorf("%s=%q: want scan, time or names", seatVariable, what)
 }
 
 // serveTime answers requests for the time (RFC 5905, section 7.3) by this host's clock, and prints the clients.

@@ -41,7 +41,7 @@ type VM struct {
 	StateMiB  int    // size of its state disk; 0: 4096. The file is sparse
 	MemoryMiB int    // 0: 2048
 
-	// For its config medium, which is not measured.
+	// For its metadata, which are not measured.
 	MetadataName   string   // what its metadata call it; empty: Name
 	Role           string   // control-plane or worker (the default)
 	InitSecretHash string   // SHA-256 of the init secret, lower-case hex; only where init is allowed
@@ -53,7 +53,20 @@ type VM struct {
 	Hardware   Hardware
 	// ClockOffset is how far its firmware's clock is ahead of the host's, at each power-on.
 	ClockOffset time.Duration
-	NTP         []string // addresses of time servers, for its config medium
+	NTP         []string // addresses of time servers, for its metadata
+	Nameservers []string // addresses of name servers, for its metadata; empty: one that answers nothing
+	// NoMedium leaves out the config medium: its metadata are in Hardware.
+	NoMedium bool
+}
+
+// Documents returns the metadata of a virtual machine as one YAML stream, for its user data or a credential.
+func (v VM) Documents() (string, error) {
+	number, role, err := seat(v.Name, v.Number, v.Role)
+	if err != nil {
+		return "", err
+	}
+	files, err := configMedium(v, number, role)
+	return string(files["metadata.yaml"]) + "---\n" + string(files["network.yaml"]), err
 }
 
 // AddVM makes a virtual machine, powers it on, and returns when the booted program has written to its console, after
@@ -74,6 +87,9 @@ func (l *Lab) AddVM(ctx context.Context, v VM) (Machine, error) {
 	medium, err := configMedium(v, number, role)
 	if err != nil {
 		return Machine{}, err
+	}
+	if v.NoMedium {
+		medium = nil
 	}
 	done := l.step("virtual machine " + v.Name)
 	m, err := l.client().AddVM(ctx, daemon.VMRequest{
@@ -200,6 +216,9 @@ func configMedium(v VM, number int, role string) (map[string][]byte, error) {
 		"apiVersion": "muster.dev/v1alpha1", "kind": "MachineNetwork",
 		"interfaces":  []map[string]any{{"mac": lan.HardwareAddress(v.Name).String(), "addresses": []string{lan.Address(number) + "/24"}, "gateway": lan.Gateway}},
 		"nameservers": []string{lan.Gateway}, // as other machines of the lab: nothing listens there, names outside the cluster fail at once
+	}
+	if len(v.Nameservers) > 0 {
+		conf["nameservers"] = v.Nameservers
 	}
 	if len(v.NTP) > 0 {
 		conf["ntp"] = v.NTP

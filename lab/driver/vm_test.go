@@ -35,6 +35,19 @@ func TestAConfigMediumHoldsWhatTheMachineReads(t *testing.T) {
 	}
 }
 
+func TestDocumentsAreOneStreamOfTheMediumsFiles(t *testing.T) {
+	v := VM{Name: "node7", JoinEndpoints: []string{"srv:_muster-join._tcp.lab.example"}, Nameservers: []string{"192.168.77.2"}}
+	text, err := v.Documents()
+	if err != nil {
+		t.Fatal(err)
+	}
+	first, second, ok := strings.Cut(text, "---\n")
+	m, err := metadata.ParseMachine([]byte(first))
+	if err != nil || !ok || m.JoinEndpoints[0] != v.JoinEndpoints[0] || !strings.Contains(second, "kind: MachineNetwork") || !strings.Contains(second, "nameservers:\n- 192.168.77.2\n") {
+		t.Errorf("%+v, %v of %s", m, err, text)
+	}
+}
+
 func TestAMachinesNumberAndRoleAreNamedOrRefused(t *testing.T) {
 	for _, tt := range []struct {
 		name, role string

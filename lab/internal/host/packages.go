@@ -27,7 +27,7 @@ var Packages = []string{
 	"gcc", "libc6-dev", "libssl-dev", // tests: the TPM simulator and the race detector are C
 	"mmdebstrap", "squashfs-tools", "kmod", "sbsigntool", // disk images
 	"cryptsetup-bin", "cpio", "fdisk", "binutils", // tests: state disks, and other programs that read what disk images are made of
-	"qemu-system-x86", "ovmf", "mtools", "dosfstools", "e2fsprogs", // virtual machines and their config medium
+	"qemu-system-x86", "ovmf", "mtools", "dosfstools", "e2fsprogs", "genisoimage", // virtual machines and volumes with their metadata
 	"prometheus", // tests of alerts and dashboards
 }
 

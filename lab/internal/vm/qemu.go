@@ -102,6 +102,9 @@ func arguments(c Config, console string) []string {
 		random += ",romfile=" + option(c.Hardware.OptionROM)
 	}
 	args = append(args, "-device", random)
+	if c.Hardware.OEMString != "" {
+		args = append(args, "-smbios", "type=11,value="+option(c.Hardware.OEMString))
+	}
 	if c.Hardware.Disk != "" { // the last one, so that it moves no other to another place
 		args = append(args, "-drive", "if=none,id=more,format=raw,readonly=on,file="+option(c.Hardware.Disk), "-device", "virtio-blk-pci,drive=more,serial=more")
 	}

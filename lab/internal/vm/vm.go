@@ -73,6 +73,7 @@ type Hardware struct {
 	Firmware  string `json:"firmware"`  // flash image of firmware code, in place of the one that SecureBoot chooses
 	OptionROM string `json:"optionROM"` // PCI expansion ROM of its random-number device
 	Disk      string `json:"disk"`      // raw image of one more disk, read-only
+	OEMString string `json:"oemString"` // a string of the firmware's tables: SMBIOS, type 11
 }
 
 // A VM is a machine with power.

@@ -273,3 +273,38 @@ func upTo(text, field string) string {
 	before, _, _ := strings.Cut(text, field)
 	return before
 }
+
+func TestTheSourceOfTheMetadataIsShown(t *testing.T) {
+	m := newMachine(t)
+	shown := func() (out string) {
+		for _, f := range Examine(t.Context(), m.cfg).Findings {
+			if f.Check == CheckMetadata {
+				out += f.Detail
+			}
+		}
+		return out
+	}
+	if got := shown(); got != "valid: node2, worker, 192.0.2.12; from "+m.cfg.Metadata {
+		t.Errorf("a file: %q", got)
+	}
+	if err := os.Remove(m.cfg.Metadata); err != nil {
+		t.Fatal(err)
+	}
+	if got := shown(); !strings.Contains(got, "no such file") {
+		t.Errorf("no metadata: %q", got)
+	}
+	m.write(t, "found.yaml", m.meta+"source: {provider: aws, from: 'http://169.254.169.254', platform: [name], ignored: [providerID]}\n")
+	if got := shown(); got != "valid: node2, worker, 192.0.2.12; from aws (http://169.254.169.254), which gave name; malformed and not taken: providerID" {
+		t.Errorf("found metadata: %q", got)
+	}
+}
+
+func TestNamesOfJoinservicesThatDNSDoesNotKnowAreFound(t *testing.T) {
+	d := &doctor{Config: newMachine(t).cfg, meta: &metadata.Machine{JoinEndpoints: []string{"srv:_muster-join._tcp.example.org"}}}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel() // each look-up fails at once
+	d.joinservices(ctx)
+	if len(d.Findings) != 1 || d.Findings[0].Check != CheckJoinservices || d.Findings[0].Level != checkup.Fail || !strings.Contains(d.Findings[0].Detail, "_muster-join._tcp.example.org") {
+		t.Errorf("%+v", d.Findings)
+	}
+}

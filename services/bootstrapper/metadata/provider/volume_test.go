@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"encoding/base64"
+	"encoding/binary"
 	"errors"
 	"io"
 	"io/fs"
@@ -215,6 +216,29 @@ func TestMalformedISOVolumesAreRefused(t *testing.T) {
 	for path, limit := range map[string]int64{"user-data": 10, "a/b/c/d/e": 10, "none": MaxDocument, "": MaxDocument, ".": MaxDocument} {
 		if b, err := readISO(bytes.NewReader(good), path, limit); err == nil {
 			t.Errorf("%s, at most %d bytes: %q", path, limit, b)
+		}
+	}
+	// A folder full of records, the last of which leads out of its sector.
+	out := bytes.Clone(good)
+	full := make([]byte, 254)
+	copy(full, good[record:record+int(good[record])])
+	full[0] = byte(len(full))
+	full = bytes.Replace(full, []byte("user-data"), []byte("xser-data"), 1)
+	for at := 0; at+len(full) <= isoSector; at += len(full) {
+		copy(out[folder+at:], full)
+	}
+	for length, want := range map[byte]error{0: fs.ErrNotExist, 40: errISO} {
+		out[folder+isoSector/len(full)*len(full)] = length
+		if _, err := readISO(bytes.NewReader(out), "user-data", MaxDocument); !errors.Is(err, want) {
+			t.Errorf("a record of %d bytes at the end of a sector: %v, want %v", length, err, want)
+		}
+	}
+	// Only the limit stops a folder that is as large as the volume.
+	large := append(bytes.Clone(good), make([]byte, 2*maxISOFolder)...)
+	for size, want := range map[uint32]error{maxISOFolder: nil, maxISOFolder + isoSector: errISO} {
+		binary.LittleEndian.PutUint32(large[rootAt+10:], size)
+		if _, err := readISO(bytes.NewReader(large), "user-data", MaxDocument); !errors.Is(err, want) {
+			t.Errorf("a folder of %d bytes: %v, want %v", size, err, want)
 		}
 	}
 	if b, err := readISO(bytes.NewReader(good), "user-data", MaxDocument); err != nil || !strings.Contains(string(b), "MachineMetadata") {
