@@ -76,7 +76,7 @@ func (s *fixture) transport(t *testing.T, a attest.Attester) *atls.Transport {
 type presented struct{ s *fixture }
 
 func (p presented) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {
-	policy, err := attest.OpenPolicy(p.s.Public, c.SignedPolicy())
+	policy, err := attest.OpenPolicy(attest.OwnerKeys{p.s.Public}, c.SignedPolicy())
 	if err != nil {
 		return attest.Appraisal{}, err
 	}

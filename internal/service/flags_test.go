@@ -94,7 +94,7 @@ func TestAServicesFlagsOpenWhatTheyName(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer p.Close()
-			if len(p.Owner) != 32 || p.LowestSerial != 7 || p.API.Host != "https://192.0.2.1:6443" || !strings.HasPrefix(p.API.UserAgent, "muster-kms/") || p.Attester == nil {
+			if len(p.Owner) != 1 || len(p.Owner[0]) != 32 || p.LowestSerial != 7 || p.API.Host != "https://192.0.2.1:6443" || !strings.HasPrefix(p.API.UserAgent, "muster-kms/") || p.Attester == nil {
 				t.Errorf("%+v", p)
 			}
 			for _, want := range []string{`"service":"kms"`, `"node":"node1"`, p.Listener.Addr().String(), p.Metrics.Addr().String()} {

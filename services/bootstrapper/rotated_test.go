@@ -66,7 +66,7 @@ func rotatingNode(t *testing.T) (*fixture, ed25519.PrivateKey) {
 	t.Helper()
 	w := newFixture(t, "node2")
 	public, private := ownerKey(t)
-	w.image.OwnerKey = public
+	w.image.OwnerKeys = attest.OwnerKeys{public}
 	w.tpm.LockTo(clusterID)
 	return w, private
 }
@@ -175,7 +175,7 @@ func TestAJoinserviceThatIsRefusedSendsNoKey(t *testing.T) {
 			var known *journal.Policy
 			if tt.known > 0 {
 				digest := sha256.Sum256(nil)
-				known = &journal.Policy{OwnerKey: journal.Hex(w.image.OwnerKey), Serial: tt.known, Digest: digest[:]}
+				known = &journal.Policy{OwnerKey: journal.Hex(w.image.OwnerKeys[0]), Serial: tt.known, Digest: digest[:]}
 			}
 			j := tt.wrong(t, w, owner)
 			requests := j.has(newKey)

@@ -3,10 +3,15 @@ package attest
 import (
 	"bytes"
 	"crypto/ed25519"
+	"crypto/rand"
 	"encoding/base64"
 	"slices"
 	"strings"
 	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
 func TestAListOfOwnersKeysIsChecked(t *testing.T) {
@@ -65,5 +70,66 @@ func TestASignatureIsOfOneOfTheKeys(t *testing.T) {
 		if keys.Verify([]byte("Message"), signature) || keys.Verify(message, signature[:63]) || keys.Verify(message, nil) || OwnerKeys(nil).Verify(message, signature) {
 			t.Errorf("key %d: something else is accepted", i)
 		}
+	}
+}
+
+func TestOpenPolicy(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	pub, priv, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	otherPub, other, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, stranger, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	good := SignPolicy(priv, encode(t, goodPolicy(pemRoot)))
+	ofOther := SignPolicy(other, good.GetPolicy())
+	for name, tt := range map[string]struct {
+		keys OwnerKeys
+		s    *attestv1.SignedPolicy
+		by   ed25519.PublicKey
+	}{
+		"the only key":            {OwnerKeys{pub}, good, pub},
+		"the first of two keys":   {OwnerKeys{pub, otherPub}, good, pub},
+		"the second of two keys":  {OwnerKeys{pub, otherPub}, ofOther, otherPub},
+		"a key after another one": {OwnerKeys{otherPub}, ofOther, otherPub},
+	} {
+		if p, err := OpenPolicy(tt.keys, tt.s); err != nil || p.Serial() != 7 || !p.Signer().Equal(tt.by) {
+			t.Fatalf("%s: %v", name, err)
+		}
+	}
+	if p, err := ParsePolicy(good.GetPolicy()); err != nil || p.Signer() != nil {
+		t.Errorf("an unsigned policy has the signer %x, %v", p.Signer(), err)
+	}
+	changed := proto.CloneOf(good)
+	changed.Policy = append(changed.Policy, ' ')
+	for name, tt := range map[string]struct {
+		keys OwnerKeys
+		s    *attestv1.SignedPolicy
+	}{
+		"another key's signature": {OwnerKeys{pub}, ofOther},
+		"another key":             {OwnerKeys{otherPub}, good},
+		"a stranger's signature":  {OwnerKeys{pub, otherPub}, SignPolicy(stranger, good.GetPolicy())},
+		"changed bytes":           {OwnerKeys{pub, otherPub}, changed},
+		"no signature":            {OwnerKeys{pub}, &attestv1.SignedPolicy{Policy: good.GetPolicy()}},
+		"nothing":                 {OwnerKeys{pub}, nil},
+		"no key":                  {nil, good},
+		"an empty list":           {OwnerKeys{}, good},
+		"a key cut short":         {OwnerKeys{pub[:31]}, good},
+		"a candidate":             {OwnerKeys{pub}, SignCandidate(priv, good.GetPolicy())},
+		"a signature over the bare bytes": {OwnerKeys{pub}, &attestv1.SignedPolicy{
+			Policy: good.GetPolicy(), Signature: ed25519.Sign(priv, good.GetPolicy()),
+		}},
+	} {
+		t.Run(name+" is refused", func(t *testing.T) {
+			if _, err := OpenPolicy(tt.keys, tt.s); ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE {
+				t.Errorf("error %v", err)
+			}
+		})
 	}
 }

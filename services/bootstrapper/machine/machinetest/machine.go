@@ -1,22 +1,16 @@
 package machinetest
 
 import (
-	"archive/tar"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
-	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
-	"encoding/hex"
-	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
-	"io"
-	"io/fs"
 	"math/big"
 	"os"
 	"path/filepath"
@@ -240,80 +234,6 @@ spec:
     metadata: {labels: {k8s-app: kube-proxy}}
     spec:
       containers: [{name: kube-proxy, image: registry.k8s.io/kube-proxy:v1.36.1}]`
-
-// Pull implements [machine.Machine].
-func (m *Machine) Pull(ctx context.Context, _, image string) error {
-	m.note("pull " + image)
-	if _, err := versions.ParseImages([]string{image}); err != nil && !strings.Contains(err.Error(), "not listed") {
-		return fmt.Errorf("an image without a digest was asked for: %w", err)
-	}
-	return m.step(ctx, "an image is pulled")
-}
-
-// ImageNames implements [machine.Machine]: containerd lists what was imported, if it runs.
-func (m *Machine) ImageNames(ctx context.Context, _ string) ([]string, error) {
-	m.note("list images")
-	if err := m.step(ctx, "images are listed"); err != nil {
-		return nil, err
-	}
-	names, err := os.ReadFile(m.on(imageNames))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	return strings.Fields(string(names)), err
-}
-
-// ImportImages implements [machine.Machine].
-func (m *Machine) ImportImages(ctx context.Context, _ string, archive io.Reader) error {
-	m.note("import images")
-	if err := m.step(ctx, "images are imported"); err != nil {
-		return err
-	}
-	if !m.Running(machine.UnitContainerd) {
-		return errors.New("containerd does not run")
-	}
-	files := map[string][]byte{}
-	for t := tar.NewReader(archive); ; {
-		h, err := t.Next()
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		if err != nil {
-			return err
-		}
-		if files[h.Name], err = io.ReadAll(t); err != nil {
-			return err
-		}
-	}
-	var index struct {
-		Manifests []struct {
-			MediaType, Digest string
-			Annotations       map[string]string
-		}
-	}
-	if err := json.Unmarshal(files["index.json"], &index); err != nil {
-		return fmt.Errorf("index.json: %w", err)
-	}
-	var names []string
-	for _, d := range index.Manifests {
-		blob, ok := files["blobs/"+strings.Replace(d.Digest, ":", "/", 1)]
-		if sum := sha256.Sum256(blob); !ok || d.MediaType == "" || "sha256:"+hex.EncodeToString(sum[:]) != d.Digest {
-			return fmt.Errorf("image %s of type %q is not what its digest says", d.Digest, d.MediaType)
-		}
-		names = append(names, d.Annotations["io.containerd.image.name"])
-	}
-	for name, content := range files {
-		if hexSum, ok := strings.CutPrefix(name, "blobs/sha256/"); ok && hexSum != "" && len(content) > 0 {
-			if err := machine.WriteFile(m.on("/var/lib/containerd/io.containerd.content.v1.content/"+name), content, 0o600, 0o700); err != nil {
-				return err
-			}
-		}
-	}
-	return machine.WriteFile(m.on(imageNames), []byte(strings.Join(names, "\n")), 0o600, 0o700)
-}
-
-// imageNames stands for containerd's database.
-const imageNames = "/var/lib/containerd/io.containerd.metadata.v1.bolt/meta.db"
 
 func (m *Machine) on(path string) string { return filepath.Join(m.Root, path) }
 
