@@ -56,8 +56,28 @@ func answer(query []byte, records []dnsmessage.SRVResource, most int) []byte {
 	return out
 }
 
+// zone has the records that a name server answers with.
+type zone struct {
+	mu      sync.Mutex
+	records []dnsmessage.SRVResource
+}
+
+func zoneOf(records ...dnsmessage.SRVResource) *zone { return &zone{records: records} }
+
+func (z *zone) list() []dnsmessage.SRVResource {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	return z.records
+}
+
+func (z *zone) set(records ...dnsmessage.SRVResource) {
+	z.mu.Lock()
+	defer z.mu.Unlock()
+	z.records = records
+}
+
 // nameserver serves records over UDP and TCP, and returns a look-up that asks it alone.
-func nameserver(t *testing.T, records *[]dnsmessage.SRVResource) lookupSRV {
+func nameserver(t *testing.T, records *zone) lookupSRV {
 	t.Helper()
 	udp, err := new(net.ListenConfig).ListenPacket(t.Context(), "udp", "127.0.0.1:0")
 	if err != nil {
@@ -75,7 +95,7 @@ func nameserver(t *testing.T, records *[]dnsmessage.SRVResource) lookupSRV {
 			if err != nil {
 				return
 			}
-			_, _ = udp.WriteTo(answer(b[:n], *records, 512), from)
+			_, _ = udp.WriteTo(answer(b[:n], records.list(), 512), from)
 		}
 	})
 	served.Go(func() {
@@ -88,7 +108,7 @@ func nameserver(t *testing.T, records *[]dnsmessage.SRVResource) lookupSRV {
 			if _, err := io.ReadFull(c, size[:]); err == nil {
 				b := make([]byte, binary.BigEndian.Uint16(size[:]))
 				if _, err := io.ReadFull(c, b); err == nil {
-					out := answer(b, *records, 1<<16)
+					out := answer(b, records.list(), 1<<16)
 					_, _ = c.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(out))), out...))
 				}
 			}
@@ -112,8 +132,8 @@ func named(endpoints ...string) *metadata.Machine {
 }
 
 func TestJoinservicesAreFoundByTheirServiceRecords(t *testing.T) {
-	records := []dnsmessage.SRVResource{srv(20, 0, 30091, "cp3.example.org."), srv(10, 0, 30090, "CP1.example.org."), srv(30, 0, 443, "lb.example.org.")}
-	lookup := nameserver(t, &records)
+	records := zoneOf(srv(20, 0, 30091, "cp3.example.org."), srv(10, 0, 30090, "CP1.example.org."), srv(30, 0, 443, "lb.example.org."))
+	lookup := nameserver(t, records)
 	meta := named("192.0.2.1:30090", "srv:"+service, "cp1.example.org:30090", "last.example.org:1")
 	m, err := resolve(t.Context(), meta, nil, lookup, quiet())
 	want := []string{"192.0.2.1:30090", "cp1.example.org:30090", "cp3.example.org:30091", "lb.example.org:443", "last.example.org:1"}
@@ -121,15 +141,15 @@ func TestJoinservicesAreFoundByTheirServiceRecords(t *testing.T) {
 		t.Errorf("%+v, %v, want %v", m, err, want)
 	}
 	// In the next round, whatever the records' time to live.
-	records = records[:1]
+	records.set(records.list()[:1]...)
 	if m, err := resolve(t.Context(), named("srv:"+service), m.JoinEndpoints, lookup, quiet()); err != nil || !slices.Equal(m.JoinEndpoints, []string{"cp3.example.org:30091"}) {
 		t.Errorf("%+v, %v", m, err)
 	}
 }
 
 func TestEqualRecordsAreSpreadOverMachinesByWeight(t *testing.T) {
-	records := []dnsmessage.SRVResource{srv(0, 1, 1, "light.example.org."), srv(0, 1000, 1, "heavy.example.org.")}
-	lookup := nameserver(t, &records)
+	records := zoneOf(srv(0, 1, 1, "light.example.org."), srv(0, 1000, 1, "heavy.example.org."))
+	lookup := nameserver(t, records)
 	first := map[string]int{}
 	for range 40 {
 		m, err := resolve(t.Context(), named("srv:"+service), nil, lookup, quiet())
@@ -148,7 +168,7 @@ func TestAHostileNameServerNamesABoundedNumberOfHosts(t *testing.T) {
 	for i := range 500 {
 		records = append(records, srv(uint16(i), 0, uint16(1+i), "victim.example.org."))
 	}
-	lookup := nameserver(t, &records)
+	lookup := nameserver(t, zoneOf(records...))
 	m, err := resolve(t.Context(), named("192.0.2.1:30090", "srv:"+service), nil, lookup, quiet())
 	if err != nil || len(m.JoinEndpoints) != metadata.MaxEndpoints || m.JoinEndpoints[0] != "192.0.2.1:30090" || m.JoinEndpoints[63] != "victim.example.org:63" {
 		t.Errorf("%d endpoints, %v", len(m.JoinEndpoints), err)
@@ -165,12 +185,12 @@ func TestRecordsThatNameNoServiceAreLeftOut(t *testing.T) {
 		"no service": srv(0, 0, 1, "."), "port 0": srv(0, 0, 0, "cp1.example.org."), "a name with a space": srv(0, 0, 1, "a b.example.org."),
 		"a name that ends the line": srv(0, 0, 1, "a\nb.example.org."), "a name with a port": srv(0, 0, 1, "a:1.example.org."),
 	} {
-		records := []dnsmessage.SRVResource{r}
-		lookup := nameserver(t, &records)
+		records := zoneOf(r)
+		lookup := nameserver(t, records)
 		if m, err := resolve(t.Context(), named("srv:"+service), nil, lookup, quiet()); !errors.Is(err, ErrUnreachable) {
 			t.Errorf("%s: %+v, %v", name, m, err)
 		}
-		records = append(records, srv(9, 0, 1, "right.example.org."))
+		records.set(r, srv(9, 0, 1, "right.example.org."))
 		if m, err := resolve(t.Context(), named("srv:"+service), nil, lookup, quiet()); err != nil || !slices.Equal(m.JoinEndpoints, []string{"right.example.org:1"}) {
 			t.Errorf("%s, beside a right one: %+v, %v", name, m, err)
 		}
@@ -178,8 +198,8 @@ func TestRecordsThatNameNoServiceAreLeftOut(t *testing.T) {
 }
 
 func TestAnOutageOfDNSKeepsWhatIsKnown(t *testing.T) {
-	records := []dnsmessage.SRVResource{srv(0, 0, 1, "cp1.example.org.")}
-	lookup := nameserver(t, &records)
+	records := zoneOf(srv(0, 0, 1, "cp1.example.org."))
+	lookup := nameserver(t, records)
 	other := "srv:_muster-join._tcp.other.example"
 	if m, err := resolve(t.Context(), named(other), nil, lookup, quiet()); !errors.Is(err, ErrUnreachable) || !strings.Contains(fmt.Sprint(err), "other.example") {
 		t.Errorf("a name without records: %+v, %v", m, err)

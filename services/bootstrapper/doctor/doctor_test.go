@@ -95,7 +95,7 @@ func newMachine(t *testing.T) *machine {
 		w.Header().Set("Date", m.date().UTC().Format(http.TimeFormat))
 	}))
 	t.Cleanup(s.Close)
-	m.image = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\nstateDisk: {mode: plain, path: /var/lib/muster/state}\ntpm: {eventLog: %q}\nownerKey: %s\n",
+	m.image = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: ImageConfiguration\nstateDisk: {mode: plain, path: /var/lib/muster/state}\ntpm: {eventLog: %q}\nownerKeys: [%s]\n",
 		m.EventLog(), base64.StdEncoding.EncodeToString(make([]byte, 32)))
 	m.meta = fmt.Sprintf("apiVersion: muster.dev/v1alpha1\nkind: MachineMetadata\nname: node2\nrole: worker\naddresses: [192.0.2.12]\njoinEndpoints: [%q]\n", s.Listener.Addr())
 	for name, content := range map[string]string{

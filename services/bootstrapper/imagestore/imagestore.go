@@ -336,12 +336,9 @@ func (s Store) load(ctx context.Context) error {
 		return err
 	}
 	r, w := io.Pipe()
+	defer r.Close() //nolint:errcheck // it ends the archive if nobody has read all of it
 	go func() { w.CloseWithError(s.archive(w)) }()
-	err := s.Machine.ImportImages(ctx, s.Socket, r)
-	if cerr := r.Close(); err == nil { // the archive's end, if nobody reads it
-		err = cerr
-	}
-	if err != nil {
+	if err := s.Machine.ImportImages(ctx, s.Socket, r); err != nil {
 		return fmt.Errorf("import into containerd: %w", err)
 	}
 	return nil

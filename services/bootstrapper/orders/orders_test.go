@@ -255,17 +255,17 @@ func TestAnOlderOrderOfTheOtherKeyIsRefused(t *testing.T) {
 	n.did("doctor")
 	n.deliver(old)
 	n.look()
-	n.did()
+	n.did("doctor")
 	n.reports(old, joinv1.OrderState_ORDER_STATE_REFUSED, "has decided on one of")
 	n.owner = before // a later one counts
 	n.deliver(n.order(3))
 	n.look()
-	n.did("doctor")
+	n.did("doctor", "doctor")
 	n.image.OwnerKeys = attest.OwnerKeys{next} // the next image has dropped the old key
 	dropped := n.order(4)
 	n.deliver(dropped)
 	n.look()
-	n.did()
+	n.did("doctor", "doctor")
 	n.reports(dropped, joinv1.OrderState_ORDER_STATE_REFUSED, "not signed with a key of the owner")
 }
 
