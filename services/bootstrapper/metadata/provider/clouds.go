@@ -11,7 +11,7 @@ import (
 
 // aws asks the instance metadata service of EC2, version 2 (AWS, EC2 User Guide, "Instance metadata"): each request needs a token, which a PUT returns.
 func aws(ctx context.Context, c *client) (*Found, error) {
-	const tokenPath = "/latest/api/token"
+	const tokenPath = "/latest/api/token" //nolint:gosec // a path
 	c.header.Set("X-Aws-Ec2-Metadata-Token-Ttl-Seconds", "60")
 	b, err := c.ask(ctx, http.MethodPut, tokenPath, maxValue)
 	if err != nil {
