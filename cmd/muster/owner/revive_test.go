@@ -167,8 +167,13 @@ func TestABanIsThatOfItsMachine(t *testing.T) {
 func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
-	key := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
-	_, document, err := policyfile.Parse(attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(9)))
+	text := attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(9))
+	o := own(t, &firstMachine{addr: "192.0.2.11:9000"}, "192.0.2.1:6443", text)
+	key, err := o.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, document, err := policyfile.Parse(text)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -229,7 +234,7 @@ func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			tt.known.Policy = policy
-			r := &recoverer{RecoverConfig: RecoverConfig{Machine: new(attest.MachineID)}, key: key, known: &tt.known}
+			r := &recoverer{RecoverConfig: RecoverConfig{Dir: o.Dir, Machine: new(attest.MachineID)}, key: key, known: &tt.known}
 			v, err := r.compare(&recoverv1.DescribeEpochResponse{Epoch: tt.epoch, PolicySerial: 9, Bans: []string{"w2"}, DiskCounter: 12, TpmCounter: 15, Nonce: bytes.Repeat([]byte{7}, 32)})
 			if err != nil {
 				t.Fatal(err)
