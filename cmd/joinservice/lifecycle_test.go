@@ -226,10 +226,10 @@ func TestFlagsThatAreWrongAreNamed(t *testing.T) {
 	}{
 		"no owner's key":       {nil, "--owner-keys"},
 		"a short owner's key":  {[]string{"--owner-keys=AAAA"}, "--owner-keys"},
-		"a missing kubeconfig": {[]string{"--owner-keyss=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=/nowhere"}, "/nowhere"},
+		"a missing kubeconfig": {[]string{"--owner-keys=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=/nowhere"}, "/nowhere"},
 		"an unknown flag":      {[]string{"--unknown"}, "unknown"},
 		"a missing audit folder": {[]string{
-			"--owner-keyss=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=" + shared.Kubeconfig, "--attester=" + t.TempDir() + "/attest.sock", "--audit=/nowhere/audit.jsonl",
+			"--owner-keys=" + base64.StdEncoding.EncodeToString(shared.Public), "--image=" + image(t), "--kubeconfig=" + shared.Kubeconfig, "--attester=" + t.TempDir() + "/attest.sock", "--audit=/nowhere/audit.jsonl",
 		}, "/nowhere/audit.jsonl"},
 	} {
 		t.Run(name, func(t *testing.T) {
