@@ -6,6 +6,7 @@ import (
 
 	"go.yaml.in/yaml/v3"
 	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
@@ -124,4 +125,18 @@ func message(text []byte) (*attestv1.Policy, error) {
 		return nil, fmt.Errorf("policy: %w", err)
 	}
 	return m, nil
+}
+
+// SameRules reports whether two policies, in YAML or JSON, differ in nothing but the serial.
+func SameRules(a, b []byte) (bool, error) {
+	x, err := message(a)
+	if err != nil {
+		return false, err
+	}
+	y, err := message(b)
+	if err != nil {
+		return false, err
+	}
+	x.Serial, y.Serial = 0, 0
+	return proto.Equal(x, y), nil
 }

@@ -124,3 +124,33 @@ func TestOtherEditsAreNoInterruptedApproval(t *testing.T) {
 		}
 	}
 }
+
+func TestPoliciesThatDifferInTheSerialHaveTheSameRules(t *testing.T) {
+	text := withPlatform(t)
+	json, err := policyfile.ToJSON(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tt := range map[string]struct {
+		b    string
+		same bool
+	}{
+		"the same file":                 {string(text), true},
+		"its JSON":                      {string(json), true},
+		"another serial":                {strings.Replace(string(text), "serial: 1", "serial: 10", 1), true},
+		"the serial in quotation marks": {strings.Replace(string(text), "serial: 1", `serial: "10"`, 1), true},
+		"another role":                  {strings.Replace(string(text), "roles: [worker, control-plane]", "roles: [worker]", 1), false},
+		"another switch":                {strings.Replace(string(text), "anyMachine: false", "anyMachine: true", 1), false},
+		"another role and serial":       {strings.NewReplacer("roles: [worker, control-plane]", "roles: [worker]", "serial: 1", "serial: 2").Replace(string(text)), false},
+	} {
+		if tt.b == string(text) && name != "the same file" {
+			t.Fatalf("%s: the edit changes nothing:\n%s", name, text)
+		}
+		if same, err := policyfile.SameRules(text, []byte(tt.b)); err != nil || same != tt.same {
+			t.Errorf("%s: %v, %v", name, same, err)
+		}
+	}
+	if _, err := policyfile.SameRules(text, []byte(`{"noSuchRule": true}`)); err == nil {
+		t.Error("a policy with an unknown rule was compared")
+	}
+}

@@ -88,7 +88,7 @@ func resign(ctx context.Context, cfg OwnerKeyConfig, kube *clusterapi.Client) er
 		return fmt.Errorf("the cluster's policy: %w", err)
 	}
 	if !bytes.Equal(opened.Signer(), r.Signs) {
-		text, err := resigned(cfg.Dir, have, opened)
+		text, err := resigned(cfg.Dir, have)
 		if err != nil {
 			return err
 		}
@@ -117,20 +117,16 @@ func resign(ctx context.Context, cfg OwnerKeyConfig, kube *clusterapi.Client) er
 
 // resigned returns the text of the folder's policy with the next serial. It refuses a folder's policy that differs from the cluster's in more than the
 // serial: this command puts no edited policy in force. A higher serial is that of an earlier call, which was interrupted.
-func resigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, opened *attest.Policy) ([]byte, error) {
+func resigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) ([]byte, error) {
 	text, p, _, err := folderPolicy(d)
 	if err != nil {
 		return nil, err
 	}
-	same, err := policyfile.SetSerial(text, opened.Serial())
+	same, err := policyfile.SameRules(text, []byte(have.Spec.Policy))
 	if err != nil {
 		return nil, err
 	}
-	_, json, err := policyfile.Parse(same)
-	if err != nil {
-		return nil, err
-	}
-	if string(json) != have.Spec.Policy {
+	if !same {
 		return nil, withRemedy(fmt.Errorf("%s is not the policy that the cluster has", d.File(ownerdir.PolicyFile)), "Run muster policy apply first, if you have finished editing it, or undo what you have edited.")
 	}
 	signed, err := signedSerial(d, have)

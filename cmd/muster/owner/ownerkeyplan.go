@@ -174,7 +174,7 @@ func (p *OwnerKeyPlan) cluster(ctx context.Context, cfg OwnerKeyConfig, kube *cl
 	case cfg.Step == OwnerKeyFinish && !signed:
 		p.problem("the policy in force is not signed with the new key: run muster rotate owner-key --commit again")
 	case cfg.Step == OwnerKeyCommit && !signed:
-		if _, err := resigned(cfg.Dir, have, opened); err != nil {
+		if _, err := resigned(cfg.Dir, have); err != nil {
 			p.problem("%s. %s", err, remedy(err))
 		}
 	}

@@ -175,6 +175,7 @@ func TestMetadataAreRefused(t *testing.T) {
 		"a service of no domain":   {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: ['srv:_muster-join._tcp']\n", "joinEndpoints[0]"},
 		"a service over UDP":       {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: ['srv:_muster-join._udp.example.org']\n", "joinEndpoints[0]"},
 		"a service of two lines":   {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: [\"srv:_muster-join._tcp.a\\nb\"]\n", "joinEndpoints[0]"},
+		"a service with a space":   {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: ['srv:_muster-join._tcp.a b']\n", "joinEndpoints[0]"},
 		"a host name as service":   {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: ['srv:example.org']\n", "joinEndpoints[0]"},
 		"an endpoint without port": {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: [10.0.0.2]\n", "joinEndpoints[0]"},
 		"port 0":                   {"name: a\nrole: worker\naddresses: [10.0.0.1]\njoinEndpoints: ['10.0.0.2:0']\n", "joinEndpoints[0]"},
