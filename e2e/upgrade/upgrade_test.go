@@ -20,8 +20,8 @@ import (
 	"github.com/muster-k8s/muster/lab/labtest"
 )
 
-// TestUpgrade runs on one cluster: an upgrade that fails, one while machines join, one that is killed, and plain
-// helm's view of the release.
+// TestUpgrade runs on one cluster: an upgrade that fails, one while machines join, one that is killed, plain helm's view of the release, and a rotation of
+// the owner's key, which upgrades the release twice.
 func TestUpgrade(t *testing.T) {
 	// The CLI itself, of the version that muster carries.
 	helm := filepath.Join(t.TempDir(), "helm")
@@ -45,6 +45,7 @@ func TestUpgrade(t *testing.T) {
 	t.Run("an upgrade succeeds while machines join", func(t *testing.T) { c.whileMachinesJoin(t, next) })
 	t.Run("an upgrade that is killed is taken up", func(t *testing.T) { c.killed(t, next) })
 	t.Run("plain helm works on the release", c.plainHelm)
+	t.Run("the owner's key is rotated", c.ownerKey)
 }
 
 type release struct {

@@ -145,6 +145,21 @@ func (l *Lab) Measurements() (Measurements, error) {
 	return m.Measurements()
 }
 
+// UpdateImage makes another image of this name, with other owner's keys (base64), and writes its measurements to a file, which it returns. Machines have the
+// image from their next boot on, see [Lab.RebootNode].
+func (l *Lab) UpdateImage(name string, ownerKeys ...string) (string, error) {
+	manifest, err := image.Image{Dir: filepath.Join(l.Dir, "image")}.Update(name, ownerKeys)
+	if err != nil {
+		return "", err
+	}
+	m, err := manifest.Measurements()
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(l.Dir, "measurements-"+name+".json")
+	return path, writeJSON(path, m)
+}
+
 // InitLog is the log of a machine's PID 1: when units started and ended, and the resources that they used.
 func (l *Lab) InitLog(machine string) string {
 	return filepath.Join(l.Dir, "machines", machine, "init.log")

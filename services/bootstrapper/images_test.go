@@ -12,6 +12,7 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 )
 
@@ -128,33 +129,41 @@ func TestAnImageThatIsNotThereEndsAnInit(t *testing.T) {
 }
 
 // B8: containerd's store is renewed in each boot of an encrypted disk, with the sandbox image named and before the kubelet may use it; then the images of
-// the machine's root are loaded. A bootstrapper that starts again in the same boot leaves the store alone, since containers may use it.
+// the machine's root are loaded. This is also so after a recovery, whose power cut may have left half of an unpacked layer. A bootstrapper that starts again in
+// the same boot leaves the store alone, since containers may use it.
 func TestTheStoreIsRenewedBeforeTheKubeletStarts(t *testing.T) {
-	w := rebooted(t)
-	w.put(t, "usr/share/muster/images/index.json", "{}")
-	left := "var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs/kube-proxy"
-	w.put(t, left, "evil")
-	before := len(w.machine.Calls())
-	w.startAgain(t)
-	var order []string
-	for _, call := range w.machine.Calls()[before:] {
-		if strings.Contains(call, "containerd") || strings.Contains(call, "images") || strings.Contains(call, "start kubelet") {
-			order = append(order, call)
+	for name, recovered := range map[string]bool{"rejoined": false, "recovered": true} {
+		w := rebooted(t)
+		if recovered {
+			if err := component.DesiredFile(filepath.Join(w.root, component.UnlockFile)).Save(component.Desired{Uncompared: component.UncomparedRecovery}); err != nil {
+				t.Fatal(err)
+			}
 		}
-	}
-	if want := []string{"list images", "stop containerd.service", "start containerd.service", "start muster-images.service", "start kubelet.service"}; !slices.Equal(order, want) {
-		t.Errorf("%q", order)
-	}
-	if w.exists(left) {
-		t.Error("an unpacked layer of before is left")
-	}
-	w.sandbox(t)
+		w.put(t, "usr/share/muster/images/index.json", "{}")
+		left := "var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs/kube-proxy"
+		w.put(t, left, "evil")
+		before := len(w.machine.Calls())
+		w.startAgain(t)
+		var order []string
+		for _, call := range w.machine.Calls()[before:] {
+			if strings.Contains(call, "containerd") || strings.Contains(call, "images") || strings.Contains(call, "start kubelet") {
+				order = append(order, call)
+			}
+		}
+		if want := []string{"list images", "stop containerd.service", "start containerd.service", "start muster-images.service", "start kubelet.service"}; !slices.Equal(order, want) {
+			t.Errorf("%s: %q", name, order)
+		}
+		if w.exists(left) {
+			t.Errorf("%s: an unpacked layer of before is left", name)
+		}
+		w.sandbox(t)
 
-	w.put(t, left, "of a running container")
-	before = len(w.machine.Calls())
-	w.startAgain(t)
-	if calls := w.machine.Calls()[before:]; !w.exists(left) || slices.Contains(calls, "stop containerd.service") {
-		t.Errorf("%q", calls)
+		w.put(t, left, "of a running container")
+		before = len(w.machine.Calls())
+		w.startAgain(t)
+		if calls := w.machine.Calls()[before:]; !w.exists(left) || slices.Contains(calls, "stop containerd.service") {
+			t.Errorf("%s: %q", name, calls)
+		}
 	}
 }
 

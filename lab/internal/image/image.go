@@ -66,19 +66,78 @@ type Manifest struct {
 }
 
 // An Image is a built image in Dir: base/ and bootstrapper/ are layers, manifest.json is
-// beside them.
+// beside them. Images that were made of it are in v2/, v3/ and so on.
 type Image struct{ Dir string }
 
 // Layers returns the folders that lie over the host's, topmost first.
 func (i Image) Layers(withBootstrapper bool) []string {
+	layers := []string{filepath.Join(i.Dir, "base")}
 	if withBootstrapper {
-		return []string{filepath.Join(i.Dir, "bootstrapper"), filepath.Join(i.Dir, "base")}
+		layers = append([]string{filepath.Join(i.Dir, "bootstrapper")}, layers...)
 	}
-	return []string{filepath.Join(i.Dir, "base")}
+	if n := i.latest(); n > 1 {
+		layers = append([]string{filepath.Join(i.version(n), "config")}, layers...)
+	}
+	return layers
 }
 
 // ManifestPath is where the manifest is.
-func (i Image) ManifestPath() string { return filepath.Join(i.Dir, "manifest.json") }
+func (i Image) ManifestPath() string { return filepath.Join(i.version(i.latest()), "manifest.json") }
+
+// version returns the folder of the first image, or of a later one that was made of it.
+func (i Image) version(n int) string {
+	if n == 1 {
+		return i.Dir
+	}
+	return filepath.Join(i.Dir, fmt.Sprintf("v%d", n))
+}
+
+// latest returns the number of the newest image.
+func (i Image) latest() int {
+	for n := 1; ; n++ {
+		if _, err := os.Stat(i.version(n + 1)); err != nil {
+			return n
+		}
+	}
+}
+
+// Update makes a new image, which differs from this one in the owner's keys and the name. Machines have it from their next boot on.
+func (i Image) Update(name string, ownerKeys []string) (Manifest, error) {
+	m, err := LoadManifest(i.ManifestPath())
+	if err != nil {
+		return m, err
+	}
+	text, err := os.ReadFile(filepath.Join(i.Dir, "base", Config))
+	if err != nil {
+		return m, fmt.Errorf("update image: %w", err)
+	}
+	var conf map[string]any
+	if err := yaml.Unmarshal(text, &conf); err != nil {
+		return m, fmt.Errorf("update image: %w", err)
+	}
+	conf["ownerKeys"] = ownerKeys
+	delete(conf, "insecure")
+	if text, err = yaml.Marshal(conf); err != nil {
+		return m, fmt.Errorf("update image: %w", err)
+	}
+	made := filepath.Join(i.Dir, "next")
+	b := builder{dir: made, manifest: Manifest{Version: 1, Name: name}}
+	for _, f := range m.Files {
+		if f.Path != Config {
+			b.manifest.Files = append(b.manifest.Files, f)
+			continue
+		}
+		b.put("config", bytes.NewReader(text), Config, 0o644, f.PCR)
+	}
+	j, err := json.MarshalIndent(b.manifest, "", "  ")
+	if err := errors.Join(b.err, err); err != nil {
+		return m, fmt.Errorf("update image: %w", err)
+	}
+	if err := os.WriteFile(filepath.Join(made, "manifest.json"), append(j, '\n'), 0o644); err != nil {
+		return m, err
+	}
+	return b.manifest, os.Rename(made, i.version(i.latest()+1))
+}
 
 // LoadManifest reads a manifest.
 func LoadManifest(path string) (Manifest, error) {

@@ -3,6 +3,7 @@ package image
 import (
 	"bytes"
 	"encoding/pem"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -126,6 +127,45 @@ func TestTheOwnersKeyAndTheRootsAreMeasuredConfiguration(t *testing.T) {
 	}
 	if bytes.ContainsRune(raw, '@') {
 		t.Errorf("a variable of the template is left: %s", raw)
+	}
+}
+
+func TestAnUpdateDiffersInNameAndOwnersKeys(t *testing.T) {
+	s := spec(t)
+	s.OwnerKeys = "b3duZXI="
+	img, first := build(t, s)
+	manifest, err := img.Update("v2", []string{"b3duZXI=", "bmV4dA=="})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.OwnerKeys = "b3duZXI=,bmV4dA=="
+	_, built := build(t, s)
+	a, errA := manifest.Measurements()
+	b, errB := built.Measurements()
+	if errA != nil || errB != nil {
+		t.Fatal(errA, errB)
+	}
+	if a.Image != "v2" || !maps.Equal(a.PCRs, b.PCRs) {
+		t.Errorf("%v, and an image that was built with these keys %v", a, b)
+	}
+	if m, err := LoadManifest(img.ManifestPath()); err != nil || m.Name != "v2" {
+		t.Errorf("machines boot %q, %v", m.Name, err)
+	}
+	layers := img.Layers(true)
+	if _, err := os.Stat(filepath.Join(layers[0], Config)); err != nil || len(layers) != 3 {
+		t.Errorf("%q: %v", layers, err)
+	}
+	if _, err := img.Update("v3", []string{"b3duZXI="}); err != nil {
+		t.Fatal(err)
+	}
+	last, err := LoadManifest(img.ManifestPath())
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, errA = first.Measurements()
+	b, errB = last.Measurements()
+	if errA != nil || errB != nil || !maps.Equal(a.PCRs, b.PCRs) || len(img.Layers(true)) != 3 {
+		t.Errorf("with the keys of the first image: %v, %v, %v, want %v", errA, errB, b, a)
 	}
 }
 

@@ -37,8 +37,13 @@ const (
 	networks = "/var/lib/cni"
 	// nameAnnotation is the name under which containerd imports an image.
 	nameAnnotation = "io.containerd.image.name"
-	// maxManifest is the largest manifest or index that containerd reads, in bytes.
-	maxManifest = 8 << 20
+	// maxManifest is the largest manifest or index of an image that is kept, in bytes. Registries and containerd take more, but a user of the cluster could
+	// have one pulled that takes all of this program's memory at each boot.
+	maxManifest = 1 << 20
+	// maxParts is the largest number of manifests of an index that are read; there is one for each platform, and the same one may be named again and again.
+	maxParts = 100
+	// maxNames is the largest number of names that are kept, maxIndex the largest list of them in bytes.
+	maxNames, maxIndex = 8192, 4 << 20
 	// listTime is how long containerd gets to list its images: if its database is damaged, it never does.
 	listTime = 2 * time.Minute
 )
@@ -52,6 +57,8 @@ type Store struct {
 	Log     *slog.Logger
 	// Found is called once if content was not what its name says.
 	Found func(what, done string)
+
+	open func(name string) (io.ReadCloser, error) // nil: os.Open; tests replace it by a disk with errors
 }
 
 // Renew stops containerd, removes everything from its store but content that is what its name says, and starts it with the images that are complete. Nothing
@@ -60,7 +67,9 @@ type Store struct {
 // Images keep the names that contain their digest. A name with a tag is not kept, since nothing proves what the tag named: the kubelet asks the registry for
 // it, and downloads what is missing. Layers are unpacked again when a container needs them.
 //
-// It reads the kept content twice and writes it once. It may only be called before a container runs in this boot.
+// It reads the kept content twice and writes it once, and deletes the unpacked layers before; so the disk needs room for the kept images a second time. If that
+// is missing, no image is kept. An image whose manifest has more than 1 MiB, or one with more than 100 manifests, is not kept, nor more than 8,192 names. It may
+// only be called before a container runs in this boot.
 func (s Store) Renew(ctx context.Context) error {
 	if _, err := os.Lstat(s.on(kept + "/blobs")); errors.Is(err, fs.ErrNotExist) {
 		if err := s.moveAway(ctx); err != nil {
@@ -120,7 +129,7 @@ func (s Store) moveAway(ctx context.Context) error {
 		s.Log.WarnContext(ctx, "containerd does not list its images: none is kept, and the kubelet pulls them again", "err", err)
 	}
 	index := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{}}
-	for _, name := range names {
+	for _, name := range names[:min(len(names), maxNames)] {
 		_, digest, _ := strings.Cut(name, "@")
 		if h, err := v1.NewHash(digest); err == nil && h.Algorithm == "sha256" {
 			index.Manifests = append(index.Manifests, v1.Descriptor{Digest: h, Annotations: map[string]string{nameAnnotation: name}})
@@ -188,8 +197,8 @@ func (s Store) verify(ctx context.Context) (int, error) {
 		at := filepath.Join(folder, f.Name())
 		sum := ""
 		if f.Type().IsRegular() {
-			if sum, err = sumOf(at); err != nil {
-				return 0, err
+			if sum, err = s.sumOf(at); err != nil { // of a sector that can't be read, each boot would fail again
+				s.Log.WarnContext(ctx, "content of a container image can't be read, and is removed", "file", at, "err", err)
 			}
 		}
 		if sum == f.Name() {
@@ -204,21 +213,27 @@ func (s Store) verify(ctx context.Context) (int, error) {
 	if wrong > 0 {
 		s.Found(Folder+"/"+blobs, fmt.Sprintf("%d of %d files removed, since each is named by its SHA-256, and theirs differ", wrong, len(files)))
 	}
-	var index v1.IndexManifest
-	text, err := os.ReadFile(s.on(kept + "/index.json"))
+	var index struct {
+		Manifests []struct {
+			Digest      string            `json:"digest"`
+			Annotations map[string]string `json:"annotations"`
+		} `json:"manifests"`
+	}
+	text, err := readUpTo(s.on(kept+"/index.json"), maxIndex)
 	if err == nil {
 		err = json.Unmarshal(text, &index)
 	}
 	if err != nil { // another program wrote or removed it
 		s.Log.WarnContext(ctx, "the list of container images can't be read: none is kept", "err", err)
-		index = v1.IndexManifest{}
+		index.Manifests = nil
 	}
 	images := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{}}
 	l, needed := verified{folder, have}, map[string]bool{}
-	for _, d := range index.Manifests {
+	for _, d := range index.Manifests[:min(len(index.Manifests), maxNames)] {
 		name := d.Annotations[nameAnnotation]
-		of, whole := l.image(d.Digest.Hex)
-		if _, digest, _ := strings.Cut(name, "@"); !whole || digest != d.Digest.String() {
+		is, err := v1.NewHash(d.Digest)
+		of, whole := l.image(d.Digest)
+		if _, digest, _ := strings.Cut(name, "@"); !whole || err != nil || digest != d.Digest {
 			s.Log.InfoContext(ctx, "a container image is not complete: the kubelet pulls it again", "image", name)
 			continue
 		}
@@ -226,7 +241,7 @@ func (s Store) verify(ctx context.Context) (int, error) {
 			needed[b] = true
 		}
 		images.Manifests = append(images.Manifests, v1.Descriptor{
-			MediaType: of.mediaType, Size: of.size, Digest: d.Digest, Annotations: map[string]string{nameAnnotation: name},
+			MediaType: of.mediaType, Size: of.size, Digest: is, Annotations: map[string]string{nameAnnotation: name},
 		})
 	}
 	for b := range have {
@@ -252,12 +267,18 @@ type content struct {
 	blobs     []string
 }
 
-// document has the parts of a manifest and of an index of manifests that are read here, as OCI (Image Format Specification 1.1) and Docker have them.
+// document has the parts of a manifest and of an index of manifests that are read here, as OCI (Image Format Specification 1.1) and Docker have them. The
+// largest one takes 12 MiB of memory.
 type document struct {
 	MediaType types.MediaType `json:"mediaType"`
-	Manifests []v1.Descriptor `json:"manifests"`
-	Config    v1.Descriptor   `json:"config"`
-	Layers    []v1.Descriptor `json:"layers"`
+	Manifests []part          `json:"manifests"`
+	Config    part            `json:"config"`
+	Layers    []part          `json:"layers"`
+}
+
+type part struct {
+	MediaType types.MediaType `json:"mediaType"`
+	Digest    string          `json:"digest"`
 }
 
 // image returns what the image with this digest, a manifest or an index of manifests, consists of, and whether all of it is there. Of an index only the
@@ -267,20 +288,23 @@ func (l verified) image(digest string) (c content, whole bool) {
 	if !ok {
 		return content{}, false
 	}
+	if len(d.Manifests) > maxParts {
+		return content{}, false
+	}
 	if len(d.Manifests) == 0 {
 		blobs, ok := l.manifest(digest, d)
 		return content{cmp.Or(d.MediaType, types.OCIManifestSchema1), size, blobs}, ok
 	}
-	c = content{cmp.Or(d.MediaType, types.OCIImageIndex), size, []string{digest}}
+	c = content{cmp.Or(d.MediaType, types.OCIImageIndex), size, []string{hexOf(digest)}}
 	for _, part := range d.Manifests {
-		if !part.MediaType.IsImage() || !l.have[part.Digest.Hex] {
+		if !part.MediaType.IsImage() || !l.have[hexOf(part.Digest)] {
 			continue
 		}
-		m, _, ok := l.read(part.Digest.Hex)
+		m, _, ok := l.read(part.Digest)
 		if !ok {
 			return content{}, false
 		}
-		blobs, ok := l.manifest(part.Digest.Hex, m)
+		blobs, ok := l.manifest(part.Digest, m)
 		if !ok {
 			return content{}, false
 		}
@@ -291,34 +315,57 @@ func (l verified) image(digest string) (c content, whole bool) {
 
 // manifest returns the blobs of a manifest, and whether all are there.
 func (l verified) manifest(digest string, m document) ([]string, bool) {
-	blobs := []string{digest}
+	blobs := []string{hexOf(digest)}
 	for _, d := range append(m.Layers, m.Config) {
-		if d.Digest.Algorithm != "sha256" || !l.have[d.Digest.Hex] {
+		if !l.have[hexOf(d.Digest)] {
 			return nil, false
 		}
-		blobs = append(blobs, d.Digest.Hex)
+		blobs = append(blobs, hexOf(d.Digest))
 	}
 	return blobs, true
 }
 
+// hexOf returns the name of a blob by its digest; empty: it is not by SHA-256.
+func hexOf(digest string) string {
+	name, ok := strings.CutPrefix(digest, "sha256:")
+	if !ok {
+		return ""
+	}
+	return name
+}
+
 // read returns a verified manifest or index, and its size in bytes.
 func (l verified) read(digest string) (d document, size int64, ok bool) {
-	if !l.have[digest] {
+	if !l.have[hexOf(digest)] {
 		return document{}, 0, false
 	}
-	at := filepath.Join(l.folder, digest)
-	if info, err := os.Stat(at); err != nil || info.Size() > maxManifest {
-		return document{}, 0, false
-	}
-	text, err := os.ReadFile(at)
+	text, err := readUpTo(filepath.Join(l.folder, hexOf(digest)), maxManifest)
 	if err != nil || json.Unmarshal(text, &d) != nil {
 		return document{}, 0, false
 	}
 	return d, int64(len(text)), true
 }
 
-func sumOf(file string) (string, error) {
+// readUpTo reads a file of at most this many bytes.
+func readUpTo(file string, most int64) ([]byte, error) {
 	f, err := os.Open(file)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close() //nolint:errcheck // it was only read
+	text, err := io.ReadAll(io.LimitReader(f, most+1))
+	if err == nil && int64(len(text)) > most {
+		err = fmt.Errorf("%s has more than %d bytes", file, most)
+	}
+	return text, err
+}
+
+func (s Store) sumOf(file string) (string, error) {
+	open := s.open
+	if open == nil {
+		open = func(name string) (io.ReadCloser, error) { return os.Open(name) }
+	}
+	f, err := open(file)
 	if err != nil {
 		return "", err
 	}

@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
@@ -96,8 +95,6 @@ func pull(t *testing.T) pulled {
 	}
 	return p
 }
-
-func hexOf(digest string) string { return strings.TrimPrefix(digest, "sha256:") }
 
 func (p pulled) archive(t *testing.T) *bytes.Buffer {
 	t.Helper()
@@ -253,7 +250,7 @@ func TestAnImageThatWasChangedIsNotKept(t *testing.T) {
 				t.Fatal(err)
 			}
 			for _, f := range have {
-				if sum, err := sumOf(blobAt(s, f.Name())); err != nil || sum != f.Name() {
+				if sum, err := s.sumOf(blobAt(s, f.Name())); err != nil || sum != f.Name() {
 					t.Errorf("%s: %s, %v", f.Name(), sum, err)
 				}
 			}

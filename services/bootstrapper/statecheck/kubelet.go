@@ -142,13 +142,20 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 	return nil
 }
 
-// renewStore keeps of containerd's store what can be verified (B8), and names the sandbox's image (B9).
-func (ck *check) renewStore(ctx context.Context, pause versions.Image) error {
-	if ck.KubeletMayStart() { // containers may run
+// prepareContainerd names the sandbox's image (B9), unless it is empty: an adopted machine has installed no image, and keeps its own. With renew, it keeps of
+// containerd's store only what can be verified (B8), unless containers of this boot may run.
+func (ck *check) prepareContainerd(ctx context.Context, renew bool, pause versions.Image) error {
+	named := pause != (versions.Image{})
+	if !renew || ck.KubeletMayStart() {
+		if !named {
+			return nil
+		}
 		return component.PinSandbox(ctx, ck.Root, ck.Machine, pause)
 	}
-	if _, err := component.NameSandbox(ck.Root, pause); err != nil {
-		return err
+	if named {
+		if _, err := component.NameSandbox(ck.Root, pause); err != nil { // the renewal restarts containerd
+			return err
+		}
 	}
 	ck.Console.Print("comparing the container images on the disk with their digests")
 	s := imagestore.Store{
@@ -158,15 +165,15 @@ func (ck *check) renewStore(ctx context.Context, pause versions.Image) error {
 	return s.Renew(ctx)
 }
 
-// recallSandbox sets containerd's sandbox image after a reboot. An adopted machine has installed no image, and keeps its own.
-func (ck *check) recallSandbox(ctx context.Context) error {
+// keptPause returns the sandbox's image of the list that the machine has kept on its disk; empty: it has none.
+func (ck *check) keptPause() (versions.Image, error) {
 	list, err := component.ListFile(ck.On(component.KeptList)).Load()
 	if err != nil || list == nil {
-		return err
+		return versions.Image{}, err
 	}
 	images, err := versions.ParseImages(list.Images)
 	if err != nil {
-		return err
+		return versions.Image{}, err
 	}
-	return component.PinSandbox(ctx, ck.Root, ck.Machine, images[versions.Pause])
+	return images[versions.Pause], nil
 }

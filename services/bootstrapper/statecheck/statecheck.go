@@ -38,7 +38,8 @@ const (
 
 // Run compares all files of the state disk that run as root with the cluster's list, before any of them runs (B8): an attacker who had root rights once
 // may have left them, and may have replaced the journal by an earlier one as well. The list came from a joinservice with the disk key in this boot, and
-// is kept in memory, because root could have changed everything on the disk. A disk that a recovery opened, or that is not encrypted, is not compared.
+// is kept in memory, because root could have changed everything on the disk. A disk that a recovery opened, or that is not encrypted, is not compared; of the
+// first, containerd's store is renewed, which needs no list.
 func Run(ctx context.Context, n *provision.Node) error {
 	ck := &check{n}
 	d, err := component.DesiredFile(ck.On(component.UnlockFile)).Load()
@@ -48,10 +49,10 @@ func Run(ctx context.Context, n *provision.Node) error {
 	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // a program that follows the disk's paths can have removed it
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
 	case d == nil:
-		return ck.uncompared(ctx)
+		return ck.uncompared(ctx, false)
 	case d.Uncompared != "":
 		ck.Log.InfoContext(ctx, "the state disk is not compared with what the cluster lists", "why", d.Uncompared)
-		return ck.uncompared(ctx)
+		return ck.uncompared(ctx, d.Uncompared == component.UncomparedRecovery)
 	}
 	s, other, err := ck.software(d)
 	if err != nil {
@@ -103,7 +104,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.checkAdministrators(ctx, meta, d); err != nil {
 		return err
 	}
-	if err := ck.renewStore(ctx, s.Images[versions.Pause]); err != nil {
+	if err := ck.prepareContainerd(ctx, true, s.Images[versions.Pause]); err != nil {
 		return err
 	}
 	return machine.WriteFile(ck.On(checkedFile), mark, 0o600, 0o755)
@@ -146,12 +147,16 @@ func (ck *check) software(d *component.Desired) (s, other *component.Software, e
 	return s, other, nil
 }
 
-// uncompared is the boot of a machine whose disk is not compared.
-func (ck *check) uncompared(ctx context.Context) error {
+// uncompared is the boot of a machine whose disk is not compared. recovered: its owner's recovery opened it.
+func (ck *check) uncompared(ctx context.Context, recovered bool) error {
 	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBackUnlisted(ck.Root, ck.Kubeadm) }); err != nil {
 		return err
 	}
-	return ck.recallSandbox(ctx)
+	pause, err := ck.keptPause()
+	if err != nil {
+		return err
+	}
+	return ck.prepareContainerd(ctx, recovered, pause)
 }
 
 // putBack puts back what an upgrade had moved away when the machine went down. An upgrade that runs in this boot is left alone.
