@@ -142,6 +142,7 @@ func TestTheStoreIsRenewedBeforeTheKubeletStarts(t *testing.T) {
 		w.put(t, "usr/share/muster/images/index.json", "{}")
 		left := "var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs/kube-proxy"
 		w.put(t, left, "evil")
+		w.put(t, "run/muster/store-renewed", "of another boot")
 		before := len(w.machine.Calls())
 		w.startAgain(t)
 		var order []string
@@ -158,7 +159,19 @@ func TestTheStoreIsRenewedBeforeTheKubeletStarts(t *testing.T) {
 		}
 		w.sandbox(t)
 
+		w.put(t, left, "of an image that the root has brought")
+		before = len(w.machine.Calls())
+		if err := os.Remove(filepath.Join(w.root, "run/muster/kubelet-may-start")); err != nil { // the bootstrapper was killed before the kubelet started
+			t.Fatal(err)
+		}
+		w.startAgain(t)
+		if calls := w.machine.Calls()[before:]; !w.exists(left) || slices.Contains(calls, "stop containerd.service") {
+			t.Errorf("%s, killed before the kubelet started: %q", name, calls)
+		}
 		w.put(t, left, "of a running container")
+		if err := os.Remove(filepath.Join(w.root, "run/muster/store-renewed")); err != nil {
+			t.Fatal(err)
+		}
 		before = len(w.machine.Calls())
 		w.startAgain(t)
 		if calls := w.machine.Calls()[before:]; !w.exists(left) || slices.Contains(calls, "stop containerd.service") {

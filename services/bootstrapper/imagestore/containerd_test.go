@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -74,6 +75,9 @@ func newContainerd(t *testing.T) (*containerd, Store) {
 		}
 	})
 	if err := c.Unit(t.Context(), "start", machine.UnitContainerd); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.names(t.Context()); err != nil { // it listens
 		t.Fatal(err)
 	}
 	return c, s
@@ -148,7 +152,7 @@ func TestWhatRootLeftInContainerdsStoreIsNotUsed(t *testing.T) {
 		if err := os.WriteFile(file, images.archive(t).Bytes(), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		c.ctr(t, "images", "import", "--local", "--snapshotter", "native", file)
+		c.ctr(t, "images", "import", "--local", "--platform", "linux/"+runtime.GOARCH, "--snapshotter", "native", file)
 	}
 	if got := names(); len(got) != 4 {
 		t.Fatalf("%q", got)

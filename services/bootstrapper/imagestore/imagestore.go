@@ -20,6 +20,7 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -32,6 +33,8 @@ const (
 	blobs = "io.containerd.content.v1.content/blobs"
 	// kept is an OCI image layout inside of the store while it is renewed: a boot that is interrupted leaves it to the next one.
 	kept = "muster-kept"
+	// done is what kept is renamed to once containerd has its images.
+	done = "muster-done"
 	// networks has the addresses of pods that ran before the reboot, and settings by which a network plugin would remove them. The new store knows of
 	// none of these pods.
 	networks = "/var/lib/cni"
@@ -46,6 +49,8 @@ const (
 	maxNames, maxIndex = 8192, 4 << 20
 	// listTime is how long containerd gets to list its images: if its database is damaged, it never does.
 	listTime = 2 * time.Minute
+	// importTime is how long containerd gets to import an image.
+	importTime = 15 * time.Minute
 )
 
 // Store is containerd's store on one machine.
@@ -67,10 +72,15 @@ type Store struct {
 // Images keep the names that contain their digest. A name with a tag is not kept, since nothing proves what the tag named: the kubelet asks the registry for
 // it, and downloads what is missing. Layers are unpacked again when a container needs them.
 //
-// It reads the kept content twice and writes it once, and deletes the unpacked layers before; so the disk needs room for the kept images a second time. If that
-// is missing, no image is kept. An image whose manifest has more than 1 MiB, or one with more than 100 manifests, is not kept, nor more than 8,192 names. It may
+// It reads the kept content twice and writes it once, and deletes the unpacked layers before; so the disk needs room for the kept images a second time. Images
+// that containerd does not import, for instance because that is missing, are not kept. An image whose manifest has more than 1 MiB, or one with more than 100 manifests, is not kept, nor more than 8,192 names. It may
 // only be called before a container runs in this boot.
 func (s Store) Renew(ctx context.Context) error {
+	for _, folder := range []string{"io.containerd.content.v1.content", blobs, blobs + "/sha256", kept, kept + "/blobs", kept + "/blobs/sha256"} {
+		if err := removeUnlessFolder(s.on(folder)); err != nil {
+			return err
+		}
+	}
 	if _, err := os.Lstat(s.on(kept + "/blobs")); errors.Is(err, fs.ErrNotExist) {
 		if err := s.moveAway(ctx); err != nil {
 			return err
@@ -89,21 +99,33 @@ func (s Store) Renew(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	n, err := s.verify(ctx)
+	images, err := s.verify(ctx)
 	if err != nil {
 		return err
 	}
 	if err := s.Machine.Unit(ctx, "start", machine.UnitContainerd); err != nil {
 		return err
 	}
-	if n > 0 {
-		if err := s.load(ctx); ctx.Err() != nil { // the next boot goes on
-			return err
-		} else if err != nil {
-			s.Log.WarnContext(ctx, "the container images of this disk are not kept: the kubelet pulls them again", "err", err)
-		}
+	if err := s.load(ctx, images); err != nil { // the next boot goes on
+		return err
 	}
-	return os.RemoveAll(s.on(kept))
+	// A power cut while kept is removed must not leave a part of it, with which the next boot would replace the complete store.
+	if err := errors.Join(os.Rename(s.on(kept), s.on(done)), machine.Sync(s.on(""))); err != nil {
+		return err
+	}
+	return os.RemoveAll(s.on(done))
+}
+
+// removeUnlessFolder removes what is in the place of a folder, such as a link.
+func removeUnlessFolder(at string) error {
+	info, err := os.Lstat(at)
+	if errors.Is(err, fs.ErrNotExist) || err == nil && info.IsDir() {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return os.Remove(at)
 }
 
 // removeOthers removes everything in a folder but the named entries.
@@ -179,24 +201,26 @@ func (s Store) writeIndex(index v1.IndexManifest) error {
 }
 
 // verify removes all blobs from the layout that differ from their names or that no complete image needs, and incomplete images from its index. It returns
-// the number of images that are left.
-func (s Store) verify(ctx context.Context) (int, error) {
+// the images that are left.
+func (s Store) verify(ctx context.Context) ([]content, error) {
 	folder := s.on(kept + "/blobs/sha256")
 	files, err := os.ReadDir(folder)
 	if errors.Is(err, fs.ErrNotExist) {
-		return 0, nil
+		return nil, nil
 	}
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
 	have, wrong := map[string]bool{}, 0
 	for _, f := range files {
 		if err := ctx.Err(); err != nil {
-			return 0, err
+			return nil, err
 		}
 		at := filepath.Join(folder, f.Name())
 		sum := ""
-		if f.Type().IsRegular() {
+		if whole, err := isWhole(at); err != nil {
+			return nil, err
+		} else if whole {
 			if sum, err = s.sumOf(at); err != nil { // of a sector that can't be read, each boot would fail again
 				s.Log.WarnContext(ctx, "content of a container image can't be read, and is removed", "file", at, "err", err)
 			}
@@ -206,7 +230,7 @@ func (s Store) verify(ctx context.Context) (int, error) {
 			continue
 		}
 		if err := os.RemoveAll(at); err != nil {
-			return 0, err
+			return nil, err
 		}
 		wrong++
 	}
@@ -227,31 +251,48 @@ func (s Store) verify(ctx context.Context) (int, error) {
 		s.Log.WarnContext(ctx, "the list of container images can't be read: none is kept", "err", err)
 		index.Manifests = nil
 	}
-	images := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{}}
-	l, needed := verified{folder, have}, map[string]bool{}
+	var images []content
+	left := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{}}
+	l, known, needed := verified{folder, have}, map[string]int{}, map[string]bool{}
 	for _, d := range index.Manifests[:min(len(index.Manifests), maxNames)] {
 		name := d.Annotations[nameAnnotation]
-		is, err := v1.NewHash(d.Digest)
-		of, whole := l.image(d.Digest)
-		if _, digest, _ := strings.Cut(name, "@"); !whole || err != nil || digest != d.Digest {
+		at, again := known[d.Digest]
+		if !again {
+			at = -1
+			if is, whole := l.image(d.Digest); whole {
+				at, images = len(images), append(images, is)
+			}
+			known[d.Digest] = at
+		}
+		if _, digest, _ := strings.Cut(name, "@"); at < 0 || digest != d.Digest {
 			s.Log.InfoContext(ctx, "a container image is not complete: the kubelet pulls it again", "image", name)
 			continue
 		}
-		for _, b := range of.blobs {
+		for _, b := range images[at].blobs {
 			needed[b] = true
 		}
-		images.Manifests = append(images.Manifests, v1.Descriptor{
-			MediaType: of.mediaType, Size: of.size, Digest: is, Annotations: map[string]string{nameAnnotation: name},
-		})
+		named := images[at].descriptor
+		named.Annotations = map[string]string{nameAnnotation: name}
+		images[at].names = append(images[at].names, named)
+		left.Manifests = append(left.Manifests, named)
 	}
 	for b := range have {
 		if !needed[b] {
 			if err := os.Remove(filepath.Join(folder, b)); err != nil {
-				return 0, err
+				return nil, err
 			}
 		}
 	}
-	return len(images.Manifests), s.writeIndex(images)
+	return slices.DeleteFunc(images, func(c content) bool { return len(c.names) == 0 }), s.writeIndex(left)
+}
+
+// isWhole reports whether this is a file as containerd writes content: with one name and without holes. Of others, each could be as large as any disk.
+func isWhole(at string) (bool, error) {
+	var st unix.Stat_t
+	if err := unix.Lstat(at, &st); err != nil {
+		return false, fmt.Errorf("%s: %w", at, err)
+	}
+	return st.Mode&unix.S_IFMT == unix.S_IFREG && st.Nlink == 1 && st.Blocks*512 >= st.Size, nil
 }
 
 // verified is the verified content of an OCI image layout.
@@ -260,11 +301,15 @@ type verified struct {
 	have   map[string]bool
 }
 
-// content is what an image consists of.
+// content is an image: its descriptor, with each of its names, and the blobs that it consists of.
 type content struct {
-	mediaType types.MediaType
-	size      int64
-	blobs     []string
+	descriptor v1.Descriptor
+	names      []v1.Descriptor
+	blobs      []string
+}
+
+func newContent(digest string, is types.MediaType, size int64, blobs []string) content {
+	return content{descriptor: v1.Descriptor{MediaType: is, Size: size, Digest: v1.Hash{Algorithm: "sha256", Hex: hexOf(digest)}}, blobs: blobs}
 }
 
 // document has the parts of a manifest and of an index of manifests that are read here, as OCI (Image Format Specification 1.1) and Docker have them. The
@@ -293,9 +338,9 @@ func (l verified) image(digest string) (c content, whole bool) {
 	}
 	if len(d.Manifests) == 0 {
 		blobs, ok := l.manifest(digest, d)
-		return content{cmp.Or(d.MediaType, types.OCIManifestSchema1), size, blobs}, ok
+		return newContent(digest, cmp.Or(d.MediaType, types.OCIManifestSchema1), size, blobs), ok
 	}
-	c = content{cmp.Or(d.MediaType, types.OCIImageIndex), size, []string{hexOf(digest)}}
+	c = newContent(digest, cmp.Or(d.MediaType, types.OCIImageIndex), size, []string{hexOf(digest)})
 	for _, part := range d.Manifests {
 		if !part.MediaType.IsImage() || !l.have[hexOf(part.Digest)] {
 			continue
@@ -377,14 +422,34 @@ func (s Store) sumOf(file string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
-// load gives the layout to containerd, which compares the content again.
-func (s Store) load(ctx context.Context) error {
-	if _, err := s.names(ctx); err != nil { // it has just been started
-		return err
+// load gives the images to containerd, which compares the content again: one after another, so that one that it refuses does not cost the others. containerd
+// refuses an index that names more than one manifest for this platform, of which only one was pulled.
+func (s Store) load(ctx context.Context, images []content) error {
+	if len(images) == 0 {
+		return nil
 	}
+	_, err := s.names(ctx) // it has just been started
+	for _, c := range images {
+		failed := err // it does not answer: it imports none
+		if failed == nil {
+			failed = s.importImage(ctx, c)
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if failed != nil {
+			s.Log.WarnContext(ctx, "a container image of this disk is not kept: the kubelet pulls it again", "image", c.names[0].Annotations[nameAnnotation], "err", failed)
+		}
+	}
+	return nil
+}
+
+func (s Store) importImage(ctx context.Context, c content) error {
+	ctx, cancel := context.WithTimeout(ctx, importTime)
+	defer cancel()
 	r, w := io.Pipe()
 	defer r.Close() //nolint:errcheck // it ends the archive if nobody has read all of it
-	go func() { w.CloseWithError(s.archive(w)) }()
+	go func() { w.CloseWithError(s.archive(w, c)) }()
 	if err := s.Machine.ImportImages(ctx, s.Socket, r); err != nil {
 		return fmt.Errorf("import into containerd: %w", err)
 	}

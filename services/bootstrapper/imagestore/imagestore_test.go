@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"testing"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/random"
+	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
@@ -44,7 +46,7 @@ func pull(t *testing.T) pulled {
 			t.Fatal(err)
 		}
 		config = config.DeepCopy()
-		config.OS, config.Architecture = "linux", "amd64"
+		config.OS, config.Architecture = "linux", runtime.GOARCH
 		if img, err = mutate.ConfigFile(img, config); err != nil {
 			t.Fatal(err)
 		}
@@ -60,8 +62,8 @@ func pull(t *testing.T) pulled {
 	p := pulled{dir: t.TempDir(), layers: map[string]string{}}
 	here, proxy, elsewhere := image(), image(), image()
 	index := mutate.AppendManifests(empty.Index,
-		mutate.IndexAddendum{Add: here, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "amd64"}}},
-		mutate.IndexAddendum{Add: elsewhere, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "s390x"}}})
+		mutate.IndexAddendum{Add: here, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: runtime.GOARCH}}},
+		mutate.IndexAddendum{Add: elsewhere, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "386"}}}) // amd64 runs it too
 	p.index = digest(index)
 	p.app, p.proxy = "registry.example/app@"+p.index, "registry.example/proxy@"+digest(proxy)
 	for name, img := range map[string]v1.Image{p.app: here, p.proxy: proxy} {
@@ -157,7 +159,7 @@ func TestImagesStayWithTheirDigests(t *testing.T) {
 	if got := s.list(t); !slices.Equal(got, p.names()) || len(*found) != 0 || !m.Running(machine.UnitContainerd) {
 		t.Errorf("%q, found %q", got, *found)
 	}
-	if got, want := m.Calls()[before:], []string{"list images", "stop containerd.service", "start containerd.service", "list images", "import images", "list images"}; !slices.Equal(got, want) {
+	if got, want := m.Calls()[before:], []string{"list images", "stop containerd.service", "start containerd.service", "list images", "import images", "import images", "list images"}; !slices.Equal(got, want) {
 		t.Errorf("%q", got)
 	}
 	for _, f := range []string{s.on("io.containerd.snapshotter.v1.overlayfs"), s.on("io.containerd.metadata.v1.bolt/more"), s.on("opt"), s.on(blobs + "/sha512"), s.on(kept), lease} {
@@ -217,6 +219,54 @@ func TestAnImageThatWasChangedIsNotKept(t *testing.T) {
 				t.Fatal(err)
 			}
 		}, func(p pulled) []string { return []string{p.proxy} }, true},
+		"content has a second name": {func(t *testing.T, s Store, p pulled) {
+			t.Helper()
+			if err := os.Link(blobAt(s, p.layers[p.app]), filepath.Join(s.Root, "another")); err != nil {
+				t.Fatal(err)
+			}
+		}, func(p pulled) []string { return []string{p.proxy} }, true},
+		"content is larger than what is on the disk": {func(t *testing.T, s Store, p pulled) {
+			t.Helper()
+			if err := os.Truncate(blobAt(s, p.layers[p.app]), 1<<40); err != nil {
+				t.Fatal(err)
+			}
+		}, func(p pulled) []string { return []string{p.proxy} }, true},
+		"the folder of content is a link": {func(t *testing.T, s Store, _ pulled) {
+			t.Helper()
+			elsewhere := filepath.Join(s.Root, "elsewhere")
+			if err := errors.Join(os.MkdirAll(elsewhere+"/keep", 0o700), os.RemoveAll(s.on(blobs)), os.Symlink(elsewhere, s.on(blobs))); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if _, err := os.Stat(elsewhere + "/keep"); err != nil {
+					t.Error("a link was followed:", err)
+				}
+			})
+		}, func(pulled) []string { return nil }, false},
+		"the folder of content is a file": {func(t *testing.T, s Store, _ pulled) {
+			t.Helper()
+			if err := errors.Join(os.RemoveAll(s.on(blobs)), os.WriteFile(s.on(blobs), nil, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+		}, func(pulled) []string { return nil }, false},
+		"a file is where an interrupted renewal would be": {func(t *testing.T, s Store, _ pulled) {
+			t.Helper()
+			if err := os.WriteFile(s.on(kept), nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}, func(p pulled) []string { return p.names() }, false},
+		"a link is where an interrupted renewal would be": {func(t *testing.T, s Store, _ pulled) {
+			t.Helper()
+			elsewhere := filepath.Join(s.Root, "elsewhere")
+			if err := errors.Join(os.MkdirAll(elsewhere+"/blobs/keep", 0o700), os.Symlink(elsewhere, s.on(kept))); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if _, err := os.Stat(elsewhere + "/blobs/keep"); err != nil {
+					t.Error("a link was followed:", err)
+				}
+			})
+		}, func(p pulled) []string { return p.names() }, false},
 		"there is no content": {func(t *testing.T, s Store, _ pulled) {
 			t.Helper()
 			if err := os.RemoveAll(s.on("io.containerd.content.v1.content")); err != nil {
@@ -309,6 +359,60 @@ func TestAnInterruptedRenewalKeepsTheImages(t *testing.T) {
 	}
 	if _, err := os.Lstat(s.on("io.containerd.metadata.v1.bolt/half")); err == nil || !slices.Equal(s.list(t), p.names()) {
 		t.Errorf("%q, %v", s.list(t), err)
+	}
+}
+
+// containerd refuses some images that it has pulled: that costs only these.
+func TestAnImageThatContainerdRefusesCostsNoOther(t *testing.T) {
+	p := pull(t)
+	s, m, _ := rebooted(t, p)
+	m.Step = func(name string) error {
+		if name == "images are imported" {
+			m.Step = nil
+			return errors.New("content digest sha256:7: not found")
+		}
+		return nil
+	}
+	if err := s.Renew(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.list(t); len(got) != len(p.names())-1 || !slices.Contains(p.names(), got[0]) {
+		t.Errorf("%q", got)
+	}
+}
+
+// When containerd has the images, a power cut during the removal of the layout does not make the next boot use what is left of it.
+func TestAPowerCutInTheLastRemovalKeepsTheImages(t *testing.T) {
+	p := pull(t)
+	s, m, _ := rebooted(t, p)
+	at := s.on(kept + "/blobs/sha256/zz")
+	m.Step = func(name string) error {
+		if name != "images are imported" {
+			return nil
+		}
+		m.Step = nil
+		return errors.Join(os.Mkdir(at, 0o700), unix.Mount("none", at, "tmpfs", 0, ""))
+	}
+	cut := make(chan error)
+	go func() {
+		runtime.LockOSThread() // the thread ends with its namespace, and the mount
+		if err := errors.Join(unix.Unshare(unix.CLONE_FS|unix.CLONE_NEWNS), unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, "")); err != nil {
+			cut <- err
+			return
+		}
+		cut <- s.Renew(t.Context())
+	}()
+	if err := <-cut; !errors.Is(err, unix.EBUSY) { // a mount can't be removed
+		t.Fatalf("the removal was not interrupted: %v", err)
+	}
+	if err := s.Renew(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.list(t); !slices.Equal(got, p.names()) {
+		t.Errorf("%q", got)
+	}
+	if left, err := filepath.Glob(s.on("muster-*")); err != nil || len(left) > 0 {
+		t.Errorf("%q is left, %v", left, err)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"runtime"
 	"strings"
 
 	"google.golang.org/grpc"
@@ -32,9 +33,10 @@ func (Real) ImageNames(ctx context.Context, socket string) ([]string, error) {
 	return names, nil
 }
 
-// ImportArguments are the arguments of ctr for an import from its standard input into the kubelet's images.
+// ImportArguments are the arguments of ctr for an import from its standard input into the kubelet's images. Of an index, the part for exactly this platform is
+// needed: without the flag, ctr on amd64 needs those for 386 too, which no pull has brought.
 func ImportArguments(socket string) []string {
-	return []string{"--address", strings.TrimPrefix(socket, "unix://"), "--namespace", "k8s.io", "images", "import", "--local", "--no-unpack", "-"}
+	return []string{"--address", strings.TrimPrefix(socket, "unix://"), "--namespace", "k8s.io", "images", "import", "--local", "--no-unpack", "--platform", "linux/" + runtime.GOARCH, "-"}
 }
 
 // ImportImages implements [Machine] with containerd's ctr.

@@ -30,7 +30,7 @@ type Machine interface {
 	// ImageNames returns the names with a digest, as in "registry.k8s.io/pause@sha256:…", of the images that containerd has. It fails until containerd has
 	// read its database.
 	ImageNames(ctx context.Context, socket string) ([]string, error)
-	// ImportImages makes containerd import an OCI image layout as a tar archive. containerd compares each blob with its digest, and unpacks none.
+	// ImportImages makes containerd import an OCI image layout as a tar archive, beside the images that it has. containerd compares each blob with its digest, and unpacks none.
 	ImportImages(ctx context.Context, socket string, archive io.Reader) error
 }
 

@@ -1,6 +1,7 @@
 package statecheck
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io/fs"
@@ -143,10 +144,22 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 }
 
 // prepareContainerd names the sandbox's image (B9), unless it is empty: an adopted machine has installed no image, and keeps its own. With renew, it keeps of
-// containerd's store only what can be verified (B8), unless containers of this boot may run.
+// containerd's store only what can be verified (B8), once in a boot: later, the images of the machine's root are in it, and containers may run.
 func (ck *check) prepareContainerd(ctx context.Context, renew bool, pause versions.Image) error {
 	named := pause != (versions.Image{})
-	if !renew || ck.KubeletMayStart() {
+	var mark []byte
+	if renew {
+		var err error
+		if mark, err = ck.checkedMark(); err != nil {
+			return err
+		}
+		is, err := os.ReadFile(ck.On(renewedFile))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		renew = !bytes.Equal(is, mark) && !ck.KubeletMayStart()
+	}
+	if !renew {
 		if !named {
 			return nil
 		}
@@ -162,7 +175,10 @@ func (ck *check) prepareContainerd(ctx context.Context, renew bool, pause versio
 		Root: ck.Root, Machine: ck.Machine, Socket: ck.Image.Kubeadm.CRISocket, Pause: ck.Components.Pause, Log: ck.Log,
 		Found: func(what, done string) { ck.found(ctx, what, done) },
 	}
-	return s.Renew(ctx)
+	if err := s.Renew(ctx); err != nil {
+		return err
+	}
+	return machine.WriteFile(ck.On(renewedFile), mark, 0o600, 0o755)
 }
 
 // keptPause returns the sandbox's image of the list that the machine has kept on its disk; empty: it has none.

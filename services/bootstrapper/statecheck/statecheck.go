@@ -30,6 +30,8 @@ import (
 const (
 	// checkedFile exists once the state disk was compared in this boot: files that a network plugin's installer writes afterwards stay.
 	checkedFile = "/run/muster/state-checked"
+	// renewedFile exists once containerd's store was renewed in this boot.
+	renewedFile = "/run/muster/store-renewed"
 	// csiData is the file beside the mounted folder of a Container Storage Interface volume; the kubelet reads names from it.
 	csiData = "vol_data.json"
 	// kubeletFlags is read by the kubelet's unit.
@@ -112,7 +114,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 
 type check struct{ *provision.Node }
 
-// checkedMark returns the content of [checkedFile] after the comparison. It depends on the secret of this boot, so no file from an earlier boot is
+// checkedMark returns the content of [checkedFile] after the comparison, and of [renewedFile]. It depends on the secret of this boot, so no file from an earlier boot is
 // valid.
 func (ck *check) checkedMark() ([]byte, error) {
 	secret, err := bootsecret.Load(ck.Root)

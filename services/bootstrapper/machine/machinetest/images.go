@@ -70,7 +70,11 @@ func (m *Machine) ImportImages(ctx context.Context, _ string, archive io.Reader)
 	if err := json.Unmarshal(files["index.json"], &index); err != nil {
 		return fmt.Errorf("index.json: %w", err)
 	}
-	var names []string
+	has, err := os.ReadFile(m.on(imageNames))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	names := strings.Fields(string(has))
 	for _, d := range index.Manifests {
 		blob, ok := files["blobs/"+strings.Replace(d.Digest, ":", "/", 1)]
 		if sum := sha256.Sum256(blob); !ok || d.MediaType == "" || "sha256:"+hex.EncodeToString(sum[:]) != d.Digest {
