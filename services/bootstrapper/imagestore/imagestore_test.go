@@ -19,6 +19,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/random"
+	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
@@ -214,6 +215,13 @@ func TestAnImageThatWasChangedIsNotKept(t *testing.T) {
 			t.Helper()
 			at := blobAt(s, p.layers[p.app])
 			if err := errors.Join(os.Remove(at), os.MkdirAll(filepath.Join(at, "x"), 0o700)); err != nil {
+				t.Fatal(err)
+			}
+		}, func(p pulled) []string { return []string{p.proxy} }, true},
+		"content is a named pipe, which nobody writes to": {func(t *testing.T, s Store, p pulled) {
+			t.Helper()
+			at := blobAt(s, p.layers[p.app])
+			if err := errors.Join(os.Remove(at), unix.Mkfifo(at, 0o600)); err != nil {
 				t.Fatal(err)
 			}
 		}, func(p pulled) []string { return []string{p.proxy} }, true},
