@@ -3,7 +3,9 @@ package upgrade_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -67,14 +69,17 @@ func (c *release) rotate(t *testing.T, args ...string) []string {
 	t.Helper()
 	out, progress, err := c.Run(t.Context(), driver.Owner, "", append([]string{"muster", "rotate", "owner-key", "--output", "json", "--wait", "10m", "--timeout", "30m"}, args...)...)
 	t.Logf("muster rotate owner-key %q: %v\n%s%s", args, err, progress, out)
-	var step struct{ OwnerKeys []string }
-	if err == nil {
-		err = json.Unmarshal([]byte(out), &step)
-	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	return step.OwnerKeys
+	var step struct{ OwnerKeys []string }
+	for d := json.NewDecoder(strings.NewReader(out)); ; { // the events of the upgrade are before the result
+		if err := d.Decode(&step); errors.Is(err, io.EOF) {
+			return step.OwnerKeys
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
 }
 
 // commitRefused expects that the new key can't sign yet, and that a node is named.
