@@ -92,8 +92,6 @@ func (s Store) Renew(ctx context.Context) error {
 	}
 	err := errors.Join(
 		removeOthers(s.on(""), kept),
-		removeOthers(s.on(kept), "blobs", "index.json"),
-		removeOthers(s.on(kept+"/blobs"), "sha256"),
 		machine.EmptyDir(filepath.Join(s.Root, networks)),
 	)
 	if err != nil {
@@ -128,11 +126,11 @@ func removeUnlessFolder(at string) error {
 	return os.Remove(at)
 }
 
-// removeOthers removes everything in a folder but the named entries.
-func removeOthers(folder string, keep ...string) error {
+// removeOthers removes everything in a folder but one entry.
+func removeOthers(folder, keep string) error {
 	entries, err := os.ReadDir(folder)
 	for _, e := range entries {
-		if !slices.Contains(keep, e.Name()) {
+		if e.Name() != keep {
 			err = errors.Join(err, os.RemoveAll(filepath.Join(folder, e.Name())))
 		}
 	}

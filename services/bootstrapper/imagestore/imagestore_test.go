@@ -295,6 +295,15 @@ func TestAnImageThatWasChangedIsNotKept(t *testing.T) {
 			if err := s.Renew(t.Context()); err != nil {
 				t.Fatal(err)
 			}
+			imports := 0
+			for _, call := range m.Calls() {
+				if call == "import images" {
+					imports++
+				}
+			}
+			if imports -= 1; imports != len(tt.keeps(p)) { // the first one is the test's
+				t.Errorf("%d images were given to containerd", imports)
+			}
 			if got, want := s.list(t), tt.keeps(p); !slices.Equal(got, want) || !m.Running(machine.UnitContainerd) {
 				t.Errorf("%q, want %q", got, want)
 			}
