@@ -198,8 +198,7 @@ func (s Store) writeIndex(index v1.IndexManifest) error {
 	return machine.WriteFile(s.on(kept+"/index.json"), text, 0o600, 0o700)
 }
 
-// verify removes all blobs from the layout that differ from their names or that no complete image needs, and incomplete images from its index. It returns
-// the images that are left.
+// verify removes all blobs from the layout that differ from their names, and incomplete images from its index. It returns the images that are left.
 func (s Store) verify(ctx context.Context) ([]content, error) {
 	folder := s.on(kept + "/blobs/sha256")
 	files, err := os.ReadDir(folder)
@@ -251,7 +250,7 @@ func (s Store) verify(ctx context.Context) ([]content, error) {
 	}
 	var images []content
 	left := v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{}}
-	l, known, needed := verified{folder, have}, map[string]int{}, map[string]bool{}
+	l, known := verified{folder, have}, map[string]int{}
 	for _, d := range index.Manifests[:min(len(index.Manifests), maxNames)] {
 		name := d.Annotations[nameAnnotation]
 		at, again := known[d.Digest]
@@ -266,20 +265,10 @@ func (s Store) verify(ctx context.Context) ([]content, error) {
 			s.Log.InfoContext(ctx, "a container image is not complete: the kubelet pulls it again", "image", name)
 			continue
 		}
-		for _, b := range images[at].blobs {
-			needed[b] = true
-		}
 		named := images[at].descriptor
 		named.Annotations = map[string]string{nameAnnotation: name}
 		images[at].names = append(images[at].names, named)
 		left.Manifests = append(left.Manifests, named)
-	}
-	for b := range have {
-		if !needed[b] {
-			if err := os.Remove(filepath.Join(folder, b)); err != nil {
-				return nil, err
-			}
-		}
 	}
 	return slices.DeleteFunc(images, func(c content) bool { return len(c.names) == 0 }), s.writeIndex(left)
 }

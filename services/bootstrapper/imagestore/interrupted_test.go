@@ -35,8 +35,12 @@ func TestAnInterruptedRenewalKeepsTheImages(t *testing.T) {
 		if err := m.Runs(machine.UnitContainerd); err != nil { // the next boot
 			t.Fatal(err)
 		}
+		before := len(m.Calls())
 		if err := s.Renew(t.Context()); err != nil {
 			t.Fatal(err)
+		}
+		if calls := m.Calls()[before:]; !slices.Contains(calls, "stop "+machine.UnitContainerd) {
+			t.Errorf("%s: the store was renewed while containerd ran: %q", at, calls)
 		}
 		if got := s.list(t); !slices.Equal(got, p.names()) {
 			t.Errorf("%s: %q", at, got)
