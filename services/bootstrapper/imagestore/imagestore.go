@@ -46,7 +46,7 @@ const (
 	// maxParts is the largest number of manifests of an index that are read; there is one for each platform, and the same one may be named again and again.
 	maxParts = 100
 	// maxNames is the largest number of names that are kept, maxIndex the largest list of them in bytes.
-	maxNames, maxIndex = 8192, 4 << 20
+	maxNames, maxIndex = 8192, 8 << 20
 	// listTime is how long containerd gets to list its images: if its database is damaged, it never does.
 	listTime = 2 * time.Minute
 	// importTime is how long containerd gets to import an image.
