@@ -60,8 +60,7 @@ func (w *fixture) firstBoot(t *testing.T) {
 	first := w.machine("node1")
 	first.InitSecretHash = w.initSecretHash
 	w.Add(t, first, w.machine("node4"))
-	w.MachineID(t, address("node1")) // its bootstrapper listens
-	w.owner(t, "first-class", "node1")
+	w.owner(t, "first-class", "node1") // repeated until its bootstrapper listens
 	w.owner(t, "first-init", "node1", "CLUSTER="+clusterName, "API="+driver.ControlPlaneEndpoint, "PODS="+driver.PodSubnet, "SERVICES="+driver.ServiceSubnet)
 	for _, n := range []string{"node1", "node4"} {
 		w.owner(t, "node-ready", n)
