@@ -20,7 +20,7 @@ func runReset(ctx context.Context, image, record string, log *slog.Logger) error
 		return err
 	}
 	load := journal.Open(record).Load
-	if _, err := orders.Begun("/", img, load, ownerorder.ActionReset); err != nil {
+	if _, _, err := orders.Begun("/", img, load, ownerorder.ActionReset); err != nil {
 		return err
 	}
 	rec, err := load()

@@ -33,21 +33,21 @@ func runRotate(ctx context.Context, image, meta, record, lock string, log *slog.
 		return err
 	}
 	load := journal.Open(record).Load
-	order, err := orders.Begun(root, img, load, ownerorder.ActionRotateKey)
+	order, digest, err := orders.Begun(root, img, load, ownerorder.ActionRotateKey)
 	if err != nil {
 		return err
 	}
 	if err := orders.BeginResult(root, order.Action); err != nil {
 		return err
 	}
-	output, err := rotateKey(ctx, root, img, meta, lock, load, order, log)
+	output, err := rotateKey(ctx, root, img, meta, lock, load, order, digest, log)
 	if ctx.Err() != nil { // stopped: it goes on after the machine's next start
 		return err
 	}
 	return errors.Join(err, orders.WriteResult(root, order.Action, output, err))
 }
 
-func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock string, load func() (journal.Record, error), order ownerorder.MachineOrder, log *slog.Logger) (string, error) {
+func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock string, load func() (journal.Record, error), order ownerorder.MachineOrder, digest string, log *slog.Logger) (string, error) {
 	if !renewal.IsControlPlane(root) {
 		return "", errors.New("this machine is no control plane with the cluster's authority on its disk")
 	}
@@ -94,7 +94,7 @@ func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock
 		return "", err
 	}
 	log.InfoContext(ctx, "a key of this control plane is rotated by its owner's order", "key", order.Args[ownerorder.ArgKey], "phase", order.Args[ownerorder.ArgPhase], "id", order.Args[ownerorder.ArgID])
-	return r.Run(ctx, order.Args)
+	return r.Run(ctx, digest, order.Args)
 }
 
 // oldSecrets asks this machine's etcd.

@@ -23,7 +23,7 @@ func runUpgrade(ctx context.Context, image, record string, log *slog.Logger) err
 		return err
 	}
 	load := journal.Open(record).Load
-	order, err := orders.Begun(root, img, load, ownerorder.ActionUpgradeKubernetes)
+	order, _, err := orders.Begun(root, img, load, ownerorder.ActionUpgradeKubernetes)
 	if err != nil {
 		return err
 	}

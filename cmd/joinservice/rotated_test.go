@@ -2,6 +2,9 @@ package main
 
 import (
 	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/pem"
 	"os"
 	"path/filepath"
 	"strings"
@@ -22,10 +25,18 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
+// rotatedPublic is an elliptic public key, and rotatedID the ID of its key.
 var (
-	rotatedID  = strings.Repeat("ab", 32)
-	rotatedKey = []byte("the new key, a secret")
+	rotatedPublic = "-----BEGIN PUBLIC KEY-----\nMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEFcj9vGSJtSdC69SACXutjPPTqXVC\nj+DPac7QbLwTOBhNU9JxMlKxxmxj2Hu11L42tzfUJ1nnjSt1bO80QE+xQw==\n-----END PUBLIC KEY-----\n"
+	rotatedID     = idOf(rotatedPublic)
+	rotatedKey    = []byte("the new key, a secret")
 )
+
+func idOf(public string) string {
+	block, _ := pem.Decode([]byte(public))
+	sum := sha256.Sum256(block.Bytes)
+	return hex.EncodeToString(sum[:])
+}
 
 // rotates gives cp1 the new key of a rotation.
 func (s *fixture) rotates(t *testing.T) {
@@ -164,7 +175,7 @@ func TestNoControlPlaneJoinsWhileAKeyIsRotated(t *testing.T) {
 }
 
 func rotationIn(phase clusterinfo.RotationPhase) *clusterinfo.Rotation {
-	return &clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: phase, ID: rotatedID, Public: "new public key\n"}
+	return &clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: phase, ID: rotatedID, Public: rotatedPublic}
 }
 
 // B8: the joinservice's own control plane may not have the new key yet, and the machine that reboots may.
@@ -173,17 +184,22 @@ func TestAControlPlaneThatRebootsKeepsTheNewKey(t *testing.T) {
 	m := s.machine(t)
 	s.Enroll(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
 	s.GiveDisk(t, disk3, m.ID())
-	const own, both, other = "content of sa.pub", "content of sa.pub\nnew public key\n", "new public key\n"
+	const own = "content of sa.pub"
+	both := own + "\n" + rotatedPublic
 	for _, tt := range []struct {
-		rotation *clusterinfo.Rotation
-		want     string
+		rotation        *clusterinfo.Rotation
+		has, want, keep string
 	}{
-		{nil, own},
-		{&clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: clusterinfo.RotationAccept}, own},
-		{rotationIn(clusterinfo.RotationAccept), both},
-		{rotationIn(clusterinfo.RotationSettled), both},
-		{rotationIn(clusterinfo.RotationFinish), other},
+		{nil, own, own, ""},
+		{&clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: clusterinfo.RotationAccept}, own, own, ""},
+		{rotationIn(clusterinfo.RotationAccept), own, own, rotatedPublic},
+		{rotationIn(clusterinfo.RotationSettled), both, both, rotatedPublic},
+		{rotationIn(clusterinfo.RotationFinish), both, rotatedPublic, both},
+		{rotationIn(clusterinfo.RotationFinish), own, own, rotatedPublic}, // its ID is invented, or this control plane has lost the key
 	} {
+		if err := os.WriteFile(filepath.Join(s.pki, "sa.pub"), []byte(tt.has), 0o600); err != nil {
+			t.Fatal(err)
+		}
 		s.Upgrading(t, func(i *clusterinfo.Info) { i.Rotation = tt.rotation })
 		membertest.Eventually(t, func() error {
 			resp, err := s.rejoined(t, m, again(func(r *joinv1.IssueRejoinTicketRequest) {
@@ -201,7 +217,11 @@ func TestAControlPlaneThatRebootsKeepsTheNewKey(t *testing.T) {
 					return membertest.Want(false, "%+v: %s is %q", tt.rotation, f.GetPath(), f.GetContent())
 				}
 			}
-			return nil
+			r := resp.GetRotation()
+			if tt.rotation == nil {
+				return membertest.Want(r == nil, "without a rotation it gets %v", r)
+			}
+			return membertest.Want(r.GetKey() == string(tt.rotation.Key) && r.GetId() == tt.rotation.ID && string(r.GetKeep()) == tt.keep, "%+v: it gets %v", tt.rotation, r)
 		})
 	}
 }

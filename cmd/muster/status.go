@@ -53,6 +53,11 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			if err != nil {
 				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
 			}
+			keys, err := dir.KeyRotation()
+			if err != nil {
+				return err
+			}
+			s.OwnerKeyRotation = keys.Command()
 			older := a.remember(ctx, dir)
 			if behind := s.Behind(); behind != "" && older == nil { // also if the state could not be recorded
 				older = fmt.Errorf("%w: %s", owner.ErrBehind, behind)
@@ -89,6 +94,9 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 			next = "the old key is accepted until " + r.Command()
 		}
 		fmt.Fprintf(a.stdout, "Rotation    %s, %s since %s: %s\n", r.Key, r.Phase, r.Since.Local().Format(time.DateTime), next)
+	}
+	if next := s.OwnerKeyRotation; next != "" {
+		fmt.Fprintf(a.stdout, "Owner's key a rotation is not over: roll out the image for the next step, then run %s\n", next)
 	}
 	if u := s.Upgrade; u != nil {
 		fmt.Fprintf(a.stdout, "Kubernetes  upgrade %s -> %s, %s: %d of %d nodes have it; muster upgrade kubernetes %s continues\n", u.From, u.To, u.Stage, u.Upgraded, u.Nodes, u.To)

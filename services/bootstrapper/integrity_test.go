@@ -83,12 +83,15 @@ func link(t *testing.T, at, to string, hard bool) {
 }
 
 // desires makes the joinservice that gave the key send the desired state of the machine.
-func (w *fixture) desires(t *testing.T) {
+func (w *fixture) desires(t *testing.T, changes ...func(*component.Desired)) {
 	t.Helper()
 	ca := []byte(strings.TrimSpace(w.get("etc/kubernetes/pki/ca.crt")))
 	d := component.Desired{
 		List: versions.FromWire(w.components(), machinetest.Images().References()), Endpoint: w.request().GetControlPlaneEndpoint(),
 		Authorities: map[string][]byte{component.CA: ca, "etcd/ca.crt": []byte("etcd"), "front-proxy-ca.crt": []byte("front"), "sa.pub": []byte("sa\n")},
+	}
+	for _, change := range changes {
+		change(&d)
 	}
 	if err := component.DesiredFile(filepath.Join(w.root, component.UnlockFile)).Save(d); err != nil {
 		t.Fatal(err)

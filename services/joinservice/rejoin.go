@@ -36,6 +36,7 @@ type rejoinTicket struct {
 	disk        keys.Disk
 	info        *clusterinfo.Info
 	authorities []*joinv1.ControlPlaneFile
+	rotation    *joinv1.KeyRotation
 }
 
 func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
@@ -47,7 +48,7 @@ func (t *rejoinTicket) toWire() *joinv1.IssueRejoinTicketResponse {
 	return &joinv1.IssueRejoinTicketResponse{
 		TicketId: id, DiskKey: t.disk.Expose(), ClusterId: t.info.ClusterID[:],
 		Components: versions.NewList(t.info.Components...).Wire(), Images: t.info.Images, Other: other, Adopted: t.info.Adopted, // B8
-		ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, Authorities: t.authorities,
+		ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, Authorities: t.authorities, Rotation: t.rotation,
 	}
 }
 
@@ -135,7 +136,11 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 		return nil, err
 	}
 	s.cfg.Records.Accepted(peer.Machine())
-	return &rejoinTicket{id: a.id, disk: key, info: info, authorities: withRotation(authorities, info.Rotation)}, nil
+	t := &rejoinTicket{id: a.id, disk: key, info: info, authorities: authorities}
+	if claim.Role == v1alpha1.RoleControlPlane {
+		t.authorities, t.rotation = withRotation(authorities, info.Rotation)
+	}
+	return t, nil
 }
 
 // mayRejoin compares the machine with the policy in force and with its enrollment.

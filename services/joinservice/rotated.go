@@ -3,8 +3,8 @@ package joinservice
 import (
 	"bytes"
 	"context"
-	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -76,25 +76,27 @@ func (s *Service) rotatedKey(ctx context.Context, a *attempt, req *joinv1.GetRot
 	return files[0].GetContent(), nil
 }
 
-// withRotation returns the public files with the new key of a rotation, which this control plane may not have accepted yet: a machine that has, and
-// reboots, must not lose it. In the last phase it is the only one.
-func withRotation(files []*joinv1.ControlPlaneFile, r *clusterinfo.Rotation) []*joinv1.ControlPlaneFile {
-	if r == nil || r.Public == "" {
-		return files
+// withRotation returns a control plane's public files, and what a machine that reboots may have of a rotation beside them. This control plane may not have
+// accepted the new key yet: a machine that has must not lose it. The new key comes from an object of the cluster, so no machine adds it because of that:
+// the files that say what is accepted are this control plane's own. In the last phase, they are the new key alone.
+func withRotation(files []*joinv1.ControlPlaneFile, r *clusterinfo.Rotation) ([]*joinv1.ControlPlaneFile, *joinv1.KeyRotation) {
+	if r == nil {
+		return files, nil
+	}
+	rotation := &joinv1.KeyRotation{Key: string(r.Key), Id: r.ID}
+	if r.Key.CheckPublic(r.ID, r.Public) != nil { // there is none, or it is another key's
+		return files, rotation
+	}
+	rotation.Keep = []byte(r.Public)
+	if r.Phase != clusterinfo.RotationFinish {
+		return files, rotation
 	}
 	out := slices.Clone(files)
 	for i, f := range out {
-		if f.GetPath() != r.Key.PublicFile() {
-			continue
+		if public := strings.TrimSpace(r.Public); f.GetPath() == r.Key.PublicFile() && bytes.Contains(f.GetContent(), []byte(public)) {
+			rotation.Keep = f.GetContent() // those who have not dropped the old one yet
+			out[i] = &joinv1.ControlPlaneFile{Path: f.GetPath(), Content: []byte(r.Public)}
 		}
-		content := []byte(r.Public)
-		if r.Phase != clusterinfo.RotationFinish {
-			content = f.GetContent()
-			if !bytes.Contains(content, bytes.TrimSpace([]byte(r.Public))) {
-				content = fmt.Appendf(nil, "%s\n%s", bytes.TrimRight(content, "\n"), r.Public)
-			}
-		}
-		out[i] = &joinv1.ControlPlaneFile{Path: f.GetPath(), Content: content}
 	}
-	return out
+	return out, rotation
 }

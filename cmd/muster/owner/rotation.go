@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"slices"
@@ -121,24 +120,39 @@ func equal(a, b *clusterinfo.Rotation) bool {
 	return a == nil && b == nil || a != nil && b != nil && a.Key == b.Key && a.Phase == b.Phase && a.ID == b.ID
 }
 
-// inTurn has one control plane after another do the present phase. It begins none while one is not well.
+// inTurn has one control plane after another do the present phase. It begins none while one is not well. Before the new key is used, those accept it again
+// that have lost it: one that reboots before this program has written the key's ID is brought back to what the others accept (B8).
 func (r *rotating) inTurn(ctx context.Context) error {
+	phases := []clusterinfo.RotationPhase{r.now.Phase}
+	if r.now.Phase == clusterinfo.RotationUse {
+		phases = []clusterinfo.RotationPhase{clusterinfo.RotationAccept, clusterinfo.RotationUse}
+	}
+	for _, phase := range phases {
+		if err := r.each(ctx, phase); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// each has one control plane after another do a phase that it has not done.
+func (r *rotating) each(ctx context.Context, phase clusterinfo.RotationPhase) error {
 	ordered := map[string]bool{}
 	for {
 		nodes, err := r.well(ctx)
 		if err != nil {
 			return err
 		}
-		i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return !r.now.Reached(r.now.Phase, n.Keys[r.Key]) })
+		i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return !r.now.Reached(phase, n.Keys[r.Key]) })
 		if i < 0 {
 			return nil
 		}
 		n := nodes[i].Name
 		if ordered[n] {
-			return fmt.Errorf("%s has reported the phase %q as done, and its Node says otherwise", n, r.now.Phase)
+			return fmt.Errorf("%s has reported the phase %q as done, and its Node says otherwise", n, phase)
 		}
 		ordered[n] = true
-		if err := r.order(ctx, n); err != nil {
+		if err := r.order(ctx, n, phase); err != nil {
 			return fmt.Errorf("%s: %w", n, err)
 		}
 	}
@@ -166,32 +180,31 @@ func (r *rotating) well(ctx context.Context) ([]clusterapi.NodeRelease, error) {
 	}
 }
 
-// order has a control plane do the present phase.
-func (r *rotating) order(ctx context.Context, node string) error {
+// order has a control plane do a phase.
+func (r *rotating) order(ctx context.Context, node string, phase clusterinfo.RotationPhase) error {
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
-	args := map[string]string{ownerorder.ArgKey: string(r.Key), ownerorder.ArgPhase: string(r.now.Phase), ownerorder.ArgID: r.now.ID}
+	args := map[string]string{ownerorder.ArgKey: string(r.Key), ownerorder.ArgPhase: string(phase), ownerorder.ArgID: r.now.ID}
 	report, err := Order(ctx, r.Dir, node, ownerorder.ActionRotateKey, args, func(s string) { r.Report(node, s) })
 	if err != nil {
 		return err
 	}
-	r.Report(node, string(r.now.Phase)+": done")
+	r.Report(node, string(phase)+": done")
 	if r.now.ID != "" {
 		return nil
 	}
 	// It has made the key. The others get an order with its ID, and fetch the key with that from a control plane that the owner's policy lists: an invented
-	// report leads to nothing.
+	// ID leads to nothing, and a public part of another key is refused.
 	var made struct{ ID, Public string }
 	if err := json.Unmarshal([]byte(report.Output), &made); err != nil || !clusterinfo.IsKeyID(made.ID) {
 		return fmt.Errorf("it reports no ID of a new key: %q", report.Output)
 	}
 	to := *r.now
 	if to.ID = made.ID; r.Key.PublicFile() != "" {
-		block, rest := pem.Decode([]byte(made.Public))
-		if block == nil || len(rest) > 0 {
-			return errors.New("it reports no public part of its new key")
+		if err := r.Key.CheckPublic(made.ID, made.Public); err != nil {
+			return withRemedy(fmt.Errorf("what it reports of its new key is not true: %w", err), "Root on "+node+", or who can write the status of AttestedNodes, has changed the report. Find out who (docs/threat-model.md).")
 		}
-		to.Public = string(pem.EncodeToMemory(block))
+		to.Public = made.Public
 	}
 	return r.move(ctx, &to)
 }

@@ -2,11 +2,18 @@ package owner
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/x509"
 	"encoding/base64"
+	"encoding/hex"
 	"encoding/json"
 	"encoding/pem"
 	"fmt"
 	"log/slog"
+	"math/big"
 	"slices"
 	"strings"
 	"sync"
@@ -28,10 +35,30 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// oldKey and newKey are IDs; the machines make a second new key after the first was lost.
-var oldKey, newKey, secondKey = strings.Repeat("0", 64), strings.Repeat("1", 64), strings.Repeat("2", 64)
+// oldKey is an ID, newKey that of a key of service accounts with the public part publicPart.
+var (
+	oldKey             = strings.Repeat("0", 64)
+	newKey, publicPart = madeKey(clusterinfo.ServiceAccountKey)
+)
 
-var publicPart = string(pem.EncodeToMemory(&pem.Block{Type: "PUBLIC KEY", Bytes: []byte("new")}))
+// madeKey returns the ID and the public part of a new key.
+func madeKey(key clusterinfo.RotatedKey) (id, public string) {
+	block := &pem.Block{Type: "PUBLIC KEY"}
+	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err == nil {
+		block.Bytes, err = x509.MarshalPKIXPublicKey(private.Public())
+	}
+	if err == nil && key != clusterinfo.ServiceAccountKey {
+		template := &x509.Certificate{SerialNumber: big.NewInt(1)}
+		block.Type = "CERTIFICATE"
+		block.Bytes, err = x509.CreateCertificate(rand.Reader, template, template, private.Public(), private)
+	}
+	if err != nil {
+		panic(err)
+	}
+	sum := sha256.Sum256(block.Bytes)
+	return hex.EncodeToString(sum[:]), string(pem.EncodeToMemory(block))
+}
 
 // keyRotation is a cluster whose control planes rotate keys by orders. What they do with the key is in memory, and in their Nodes.
 type keyRotation struct {
@@ -42,14 +69,18 @@ type keyRotation struct {
 	states map[string]clusterinfo.KeyState
 	done   []string // NODE PHASE
 	next   string   // the ID of a key that is made
+	part   string   // its public part, as it is reported
 	// act decides how an order ends; nil: done.
 	act func(node string, phase clusterinfo.RotationPhase) v1alpha1.OrderState
 	at  time.Time
+	// again: a control plane has lost the key, and accepts it again in the phase use.
+	again bool
 }
 
 func newKeyRotation(t *testing.T, key clusterinfo.RotatedKey, names ...string) *keyRotation {
 	t.Helper()
-	k := &keyRotation{upgrading: newUpgrading(t, names...), key: key, states: map[string]clusterinfo.KeyState{}, next: newKey, at: time.Now()}
+	k := &keyRotation{upgrading: newUpgrading(t, names...), key: key, states: map[string]clusterinfo.KeyState{}, at: time.Now()}
+	k.next, k.part = madeKey(key)
 	for name := range k.on {
 		if strings.HasPrefix(name, "c") {
 			k.becomesKey(t.Context(), t, name, clusterinfo.KeyState{Accepts: []string{oldKey}, Uses: oldKey})
@@ -144,11 +175,14 @@ func (k *keyRotation) machines(t *testing.T) {
 				if act != nil {
 					state = act(name, phase)
 				}
-				if i := k.info(ctx, t); i.Rotation == nil || i.Rotation.Phase != phase || i.Rotation.Joins() {
+				if i := k.info(ctx, t); i.Rotation == nil || i.Rotation.Phase != phase && !(k.again && phase == clusterinfo.RotationAccept && i.Rotation.Phase == clusterinfo.RotationUse) || i.Rotation.Joins() {
 					t.Errorf("while %s does %s, the cluster says %+v", name, phase, i.Rotation)
 				}
 				if state == v1alpha1.OrderDone {
-					output = fmt.Sprintf(`{"id":%q,"public":%q}`, k.execute(ctx, t, name, o.Args), publicPart)
+					id := k.execute(ctx, t, name, o.Args)
+					k.mu.Lock()
+					output = fmt.Sprintf(`{"id":%q,"public":%q}`, id, k.part)
+					k.mu.Unlock()
 				}
 				change(ctx, t, true, types.NamespacedName{Name: name}, n, func() {
 					n.Status.Order = &v1alpha1.OrderReport{Digest: s.Digest(), Action: string(o.Action), State: state, Message: "because", Output: output}
@@ -190,7 +224,7 @@ func TestAKeyIsRotatedOnOneControlPlaneAfterAnother(t *testing.T) {
 			}
 			k.machines(t)
 			p, err := Rotate(ctx, k.config(false))
-			if err != nil || p.Phase != clusterinfo.RotationSettled || p.ID != newKey {
+			if err != nil || p.Phase != clusterinfo.RotationSettled || p.ID != k.next {
 				t.Fatalf("%v: %s; %+v", err, remedy(err), p)
 			}
 			if got, want := k.took(), []string{"c1 accept", "c2 accept", "c3 accept", "c1 use", "c2 use", "c3 use"}; !slices.Equal(got, want) {
@@ -360,11 +394,12 @@ func TestALostKeyIsMadeAnew(t *testing.T) {
 	}
 	k.becomesKey(ctx, t, "c1", clusterinfo.KeyState{Accepts: []string{oldKey}, Uses: oldKey})
 	k.mu.Lock()
-	k.next = secondKey
+	k.next, k.part = madeKey(k.key)
+	second := k.next
 	k.mu.Unlock()
 	k.acts(nil)
 	k.took()
-	if p, err := Rotate(ctx, k.config(false)); err != nil || p.ID != secondKey {
+	if p, err := Rotate(ctx, k.config(false)); err != nil || p.ID != second {
 		t.Fatalf("%v, %+v", err, p)
 	}
 	if got, want := k.took(), []string{"c1 accept", "c2 accept", "c1 use", "c2 use"}; !slices.Equal(got, want) {

@@ -89,6 +89,9 @@ func newRotation(ctx context.Context, cfg RotationConfig) (*rotating, error) {
 	if !slices.Contains(clusterinfo.RotatedKeys(), cfg.Key) {
 		return nil, fmt.Errorf("key %q is not known", cfg.Key)
 	}
+	if _, err := folderCluster(cfg.Dir); err != nil { // each order names it
+		return nil, err
+	}
 	kube, err := Connect(cfg.Dir)
 	if err != nil {
 		return nil, err

@@ -1,11 +1,15 @@
 package clusterinfo
 
 import (
+	"crypto/sha256"
+	"crypto/x509"
 	"encoding/hex"
 	"encoding/json"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -44,6 +48,34 @@ func (k RotatedKey) PublicFile() string {
 	return ""
 }
 
+// CheckPublic returns an error unless public is the public part of the key with this ID, as one block of PEM: who can write where it is read could else
+// have control planes accept a key of his own.
+func (k RotatedKey) CheckPublic(id, public string) error {
+	block, rest := pem.Decode([]byte(public))
+	if block == nil || strings.TrimSpace(string(rest)) != "" {
+		return errors.New("the public part is not one block of PEM")
+	}
+	want, err := "CERTIFICATE", error(nil)
+	switch k {
+	case ServiceAccountKey:
+		want = "PUBLIC KEY"
+		_, err = x509.ParsePKIXPublicKey(block.Bytes)
+	case FrontProxyCA, EtcdCA:
+		_, err = x509.ParseCertificate(block.Bytes)
+	case EncryptionKey:
+		fallthrough
+	default:
+		return fmt.Errorf("%s has no public part", k)
+	}
+	if err != nil || block.Type != want {
+		return fmt.Errorf("the public part of a new %s is %q, want %q: %w", k, block.Type, want, err)
+	}
+	if is := sha256.Sum256(block.Bytes); hex.EncodeToString(is[:]) != id { // [KeyState] says what an ID is
+		return fmt.Errorf("the public part of the new %s has the ID %x, and the key has %s", k, is, id)
+	}
+	return nil
+}
+
 // RotationPhase is how far a rotation is. Each phase but the third is done by one control plane after another, and the next begins when all have done it.
 type RotationPhase string
 
@@ -65,7 +97,7 @@ type Rotation struct {
 	Phase RotationPhase `json:"phase"`
 	// ID identifies the new key; see [KeyState]. It is empty until a control plane has made the key.
 	ID string `json:"id,omitempty"`
-	// Public is the new key's public part in PEM, of a key with [RotatedKey.PublicFile].
+	// Public is the new key's public part in PEM, of a key with [RotatedKey.PublicFile]; its hash is ID.
 	Public string `json:"public,omitempty"`
 	// Since is when the phase began, by the clock of the owner's workstation.
 	Since time.Time `json:"since"`
@@ -95,8 +127,10 @@ func (r *Rotation) check() error {
 		return fmt.Errorf("id is missing in phase %q", r.Phase)
 	case r.ID != "" && !IsKeyID(r.ID):
 		return errors.New("id: want 64 hexadecimal digits")
-	case r.ID != "" && (r.Public != "") != (r.Key.PublicFile() != ""):
-		return fmt.Errorf("public: it has to be there if the key has a public part, and %s has the file %q", r.Key, r.Key.PublicFile())
+	case r.ID == "" && r.Public != "" || r.Key.PublicFile() == "" && r.Public != "":
+		return fmt.Errorf("public: %s has no public part, or no id", r.Key)
+	case r.ID != "" && r.Key.PublicFile() != "":
+		return r.Key.CheckPublic(r.ID, r.Public)
 	}
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
@@ -59,6 +60,17 @@ type Desired struct {
 	Endpoint string `json:"endpoint"`
 	// Authorities has the content of public files by their path below /etc/kubernetes/pki: [Authorities].
 	Authorities map[string][]byte `json:"authorities"`
+	// Rotation is of a key that control planes share; nil: none is in progress, or the machine is a worker.
+	Rotation *Rotation `json:"rotation,omitempty"`
+}
+
+// Rotation is what a control plane may have of a rotation beside what its cluster lists.
+type Rotation struct {
+	Key clusterinfo.RotatedKey `json:"key"`
+	// ID is the new key's; empty: no control plane has reported it.
+	ID string `json:"id,omitempty"`
+	// Keep are public keys or certificates in PEM: the machine keeps those that it has in [clusterinfo.RotatedKey.PublicFile], and adds none.
+	Keep []byte `json:"keep,omitempty"`
 }
 
 // Values of [Desired.Uncompared].

@@ -10,6 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// TemporaryPrefix begins the names of files that [WriteFile] has not renamed yet, which a crash can leave.
+const TemporaryPrefix = ".muster-"
+
 // WriteFile writes content to path so that a crash leaves the old file or the new one: temporary file, fsync, rename, fsync of the folder (B4). Missing
 // folders are made with dirMode. A link at path is replaced, never followed.
 func WriteFile(path string, content []byte, mode, dirMode fs.FileMode) error {
@@ -17,7 +20,7 @@ func WriteFile(path string, content []byte, mode, dirMode fs.FileMode) error {
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(dir, ".muster-*")
+	tmp, err := os.CreateTemp(dir, TemporaryPrefix+"*")
 	if err != nil {
 		return err
 	}

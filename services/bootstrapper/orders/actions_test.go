@@ -168,7 +168,7 @@ func TestAnActionsProgramRunsOnlyByOrder(t *testing.T) {
 	n := newNode(t)
 	begun := func(action ownerorder.Action) error {
 		e := n.process()
-		_, err := Begun(n.root, e.cfg.Image, e.cfg.Journal, action)
+		_, _, err := Begun(n.root, e.cfg.Image, e.cfg.Journal, action)
 		return err
 	}
 	if err := begun(ownerorder.ActionReset); err == nil {

@@ -375,25 +375,25 @@ func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
 
-// Begun returns the order that this machine has begun and not ended; an error if there is none with this action. Programs that run with the rights that
-// an action needs check it: whoever can start their unit can't give orders (B11).
-func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action) (ownerorder.MachineOrder, error) {
+// Begun returns the order that this machine has begun and not ended, with its digest; an error if there is none with this action. Programs that run with
+// the rights that an action needs check it: whoever can start their unit can't give orders (B11).
+func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action) (o ownerorder.MachineOrder, digest string, err error) {
 	var rec record
 	if err := read(filepath.Join(root, Journal), &rec); err != nil {
-		return ownerorder.MachineOrder{}, err
+		return ownerorder.MachineOrder{}, "", err
 	}
 	if rec.Last.State != Running {
-		return ownerorder.MachineOrder{}, errors.New("no order runs on this machine")
+		return ownerorder.MachineOrder{}, "", errors.New("no order runs on this machine")
 	}
 	owner, on, err := addressee(image, load)
 	if err != nil {
-		return ownerorder.MachineOrder{}, err
+		return ownerorder.MachineOrder{}, "", err
 	}
-	o, err := rec.Last.Order.signed().Genuine(owner, on)
+	o, err = rec.Last.Order.signed().Genuine(owner, on)
 	if err == nil && o.Action != action {
 		err = fmt.Errorf("the order that runs on this machine is %q, not %q", o.Action, action)
 	}
-	return o, err
+	return o, rec.Last.Order.signed().Digest(), err
 }
 
 // resume goes on with an order that was begun, within a day of its expiry. Whoever can write the journal of a plain disk can't

@@ -177,7 +177,7 @@ func rotates(t *testing.T, key clusterinfo.RotatedKey, at int) (crashed bool) {
 		t.Fatal(err)
 	}
 	do := func(phase clusterinfo.RotationPhase, id string) error {
-		_, err := rotate.Run(t.Context(), map[string]string{"key": string(key), "phase": string(phase), "id": id})
+		_, err := rotate.Run(t.Context(), strings.Repeat("0a", 32), map[string]string{"key": string(key), "phase": string(phase), "id": id})
 		return err
 	}
 	if err := do(clusterinfo.RotationAccept, ""); err != nil {

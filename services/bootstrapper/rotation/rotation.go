@@ -35,6 +35,8 @@ const (
 	Staged = "muster-rotation"
 	// begun exists while the files may be newer than what the static pods have read.
 	begun = "/var/lib/muster/rotation/begun"
+	// made has the digest of the order by which this control plane last made a key, and the key's ID.
+	made = "/var/lib/muster/rotation/made"
 )
 
 // ControlPlane changes this control plane.
@@ -58,7 +60,7 @@ type Config struct {
 	ControlPlane ControlPlane
 	// Fetch returns a new key that another control plane has.
 	Fetch func(ctx context.Context, key clusterinfo.RotatedKey, id string) ([]byte, error)
-	// OldSecrets returns how many values of Secrets in etcd do not begin with a prefix.
+	// OldSecrets returns how many values of Secrets in etcd do not begin with a prefix; an error if it finds no Secret.
 	OldSecrets func(ctx context.Context, prefix string) (int, error)
 	Now        func() time.Time
 	Log        *slog.Logger
@@ -125,8 +127,8 @@ func StagedFile(key clusterinfo.RotatedKey, id string) string {
 	return Staged + "/" + string(key) + "." + id
 }
 
-// Run executes an order with these arguments, and returns its output.
-func (r *Rotator) Run(ctx context.Context, args map[string]string) (string, error) {
+// Run executes the order with this digest and these arguments, and returns its output.
+func (r *Rotator) Run(ctx context.Context, order string, args map[string]string) (string, error) {
 	key, phase, id := clusterinfo.RotatedKey(args[ownerorder.ArgKey]), clusterinfo.RotationPhase(args[ownerorder.ArgPhase]), args[ownerorder.ArgID]
 	k, known := kinds[key]
 	switch {
@@ -142,7 +144,7 @@ func (r *Rotator) Run(ctx context.Context, args map[string]string) (string, erro
 	var out Result
 	switch phase {
 	case clusterinfo.RotationAccept:
-		out, err = r.accept(ctx, key, k, state, id)
+		out, err = r.accept(ctx, order, key, k, state, id)
 	case clusterinfo.RotationUse:
 		out, err = r.use(ctx, key, k, state, id)
 	case clusterinfo.RotationFinish:
@@ -167,10 +169,15 @@ func (r *Rotator) Run(ctx context.Context, args map[string]string) (string, erro
 }
 
 // accept gets the new key, and accepts it.
-func (r *Rotator) accept(ctx context.Context, key clusterinfo.RotatedKey, k kind, state clusterinfo.KeyState, id string) (Result, error) {
+func (r *Rotator) accept(ctx context.Context, order string, key clusterinfo.RotatedKey, k kind, state clusterinfo.KeyState, id string) (Result, error) {
+	if key == clusterinfo.EncryptionKey { // before anything is changed: finish has to find them
+		if _, err := r.OldSecrets(ctx, ""); err != nil {
+			return Result{}, err
+		}
+	}
 	if id == "" {
 		var err error
-		if id, err = r.make(key, k, state); err != nil {
+		if id, err = r.make(order, key, k); err != nil {
 			return Result{}, err
 		}
 	}
@@ -188,16 +195,19 @@ func (r *Rotator) accept(ctx context.Context, key clusterinfo.RotatedKey, k kind
 	return Result{id, string(public)}, r.change(ctx, key, func() error { return k.accept(r.pki(), staged) })
 }
 
-// make returns the ID of a new key. One that was made before, and is not used, is taken: the order may be repeated.
-func (r *Rotator) make(key clusterinfo.RotatedKey, k kind, state clusterinfo.KeyState) (string, error) {
-	before, err := stagedIDs(r.pki(), key)
-	if err != nil {
-		return "", err
-	}
-	for _, id := range before {
-		if id != state.Uses {
-			return id, nil
+// make returns the ID of a new key. After a crash, the same order has the key that it has made. Any other key that is staged is removed: somebody who had
+// root rights on this machine before the order was signed can have put it there, and would know the cluster's new key.
+func (r *Rotator) make(order string, key clusterinfo.RotatedKey, k kind) (string, error) {
+	if text, err := os.ReadFile(r.on(made)); err == nil {
+		if id, ours := strings.CutPrefix(string(text), order+" "); ours && clusterinfo.IsKeyID(id) {
+			if content, _, err := r.read(key, k, id); err == nil {
+				clear(content)
+				return id, nil
+			}
 		}
+	}
+	if err := r.unstage(key); err != nil {
+		return "", err
 	}
 	content, err := k.create(r.Kubeadm, r.Now())
 	if err != nil {
@@ -206,6 +216,9 @@ func (r *Rotator) make(key clusterinfo.RotatedKey, k kind, state clusterinfo.Key
 	defer clear(content)
 	id, _, err := k.identify(content)
 	if err != nil {
+		return "", err
+	}
+	if err := machine.WriteFile(r.on(made), []byte(order+" "+id), 0o600, 0o700); err != nil {
 		return "", err
 	}
 	return id, r.stage(key, id, content)
@@ -299,7 +312,7 @@ func (r *Rotator) finish(ctx context.Context, key clusterinfo.RotatedKey, k kind
 func (r *Rotator) unstage(key clusterinfo.RotatedKey) error {
 	ids, err := stagedIDs(r.pki(), key)
 	for _, id := range ids {
-		err = errors.Join(err, os.Remove(filepath.Join(r.pki(), StagedFile(key, id))))
+		err = errors.Join(err, os.RemoveAll(filepath.Join(r.pki(), StagedFile(key, id))))
 	}
 	if err != nil || len(ids) == 0 {
 		return err

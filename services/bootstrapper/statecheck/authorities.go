@@ -2,22 +2,62 @@ package statecheck
 
 import (
 	"bytes"
+	"context"
 	"encoding/pem"
+	"errors"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
 	"slices"
+	"strings"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 )
 
-// inOrder returns the wanted keys or certificates, in PEM, in the order of those that the machine has: its private keys belong to the first of them. more
-// reports that the machine has others too, or something that is no PEM.
-func inOrder(is, want []byte) (_ []byte, more bool) {
+// checkStaged removes new keys of rotations that the cluster does not have in progress: an attacker who had root rights once may have left one, to be
+// passed on as a new key. While no control plane has reported the new key, the machine may be the one that has made it.
+func (ck *check) checkStaged(ctx context.Context, r *component.Rotation) error {
+	folder := path.Join(machine.PKIFolder, rotation.Staged)
+	if err := ck.wantFolder(ctx, folder); err != nil {
+		return err
+	}
+	files, err := os.ReadDir(ck.On(folder))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	for _, f := range files {
+		if r != nil && f.Type().IsRegular() {
+			kind, id, _ := strings.Cut(f.Name(), ".")
+			if kind == string(r.Key) && (id == r.ID || r.ID == "") {
+				continue
+			}
+		}
+		if err := os.RemoveAll(filepath.Join(ck.On(folder), f.Name())); err != nil {
+			return err
+		}
+		if !strings.HasPrefix(f.Name(), machine.TemporaryPrefix) { // a crash can leave it, and no program reads it
+			ck.found(ctx, path.Join(folder, f.Name()), "removed")
+		}
+	}
+	return err
+}
+
+// inOrder returns the wanted keys or certificates, in PEM, in the order of those that the machine has: its private keys belong to the first of them. Those
+// to keep stay if the machine has them, and are not added. more reports that the machine has others too, or something that is no PEM.
+func inOrder(is, want, keep []byte) (_ []byte, more bool) {
 	have, rest := blocks(is)
 	wanted, _ := blocks(want)
+	kept, _ := blocks(keep)
 	if len(wanted) == 0 {
 		return want, true
 	}
 	more = len(rest) > 0 || len(have) == 0
 	var out []string
 	for _, b := range have {
-		if slices.Contains(wanted, b) {
+		if slices.Contains(wanted, b) || slices.Contains(kept, b) {
 			out = append(out, b)
 		} else {
 			more = true

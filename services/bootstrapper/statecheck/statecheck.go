@@ -97,7 +97,10 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBack(ck.Root, ck.Kubeadm, lists...) }); err != nil {
 		return err
 	}
-	if err := ck.checkAuthorities(ctx, d.Authorities); err != nil {
+	if err := ck.checkAuthorities(ctx, d.Authorities, d.Rotation); err != nil {
+		return err
+	}
+	if err := ck.checkStaged(ctx, d.Rotation); err != nil {
 		return err
 	}
 	if err := ck.checkKubelet(ctx, meta, d); err != nil {
@@ -263,8 +266,8 @@ func (ck *check) wantFolder(ctx context.Context, name string) error {
 }
 
 // checkAuthorities rewrites the public files by which the node recognizes its cluster if they differ. It does not create missing ones: kubeadm, which
-// may still have to write them, fails if they exist.
-func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte) error {
+// may still have to write them, fails if they exist. What the machine has of a rotation that is in progress stays.
+func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte, r *component.Rotation) error {
 	for _, folder := range []string{machine.PKIFolder, path.Join(machine.PKIFolder, "etcd")} {
 		if err := ck.wantFolder(ctx, folder); err != nil {
 			return err
@@ -272,6 +275,10 @@ func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte) e
 	}
 	for _, name := range slices.Sorted(maps.Keys(want)) {
 		file := path.Join(machine.PKIFolder, name)
+		var keep []byte
+		if r != nil && name == r.Key.PublicFile() {
+			keep = r.Keep
+		}
 		info, err := os.Lstat(ck.On(file))
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
@@ -287,7 +294,10 @@ func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte) e
 			if bytes.Equal(bytes.TrimSpace(is), bytes.TrimSpace(want[name])) {
 				continue
 			}
-			merged, more := inOrder(is, want[name])
+			merged, more := inOrder(is, want[name], keep)
+			if !more && bytes.Equal(is, merged) {
+				continue
+			}
 			if !more {
 				// A rotation of keys has given the cluster one more, or the cluster has the same in another order: nobody gains by one less.
 				if err := machine.WriteFile(ck.On(file), merged, 0o644, 0o755); err != nil {

@@ -5,10 +5,12 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -61,6 +63,9 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 		"another release with a component elsewhere": func(r *joinv1.IssueRejoinTicketResponse) {
 			r.Other = &joinv1.Release{Images: r.GetImages(), Components: []*initv1.Component{{Url: "http://m/x", Sha256: make([]byte, 32), Path: "/etc/x", Mode: 0o755}}}
 		},
+		"a rotation for a worker": func(r *joinv1.IssueRejoinTicketResponse) {
+			r.Rotation = &joinv1.KeyRotation{Key: "service-account-key"}
+		},
 		"a component elsewhere": func(r *joinv1.IssueRejoinTicketResponse) {
 			r.Components = []*initv1.Component{{Url: "http://m/x", Sha256: make([]byte, 32), Path: "/etc/x", Mode: 0o755}}
 		},
@@ -80,6 +85,42 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 		j.script(gives(right))
 		if err := r.end(t); err != nil || w.disk.opens != 1 {
 			t.Errorf("%s, repaired: %v", name, err)
+		}
+	}
+}
+
+// What a control plane may have of a rotation comes with its key too.
+func TestARotationThatIsNoneOpensNothing(t *testing.T) {
+	id := strings.Repeat("ab", 32)
+	for name, wrong := range map[string]*joinv1.KeyRotation{
+		"an unknown key":  {Key: "cluster-ca", Id: id},
+		"no key":          {Id: id},
+		"an ID of a path": {Key: "service-account-key", Id: "../sa.key"},
+		"a large key":     {Key: "service-account-key", Id: id, Keep: make([]byte, 64<<10+1)},
+	} {
+		w := newFixture(t)
+		w.meta.Role = "control-plane"
+		j := w.cluster(w.like(), w.owner)
+		send := func(rotation *joinv1.KeyRotation) {
+			j.script(func(req *joinv1.IssueRejoinTicketRequest) (*joinv1.IssueRejoinTicketResponse, error) {
+				resp, err := gives(right)(req)
+				resp.Rotation = rotation
+				return resp, err
+			})
+		}
+		send(wrong)
+		r := w.boot()
+		eventually(t, name+" was answered", func() bool { return j.asked() > 1 })
+		if w.disk.opens != 0 {
+			t.Errorf("%s: opened", name)
+		}
+		send(&joinv1.KeyRotation{Key: "service-account-key", Id: id, Keep: []byte("public")})
+		if err := r.end(t); err != nil || w.disk.opens != 1 {
+			t.Errorf("%s, repaired: %v", name, err)
+		}
+		d, err := w.desired.Load()
+		if err != nil || d.Rotation == nil || d.Rotation.Key != clusterinfo.ServiceAccountKey || d.Rotation.ID != id || string(d.Rotation.Keep) != "public" {
+			t.Errorf("%s: it notes %+v, %v", name, d, err)
 		}
 	}
 }

@@ -11,6 +11,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
@@ -198,8 +199,12 @@ func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk
 	if err != nil {
 		return refuse("authorities: %w", err)
 	}
+	rotation, err := parseRotation(resp.GetRotation(), controlPlane)
+	if err != nil {
+		return refuse("rotation: %w", err)
+	}
 	return key, keys.ClusterID(resp.GetClusterId()), component.Desired{
-		List: versions.FromWire(resp.GetComponents(), resp.GetImages()), Other: other, Adopted: resp.GetAdopted(), Endpoint: resp.GetControlPlaneEndpoint(), Authorities: authorities,
+		List: versions.FromWire(resp.GetComponents(), resp.GetImages()), Other: other, Adopted: resp.GetAdopted(), Endpoint: resp.GetControlPlaneEndpoint(), Authorities: authorities, Rotation: rotation,
 	}, nil
 }
 
@@ -222,6 +227,25 @@ func parseAuthorities(files []*joinv1.ControlPlaneFile, controlPlane bool) (map[
 		return nil, fmt.Errorf("%d files, want exactly %q", len(files), want)
 	}
 	return out, nil
+}
+
+// parseRotation requires the form of the protocol (B8); nil: no rotation is in progress.
+func parseRotation(w *joinv1.KeyRotation, controlPlane bool) (*component.Rotation, error) {
+	if w == nil {
+		return nil, nil //nolint:nilnil // there is none
+	}
+	r := &component.Rotation{Key: clusterinfo.RotatedKey(w.GetKey()), ID: w.GetId(), Keep: w.GetKeep()}
+	switch {
+	case !controlPlane:
+		return nil, errors.New("a worker has none")
+	case !slices.Contains(clusterinfo.RotatedKeys(), r.Key):
+		return nil, fmt.Errorf("key %q is not known", w.GetKey())
+	case r.ID != "" && !clusterinfo.IsKeyID(r.ID):
+		return nil, errors.New("id: want 64 hexadecimal digits")
+	case len(r.Keep) > maxAuthority:
+		return nil, fmt.Errorf("keep has %d bytes, want at most %d", len(r.Keep), maxAuthority)
+	}
+	return r, nil
 }
 
 // use tries the key of a ticket.

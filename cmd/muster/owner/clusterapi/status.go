@@ -37,6 +37,8 @@ type Status struct {
 	Upgrade *KubernetesUpgrade `json:"kubernetesUpgrade,omitempty"`
 	// Rotation is the replacement of a control planes' key that is in progress; nil: none is.
 	Rotation *clusterinfo.Rotation `json:"rotation,omitempty"`
+	// OwnerKeyRotation is the next command of a rotation of the owner's key that is not over; the caller of [Client.Status] reads it from the folder.
+	OwnerKeyRotation string `json:"ownerKeyRotation,omitempty"`
 	// Chart is the installed release; nil if there is none.
 	Chart *ChartStatus `json:"chart,omitempty"`
 	// Pods are those of Services, one of each on each control plane.

@@ -223,10 +223,11 @@ func (d *doctor) skew(check, whose string, diff, slack time.Duration) {
 
 // ownerKey compares the folder's key with the services', and the cluster's policy with both.
 func (d *doctor) ownerKey(ctx context.Context) error {
-	public, err := d.dir.OwnerKeys()
+	rotation, err := d.dir.KeyRotation()
 	if err != nil {
 		return nil //nolint:nilerr // the folder's check has reported it
 	}
+	public := rotation.Keys()
 	const other = "Use the folder of the owner who initialized this cluster. docs/operate.md says what to do if it is lost."
 	if d.release != nil {
 		values, _ := d.release.Config["owner"].(map[string]any)
@@ -244,6 +245,9 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 		return err
 	}
 	d.signature(p, public, other)
+	if next := rotation.Command(); next != "" {
+		d.Add(CheckOwnerKey, checkup.Warn, "Roll out the image for the next step, then run "+next+": with --dry-run it shows which nodes' images have which keys (docs/certificates.md).", "its rotation is not over: as long as an image has the old key, machines accept its signatures")
+	}
 	if d.Clean(CheckOwnerKey) {
 		d.OK(CheckOwnerKey, "the services know it, and the policy in force is signed with it")
 	}

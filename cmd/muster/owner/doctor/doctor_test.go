@@ -420,6 +420,12 @@ func (p *patient) harms() []harm {
 			_, err := ownerdir.NewKeyFile(path)
 			return err
 		})},
+		{CheckOwnerKey, checkup.Warn, "its rotation is not over", "", func(t *testing.T) func(*testing.T) {
+			path := filepath.Join(p.folder, "owner-next.key")
+			_, err := ownerdir.NewKeyFile(path)
+			try(t, err)
+			return func(t *testing.T) { try(t, os.Remove(path)) }
+		}},
 		{CheckPolicy, checkup.Fail, "POLICY_SIGNATURE", "", func(t *testing.T) func(*testing.T) {
 			change(t, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: "default"}}, true, func(a *v1alpha1.AttestationPolicy) {
 				a.Status.Accepted, a.Status.Reason = false, "POLICY_SIGNATURE"

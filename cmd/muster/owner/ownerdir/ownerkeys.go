@@ -43,6 +43,17 @@ func (r KeyRotation) Keys() attest.OwnerKeys {
 	return out
 }
 
+// Command returns the owner's command for the next step; empty: no rotation is in progress. Before each step, an image is rolled out.
+func (r KeyRotation) Command() string {
+	switch {
+	case r.Next != nil:
+		return "muster rotate owner-key --commit"
+	case r.Previous != nil:
+		return "muster rotate owner-key --finish"
+	}
+	return ""
+}
+
 // OwnerKeys returns the public keys of the folder's owner; see [KeyRotation.Keys].
 func (d *Dir) OwnerKeys() (attest.OwnerKeys, error) {
 	r, err := d.KeyRotation()
@@ -122,6 +133,13 @@ func (d *Dir) PrepareKey(given ed25519.PrivateKey) (ed25519.PublicKey, error) {
 		if _, given, err = ed25519.GenerateKey(rand.Reader); err != nil {
 			return nil, err
 		}
+	}
+	used, err := d.ReadingKeys()
+	if err != nil {
+		return nil, err
+	}
+	if slices.ContainsFunc(used, func(k ed25519.PrivateKey) bool { return k.Equal(given) }) {
+		return nil, fmt.Errorf("this key has signed before, and was replaced: it is in %s, and may have been replaced because it was stolen; omit --key, or give a new one", d.File(retiredName(publicOf(given))))
 	}
 	text, err := encodeKey(given)
 	if err != nil {

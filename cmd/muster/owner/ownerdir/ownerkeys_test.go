@@ -32,6 +32,16 @@ func TestTheOwnersKeyIsReplacedInTheFolder(t *testing.T) {
 		if err != nil || !r.Signs.Equal(signs) || !slices.EqualFunc(r.Keys(), keys, func(a, b ed25519.PublicKey) bool { return a.Equal(b) }) || d.Cluster().OwnerID != OwnerID(signs) {
 			t.Fatalf("%+v, %v, owner %s", r, err, d.Cluster().OwnerID)
 		}
+		step := ""
+		if len(keys) > 1 {
+			step = "muster rotate owner-key --commit"
+			if keys[1].Equal(old) { // the one that signed before
+				step = "muster rotate owner-key --finish"
+			}
+		}
+		if r.Command() != step {
+			t.Errorf("next is %q, want %q", r.Command(), step)
+		}
 	}
 	is(old, old)
 	if name, err := d.RetireKey(); err != nil || name != "" {
@@ -74,6 +84,10 @@ func TestTheOwnersKeyIsReplacedInTheFolder(t *testing.T) {
 	if err != nil || len(reading) != 2 || !publicOf(reading[0]).Equal(next) || !publicOf(reading[1]).Equal(old) {
 		t.Errorf("%d keys read backups, %v", len(reading), err)
 	}
+	if _, err := d.PrepareKey(reading[1]); err == nil || !strings.Contains(err.Error(), name) {
+		t.Errorf("the key that was replaced: %v", err)
+	}
+	is(next, next)
 	if _, err := d.PrepareKey(stranger); err != nil {
 		t.Errorf("the next rotation: %v", err)
 	}

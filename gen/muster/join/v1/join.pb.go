@@ -1057,7 +1057,10 @@ type IssueRejoinTicketResponse struct {
 	Authorities []*ControlPlaneFile `protobuf:"bytes,12,rep,name=authorities,proto3" json:"authorities,omitempty"`
 	// The second release that nodes may run while the owner upgrades the cluster; not set
 	// otherwise. A machine whose disk says that it is at this release is compared with it (B8).
-	Other         *Release `protobuf:"bytes,13,opt,name=other,proto3" json:"other,omitempty"`
+	Other *Release `protobuf:"bytes,13,opt,name=other,proto3" json:"other,omitempty"`
+	// The rotation of a key that control planes share; not set if there is none, and for
+	// workers. A control plane that finds staged keys of another one removes them (B8).
+	Rotation      *KeyRotation `protobuf:"bytes,14,opt,name=rotation,proto3" json:"rotation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1155,6 +1158,80 @@ func (x *IssueRejoinTicketResponse) GetOther() *Release {
 	return nil
 }
 
+func (x *IssueRejoinTicketResponse) GetRotation() *KeyRotation {
+	if x != nil {
+		return x.Rotation
+	}
+	return nil
+}
+
+// KeyRotation is what a control plane that reboots may have of a rotation that is in
+// progress.
+type KeyRotation struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// service-account-key, encryption-key, front-proxy-ca or etcd-ca.
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// ID of the new key, 64 hexadecimal digits; empty until a control plane has made one.
+	Id string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	// Public keys or certificates in PEM, at most 64 KiB: the machine keeps those that the
+	// public file of the key has, and never adds one of them to it. Only the files in
+	// authorities say what it has to accept.
+	Keep          []byte `protobuf:"bytes,3,opt,name=keep,proto3" json:"keep,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeyRotation) Reset() {
+	*x = KeyRotation{}
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeyRotation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeyRotation) ProtoMessage() {}
+
+func (x *KeyRotation) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeyRotation.ProtoReflect.Descriptor instead.
+func (*KeyRotation) Descriptor() ([]byte, []int) {
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *KeyRotation) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *KeyRotation) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *KeyRotation) GetKeep() []byte {
+	if x != nil {
+		return x.Keep
+	}
+	return nil
+}
+
 // Release is the software of a node at one version of Kubernetes.
 type Release struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1168,7 +1245,7 @@ type Release struct {
 
 func (x *Release) Reset() {
 	*x = Release{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1180,7 +1257,7 @@ func (x *Release) String() string {
 func (*Release) ProtoMessage() {}
 
 func (x *Release) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[11]
+	mi := &file_muster_join_v1_join_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1193,7 +1270,7 @@ func (x *Release) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Release.ProtoReflect.Descriptor instead.
 func (*Release) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{11}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Release) GetComponents() []*v1.Component {
@@ -1232,7 +1309,7 @@ type RenewNodeCertificatesRequest struct {
 
 func (x *RenewNodeCertificatesRequest) Reset() {
 	*x = RenewNodeCertificatesRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[12]
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1244,7 +1321,7 @@ func (x *RenewNodeCertificatesRequest) String() string {
 func (*RenewNodeCertificatesRequest) ProtoMessage() {}
 
 func (x *RenewNodeCertificatesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[12]
+	mi := &file_muster_join_v1_join_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1257,7 +1334,7 @@ func (x *RenewNodeCertificatesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewNodeCertificatesRequest.ProtoReflect.Descriptor instead.
 func (*RenewNodeCertificatesRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{12}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *RenewNodeCertificatesRequest) GetKubeletClientCsr() []byte {
@@ -1297,7 +1374,7 @@ type RenewNodeCertificatesResponse struct {
 
 func (x *RenewNodeCertificatesResponse) Reset() {
 	*x = RenewNodeCertificatesResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1309,7 +1386,7 @@ func (x *RenewNodeCertificatesResponse) String() string {
 func (*RenewNodeCertificatesResponse) ProtoMessage() {}
 
 func (x *RenewNodeCertificatesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[13]
+	mi := &file_muster_join_v1_join_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1322,7 +1399,7 @@ func (x *RenewNodeCertificatesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewNodeCertificatesResponse.ProtoReflect.Descriptor instead.
 func (*RenewNodeCertificatesResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{13}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RenewNodeCertificatesResponse) GetRenewalId() []byte {
@@ -1367,7 +1444,7 @@ type GetRotatedKeyRequest struct {
 
 func (x *GetRotatedKeyRequest) Reset() {
 	*x = GetRotatedKeyRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1379,7 +1456,7 @@ func (x *GetRotatedKeyRequest) String() string {
 func (*GetRotatedKeyRequest) ProtoMessage() {}
 
 func (x *GetRotatedKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[14]
+	mi := &file_muster_join_v1_join_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1392,7 +1469,7 @@ func (x *GetRotatedKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRotatedKeyRequest.ProtoReflect.Descriptor instead.
 func (*GetRotatedKeyRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{14}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *GetRotatedKeyRequest) GetNodeName() string {
@@ -1435,7 +1512,7 @@ type GetRotatedKeyResponse struct {
 
 func (x *GetRotatedKeyResponse) Reset() {
 	*x = GetRotatedKeyResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1447,7 +1524,7 @@ func (x *GetRotatedKeyResponse) String() string {
 func (*GetRotatedKeyResponse) ProtoMessage() {}
 
 func (x *GetRotatedKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[15]
+	mi := &file_muster_join_v1_join_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1460,7 +1537,7 @@ func (x *GetRotatedKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRotatedKeyResponse.ProtoReflect.Descriptor instead.
 func (*GetRotatedKeyResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{15}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *GetRotatedKeyResponse) GetContent() []byte {
@@ -1485,7 +1562,7 @@ type RenewJoinLeaseRequest struct {
 
 func (x *RenewJoinLeaseRequest) Reset() {
 	*x = RenewJoinLeaseRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[16]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1497,7 +1574,7 @@ func (x *RenewJoinLeaseRequest) String() string {
 func (*RenewJoinLeaseRequest) ProtoMessage() {}
 
 func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[16]
+	mi := &file_muster_join_v1_join_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1510,7 +1587,7 @@ func (x *RenewJoinLeaseRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseRequest.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{16}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RenewJoinLeaseRequest) GetTicketId() []byte {
@@ -1539,7 +1616,7 @@ type RenewJoinLeaseResponse struct {
 
 func (x *RenewJoinLeaseResponse) Reset() {
 	*x = RenewJoinLeaseResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[17]
+	mi := &file_muster_join_v1_join_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +1628,7 @@ func (x *RenewJoinLeaseResponse) String() string {
 func (*RenewJoinLeaseResponse) ProtoMessage() {}
 
 func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[17]
+	mi := &file_muster_join_v1_join_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +1641,7 @@ func (x *RenewJoinLeaseResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewJoinLeaseResponse.ProtoReflect.Descriptor instead.
 func (*RenewJoinLeaseResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{17}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RenewJoinLeaseResponse) GetLifetime() *durationpb.Duration {
@@ -1599,7 +1676,7 @@ type AdministratorOrder struct {
 
 func (x *AdministratorOrder) Reset() {
 	*x = AdministratorOrder{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[18]
+	mi := &file_muster_join_v1_join_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1611,7 +1688,7 @@ func (x *AdministratorOrder) String() string {
 func (*AdministratorOrder) ProtoMessage() {}
 
 func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[18]
+	mi := &file_muster_join_v1_join_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1624,7 +1701,7 @@ func (x *AdministratorOrder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdministratorOrder.ProtoReflect.Descriptor instead.
 func (*AdministratorOrder) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{18}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *AdministratorOrder) GetClusterId() []byte {
@@ -1666,7 +1743,7 @@ type RenewAdministratorRequest struct {
 
 func (x *RenewAdministratorRequest) Reset() {
 	*x = RenewAdministratorRequest{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[19]
+	mi := &file_muster_join_v1_join_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1678,7 +1755,7 @@ func (x *RenewAdministratorRequest) String() string {
 func (*RenewAdministratorRequest) ProtoMessage() {}
 
 func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[19]
+	mi := &file_muster_join_v1_join_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1691,7 +1768,7 @@ func (x *RenewAdministratorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorRequest.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorRequest) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{19}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RenewAdministratorRequest) GetOrder() *AdministratorOrder {
@@ -1715,7 +1792,7 @@ type RenewAdministratorResponse struct {
 
 func (x *RenewAdministratorResponse) Reset() {
 	*x = RenewAdministratorResponse{}
-	mi := &file_muster_join_v1_join_proto_msgTypes[20]
+	mi := &file_muster_join_v1_join_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1727,7 +1804,7 @@ func (x *RenewAdministratorResponse) String() string {
 func (*RenewAdministratorResponse) ProtoMessage() {}
 
 func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_join_v1_join_proto_msgTypes[20]
+	mi := &file_muster_join_v1_join_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1740,7 +1817,7 @@ func (x *RenewAdministratorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewAdministratorResponse.ProtoReflect.Descriptor instead.
 func (*RenewAdministratorResponse) Descriptor() ([]byte, []int) {
-	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{20}
+	return file_muster_join_v1_join_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RenewAdministratorResponse) GetCertificate() []byte {
@@ -1827,7 +1904,7 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
 	"\adisk_id\x18\x03 \x01(\tR\x06diskId\x12$\n" +
 	"\vboot_secret\x18\x04 \x01(\fB\x03\x80\x01\x01R\n" +
-	"bootSecret\"\x8d\x03\n" +
+	"bootSecret\"\xc6\x03\n" +
 	"\x19IssueRejoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x1e\n" +
 	"\bdisk_key\x18\x02 \x01(\fB\x03\x80\x01\x01R\adiskKey\x12\x1d\n" +
@@ -1841,7 +1918,12 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	" \x01(\bR\aadopted\x124\n" +
 	"\x16control_plane_endpoint\x18\v \x01(\tR\x14controlPlaneEndpoint\x12B\n" +
 	"\vauthorities\x18\f \x03(\v2 .muster.join.v1.ControlPlaneFileR\vauthorities\x12-\n" +
-	"\x05other\x18\r \x01(\v2\x17.muster.join.v1.ReleaseR\x05other\"\\\n" +
+	"\x05other\x18\r \x01(\v2\x17.muster.join.v1.ReleaseR\x05other\x127\n" +
+	"\brotation\x18\x0e \x01(\v2\x1b.muster.join.v1.KeyRotationR\brotation\"C\n" +
+	"\vKeyRotation\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
+	"\x04keep\x18\x03 \x01(\fR\x04keep\"\\\n" +
 	"\aRelease\x129\n" +
 	"\n" +
 	"components\x18\x01 \x03(\v2\x19.muster.init.v1.ComponentR\n" +
@@ -1921,7 +2003,7 @@ func file_muster_join_v1_join_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_join_v1_join_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 21)
+var file_muster_join_v1_join_proto_msgTypes = make([]protoimpl.MessageInfo, 22)
 var file_muster_join_v1_join_proto_goTypes = []any{
 	(Role)(0),                             // 0: muster.join.v1.Role
 	(DiskMode)(0),                         // 1: muster.join.v1.DiskMode
@@ -1937,65 +2019,67 @@ var file_muster_join_v1_join_proto_goTypes = []any{
 	(*ReattestResponse)(nil),              // 11: muster.join.v1.ReattestResponse
 	(*IssueRejoinTicketRequest)(nil),      // 12: muster.join.v1.IssueRejoinTicketRequest
 	(*IssueRejoinTicketResponse)(nil),     // 13: muster.join.v1.IssueRejoinTicketResponse
-	(*Release)(nil),                       // 14: muster.join.v1.Release
-	(*RenewNodeCertificatesRequest)(nil),  // 15: muster.join.v1.RenewNodeCertificatesRequest
-	(*RenewNodeCertificatesResponse)(nil), // 16: muster.join.v1.RenewNodeCertificatesResponse
-	(*GetRotatedKeyRequest)(nil),          // 17: muster.join.v1.GetRotatedKeyRequest
-	(*GetRotatedKeyResponse)(nil),         // 18: muster.join.v1.GetRotatedKeyResponse
-	(*RenewJoinLeaseRequest)(nil),         // 19: muster.join.v1.RenewJoinLeaseRequest
-	(*RenewJoinLeaseResponse)(nil),        // 20: muster.join.v1.RenewJoinLeaseResponse
-	(*AdministratorOrder)(nil),            // 21: muster.join.v1.AdministratorOrder
-	(*RenewAdministratorRequest)(nil),     // 22: muster.join.v1.RenewAdministratorRequest
-	(*RenewAdministratorResponse)(nil),    // 23: muster.join.v1.RenewAdministratorResponse
-	(*v1.Component)(nil),                  // 24: muster.init.v1.Component
-	(*timestamppb.Timestamp)(nil),         // 25: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 26: google.protobuf.Duration
+	(*KeyRotation)(nil),                   // 14: muster.join.v1.KeyRotation
+	(*Release)(nil),                       // 15: muster.join.v1.Release
+	(*RenewNodeCertificatesRequest)(nil),  // 16: muster.join.v1.RenewNodeCertificatesRequest
+	(*RenewNodeCertificatesResponse)(nil), // 17: muster.join.v1.RenewNodeCertificatesResponse
+	(*GetRotatedKeyRequest)(nil),          // 18: muster.join.v1.GetRotatedKeyRequest
+	(*GetRotatedKeyResponse)(nil),         // 19: muster.join.v1.GetRotatedKeyResponse
+	(*RenewJoinLeaseRequest)(nil),         // 20: muster.join.v1.RenewJoinLeaseRequest
+	(*RenewJoinLeaseResponse)(nil),        // 21: muster.join.v1.RenewJoinLeaseResponse
+	(*AdministratorOrder)(nil),            // 22: muster.join.v1.AdministratorOrder
+	(*RenewAdministratorRequest)(nil),     // 23: muster.join.v1.RenewAdministratorRequest
+	(*RenewAdministratorResponse)(nil),    // 24: muster.join.v1.RenewAdministratorResponse
+	(*v1.Component)(nil),                  // 25: muster.init.v1.Component
+	(*timestamppb.Timestamp)(nil),         // 26: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 27: google.protobuf.Duration
 }
 var file_muster_join_v1_join_proto_depIdxs = []int32{
 	0,  // 0: muster.join.v1.IssueJoinTicketRequest.role:type_name -> muster.join.v1.Role
 	1,  // 1: muster.join.v1.IssueJoinTicketRequest.disk_mode:type_name -> muster.join.v1.DiskMode
-	24, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
+	25, // 2: muster.join.v1.IssueJoinTicketResponse.components:type_name -> muster.init.v1.Component
 	5,  // 3: muster.join.v1.IssueJoinTicketResponse.control_plane_files:type_name -> muster.join.v1.ControlPlaneFile
-	25, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
-	26, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
-	25, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
-	25, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
+	26, // 4: muster.join.v1.IssueJoinTicketResponse.expires_at:type_name -> google.protobuf.Timestamp
+	27, // 5: muster.join.v1.IssueJoinTicketResponse.lease_lifetime:type_name -> google.protobuf.Duration
+	26, // 6: muster.join.v1.ReattestRequest.kubelet_client_expires_at:type_name -> google.protobuf.Timestamp
+	26, // 7: muster.join.v1.ReattestRequest.kubelet_serving_expires_at:type_name -> google.protobuf.Timestamp
 	9,  // 8: muster.join.v1.ReattestRequest.order:type_name -> muster.join.v1.OrderReport
 	2,  // 9: muster.join.v1.OrderReport.state:type_name -> muster.join.v1.OrderState
-	25, // 10: muster.join.v1.OrderReport.began_at:type_name -> google.protobuf.Timestamp
-	25, // 11: muster.join.v1.OrderReport.ended_at:type_name -> google.protobuf.Timestamp
-	26, // 12: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
+	26, // 10: muster.join.v1.OrderReport.began_at:type_name -> google.protobuf.Timestamp
+	26, // 11: muster.join.v1.OrderReport.ended_at:type_name -> google.protobuf.Timestamp
+	27, // 12: muster.join.v1.ReattestResponse.interval:type_name -> google.protobuf.Duration
 	10, // 13: muster.join.v1.ReattestResponse.order:type_name -> muster.join.v1.OwnerOrder
 	0,  // 14: muster.join.v1.IssueRejoinTicketRequest.role:type_name -> muster.join.v1.Role
-	24, // 15: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
+	25, // 15: muster.join.v1.IssueRejoinTicketResponse.components:type_name -> muster.init.v1.Component
 	5,  // 16: muster.join.v1.IssueRejoinTicketResponse.authorities:type_name -> muster.join.v1.ControlPlaneFile
-	14, // 17: muster.join.v1.IssueRejoinTicketResponse.other:type_name -> muster.join.v1.Release
-	24, // 18: muster.join.v1.Release.components:type_name -> muster.init.v1.Component
-	26, // 19: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
-	25, // 20: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
-	21, // 21: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
-	26, // 22: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
-	3,  // 23: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
-	6,  // 24: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
-	8,  // 25: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
-	12, // 26: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
-	15, // 27: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
-	17, // 28: muster.join.v1.JoinService.GetRotatedKey:input_type -> muster.join.v1.GetRotatedKeyRequest
-	19, // 29: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
-	22, // 30: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
-	4,  // 31: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
-	7,  // 32: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
-	11, // 33: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
-	13, // 34: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
-	16, // 35: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
-	18, // 36: muster.join.v1.JoinService.GetRotatedKey:output_type -> muster.join.v1.GetRotatedKeyResponse
-	20, // 37: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
-	23, // 38: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
-	31, // [31:39] is the sub-list for method output_type
-	23, // [23:31] is the sub-list for method input_type
-	23, // [23:23] is the sub-list for extension type_name
-	23, // [23:23] is the sub-list for extension extendee
-	0,  // [0:23] is the sub-list for field type_name
+	15, // 17: muster.join.v1.IssueRejoinTicketResponse.other:type_name -> muster.join.v1.Release
+	14, // 18: muster.join.v1.IssueRejoinTicketResponse.rotation:type_name -> muster.join.v1.KeyRotation
+	25, // 19: muster.join.v1.Release.components:type_name -> muster.init.v1.Component
+	27, // 20: muster.join.v1.RenewJoinLeaseResponse.lifetime:type_name -> google.protobuf.Duration
+	26, // 21: muster.join.v1.AdministratorOrder.signed_at:type_name -> google.protobuf.Timestamp
+	22, // 22: muster.join.v1.RenewAdministratorRequest.order:type_name -> muster.join.v1.AdministratorOrder
+	27, // 23: muster.join.v1.RenewAdministratorResponse.retry_after:type_name -> google.protobuf.Duration
+	3,  // 24: muster.join.v1.JoinService.IssueJoinTicket:input_type -> muster.join.v1.IssueJoinTicketRequest
+	6,  // 25: muster.join.v1.JoinService.ReturnJoinTicket:input_type -> muster.join.v1.ReturnJoinTicketRequest
+	8,  // 26: muster.join.v1.JoinService.Reattest:input_type -> muster.join.v1.ReattestRequest
+	12, // 27: muster.join.v1.JoinService.IssueRejoinTicket:input_type -> muster.join.v1.IssueRejoinTicketRequest
+	16, // 28: muster.join.v1.JoinService.RenewNodeCertificates:input_type -> muster.join.v1.RenewNodeCertificatesRequest
+	18, // 29: muster.join.v1.JoinService.GetRotatedKey:input_type -> muster.join.v1.GetRotatedKeyRequest
+	20, // 30: muster.join.v1.JoinService.RenewJoinLease:input_type -> muster.join.v1.RenewJoinLeaseRequest
+	23, // 31: muster.join.v1.JoinService.RenewAdministrator:input_type -> muster.join.v1.RenewAdministratorRequest
+	4,  // 32: muster.join.v1.JoinService.IssueJoinTicket:output_type -> muster.join.v1.IssueJoinTicketResponse
+	7,  // 33: muster.join.v1.JoinService.ReturnJoinTicket:output_type -> muster.join.v1.ReturnJoinTicketResponse
+	11, // 34: muster.join.v1.JoinService.Reattest:output_type -> muster.join.v1.ReattestResponse
+	13, // 35: muster.join.v1.JoinService.IssueRejoinTicket:output_type -> muster.join.v1.IssueRejoinTicketResponse
+	17, // 36: muster.join.v1.JoinService.RenewNodeCertificates:output_type -> muster.join.v1.RenewNodeCertificatesResponse
+	19, // 37: muster.join.v1.JoinService.GetRotatedKey:output_type -> muster.join.v1.GetRotatedKeyResponse
+	21, // 38: muster.join.v1.JoinService.RenewJoinLease:output_type -> muster.join.v1.RenewJoinLeaseResponse
+	24, // 39: muster.join.v1.JoinService.RenewAdministrator:output_type -> muster.join.v1.RenewAdministratorResponse
+	32, // [32:40] is the sub-list for method output_type
+	24, // [24:32] is the sub-list for method input_type
+	24, // [24:24] is the sub-list for extension type_name
+	24, // [24:24] is the sub-list for extension extendee
+	0,  // [0:24] is the sub-list for field type_name
 }
 
 func init() { file_muster_join_v1_join_proto_init() }
@@ -2009,7 +2093,7 @@ func file_muster_join_v1_join_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_join_v1_join_proto_rawDesc), len(file_muster_join_v1_join_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   21,
+			NumMessages:   22,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
