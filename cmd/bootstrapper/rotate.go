@@ -77,7 +77,7 @@ func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock
 		return "", err
 	}
 	peers := rotation.Peers{
-		Root: root, Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta, metadata.RunPath) }, Journal: load, TPM: device, Attester: own, NewVerifier: newVerifier, Log: log,
+		Root: root, Image: img, Metadata: func() (*metadata.Machine, error) { return metadata.LoadMachine(meta, metadata.RunPath) }, Journal: load, TPM: device, Attester: own, NewVerifier: newVerifier, Log: log, Unit: machine.Real{}.Unit,
 		Addresses: func(ctx context.Context) ([]netip.Addr, error) {
 			c, err := connect()
 			if err != nil {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -20,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -88,7 +90,7 @@ func (w *fixture) fetch(known *journal.Policy, addresses ...netip.Addr) ([]byte,
 			return journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, NodeName: "node2", ClusterID: clusterID[:], Policy: known}, nil
 		},
 		TPM: w.tpm, Attester: w.tpm.Attester(attest.PurposeMachine), NewVerifier: verifier, Log: slog.New(slog.DiscardHandler),
-		Addresses: func(context.Context) ([]netip.Addr, error) { return addresses, nil },
+		Addresses: func(context.Context) ([]netip.Addr, error) { return addresses, nil }, Unit: w.machine.Unit,
 	}
 	return peers.Fetch(ctx, clusterinfo.ServiceAccountKey, strings.Repeat("ab", 32))
 }
@@ -97,10 +99,24 @@ func TestANewKeyIsFetchedFromAControlPlaneThatHasIt(t *testing.T) {
 	w, owner := rotatingNode(t)
 	without, with := w.joinserviceOn(owner), w.joinserviceOn(owner)
 	requests := with.has(newKey)
+	answer := with.rotated
+	with.rotated = func(req *joinv1.GetRotatedKeyRequest) ([]byte, error) {
+		if w.machine.Running(machine.UnitKubelet) { // it would renew the node's Lease
+			t.Error("the kubelet runs while a joinservice may watch whether another machine's does (J11)")
+		}
+		return answer(req)
+	}
+	if err := w.machine.Runs(machine.UnitKubelet); err != nil {
+		t.Fatal(err)
+	}
 	w.meta.JoinEndpoints = []string{without.addr, with.addr}
 	got, err := w.fetch(nil)
 	if err != nil || !bytes.Equal(got, newKey) {
 		t.Fatalf("%q, %v", got, err)
+	}
+	// J11: the kubelet is off while a control plane is asked, and no longer, also if that refuses.
+	if calls, want := w.machine.Calls(), []string{"stop kubelet.service", "start kubelet.service", "stop kubelet.service", "start kubelet.service"}; !slices.Equal(calls, want) {
+		t.Errorf("%q, want %q", calls, want)
 	}
 	secret, err := bootsecret.Load(w.root)
 	if err != nil {

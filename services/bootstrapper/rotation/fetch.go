@@ -15,6 +15,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -38,6 +39,8 @@ type Peers struct {
 	NewVerifier func(roots []*x509.Certificate) (attest.Verifier, error)
 	// Addresses are those of the other control planes.
 	Addresses func(ctx context.Context) ([]netip.Addr, error)
+	// Unit starts and stops units of the machine, as [machine.Machine] does.
+	Unit func(ctx context.Context, verb, unit string) error
 	Log       *slog.Logger
 }
 
@@ -111,9 +114,27 @@ func (p Peers) from(ctx context.Context, endpoint string, rec journal.Record, ke
 		return nil, err
 	}
 	defer session.Close()
-	resp, err := session.GetRotatedKey(ctx, &joinv1.GetRotatedKeyRequest{NodeName: rec.NodeName, BootSecret: secret.Expose(), Key: string(key), Id: id}) // J11
+	var resp *joinv1.GetRotatedKeyResponse
+	err = p.withoutKubelet(ctx, func() (err error) {
+		resp, err = session.GetRotatedKey(ctx, &joinv1.GetRotatedKeyRequest{NodeName: rec.NodeName, BootSecret: secret.Expose(), Key: string(key), Id: id}) // J11
+		return err
+	})
 	if err != nil {
 		return nil, err
 	}
 	return resp.GetContent(), nil
+}
+
+// withoutKubelet stops the kubelet while ask runs, at most for [callTime]: static pods run on, and the Node stays Ready for 40 s. If no joinservice has seen the
+// boot before this one end (J11), as after a reboot with a plain disk or after a recovery, it watches whether the kubelet renews the node's Lease now, which would
+// be that of another machine: a copy can't stop it.
+func (p Peers) withoutKubelet(ctx context.Context, ask func() error) error {
+	if err := p.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
+		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)
+	}
+	err := ask()
+	if started := p.Unit(context.WithoutCancel(ctx), "start", machine.UnitKubelet); started != nil {
+		err = errors.Join(err, fmt.Errorf("%s: %w", machine.UnitKubelet, started))
+	}
+	return err
 }
