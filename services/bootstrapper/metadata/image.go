@@ -21,8 +21,6 @@ import (
 	"strings"
 	"time"
 
-	"sigs.k8s.io/yaml"
-
 	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -373,9 +371,9 @@ func setDefault(s *string, v string) {
 	}
 }
 
-// strict decodes YAML and refuses unknown and duplicate fields and every other kind.
+// strict decodes one document by [Unmarshal], and refuses every other kind.
 func strict(b []byte, into any, kind string, got func() (string, string)) error {
-	if err := yaml.UnmarshalStrict(b, into, yaml.DisallowUnknownFields); err != nil {
+	if err := Unmarshal(b, into); err != nil {
 		return err
 	}
 	if v, k := got(); v != APIVersion || k != kind {
