@@ -236,7 +236,7 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock, screen stri
 	defer done()
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
 		Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
-			Image: img, Metadata: newSources(img, meta, log).each(ctx),
+			Image: img, Metadata: newSources(img, meta, log).start(ctx),
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
 			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: terminal, Log: log,
 		}},

@@ -6,7 +6,10 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"sync"
+	"time"
 
+	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
@@ -15,45 +18,75 @@ import (
 // mediumFolder is where a volume with metadata is mounted while it is read.
 const mediumFolder = "/run/muster/medium"
 
+// lookAgain is the pause between two searches for metadata.
+const lookAgain = 30 * time.Second
+
 // sources finds this machine's metadata if it has no file of them, once in a boot. Muster's own initramfs writes the file, so its machines have one.
+//
+// One goroutine searches, and nothing that a peer sends starts a search: each reads all disks and may ask a cloud for [provider.Timeout].
 type sources struct {
 	image   *metadata.Image
 	file    string // the operator's
 	found   string // what was found in this boot
 	machine provider.Machine
 	log     *slog.Logger
+
+	mu     sync.Mutex
+	failed error // of the latest search
 }
 
-func newSources(img *metadata.Image, file string, log *slog.Logger) sources {
-	return sources{img, file, metadata.RunPath, provider.This(mediumFolder), log}
+func newSources(img *metadata.Image, file string, log *slog.Logger) *sources {
+	return &sources{image: img, file: file, found: metadata.RunPath, machine: provider.This(mediumFolder), log: log, failed: errors.New("the machine looks for its metadata")}
 }
 
-// load returns the machine's metadata, and looks for them only on a machine without a file: one that is malformed is for the operator to correct.
-func (s sources) load(ctx context.Context) (*metadata.Machine, error) {
+// start searches once, so that a machine that has metadata starts with them, and then every 30 seconds until ctx ends. It returns a function that returns the
+// metadata, or the error of the latest search, at once.
+func (s *sources) start(ctx context.Context) func() (*metadata.Machine, error) {
+	s.look(ctx)
+	go func() {
+		for retry.Wait(ctx, lookAgain) == nil {
+			s.look(ctx)
+		}
+	}()
+	return s.load
+}
+
+// load returns the metadata of the file, or of this boot.
+func (s *sources) load() (*metadata.Machine, error) {
 	m, err := metadata.LoadMachine(s.file, s.found)
-	if !errors.Is(err, fs.ErrNotExist) {
-		return m, err
+	if errors.Is(err, fs.ErrNotExist) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return nil, errors.Join(err, s.failed)
 	}
+	return m, err
+}
+
+// look searches, if there is no file: one that is malformed is for the operator to correct.
+func (s *sources) look(ctx context.Context) {
+	if _, err := metadata.LoadMachine(s.file, s.found); !errors.Is(err, fs.ErrNotExist) {
+		return
+	}
+	err := s.search(ctx)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.failed = err
+}
+
+// search writes the file of what it finds.
+func (s *sources) search(ctx context.Context) error {
 	local, cloud := s.machine.Choose(s.image.Metadata)
-	f, ferr := s.machine.Find(ctx, append(local, cloud...))
-	if errors.Is(ferr, provider.ErrAbsent) {
-		return nil, errors.Join(err, ferr)
-	}
-	if ferr != nil {
-		return nil, ferr
+	f, err := s.machine.Find(ctx, append(local, cloud...))
+	if err != nil {
+		return err
 	}
 	text, m, err := metadata.Complete(f.Document, f.Platform, f.Source)
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", f.From, err)
+		return fmt.Errorf("%s: %w", f.From, err)
 	}
 	if f.Network != nil {
-		return nil, fmt.Errorf("%s: only Muster's own image reads a document of kind MachineNetwork: remove it", f.From)
+		return fmt.Errorf("%s: only Muster's own image reads a document of kind MachineNetwork: remove it", f.From)
 	}
 	s.log.InfoContext(ctx, "found this machine's metadata", "source", m.Source.String())
-	return m, machine.WriteFile(s.found, text, 0o644, 0o755)
-}
-
-// each returns a function that loads the metadata until ctx ends.
-func (s sources) each(ctx context.Context) func() (*metadata.Machine, error) {
-	return func() (*metadata.Machine, error) { return s.load(ctx) }
+	return machine.WriteFile(s.found, text, 0o644, 0o755)
 }

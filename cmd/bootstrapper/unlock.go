@@ -52,7 +52,7 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	terminal, done := openConsole(screen, log)
 	defer done()
 	return unlock.Serve(ctx, unlock.Config{
-		Image: img, Metadata: newSources(img, meta, log).each(ctx), Root: "/", Disk: volume,
+		Image: img, Metadata: newSources(img, meta, log).start(ctx), Root: "/", Disk: volume,
 		TPM: device, Attester: own, NewVerifier: newVerifier, Policy: journal.Open(journal.UnlockPolicy), Desired: component.UnlockFile, Console: terminal, Timing: unlock.DefaultTiming, Log: log,
 	})
 }

@@ -8,8 +8,6 @@ import (
 	"net/netip"
 	"time"
 
-	"sigs.k8s.io/yaml"
-
 	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
@@ -44,7 +42,7 @@ const (
 
 func parseNetwork(b []byte) (*network, error) {
 	n := &network{}
-	if err := yaml.UnmarshalStrict(b, n, yaml.DisallowUnknownFields); err != nil {
+	if err := metadata.Unmarshal(b, n); err != nil {
 		return nil, err
 	}
 	if n.APIVersion != metadata.APIVersion || n.Kind != networkKind {

@@ -148,6 +148,8 @@ func TestANetworkIsReadStrictly(t *testing.T) {
 		"a clock by name":      {strings.Replace(static, "[192.0.2.2,", "[pool.example,", 1), "ntp[0]"},
 		"a line in a clock":    {strings.Replace(static, `"2001:db8::2"`, `"192.0.2.3\nFallbackNTP=x"`, 1), "ntp[1]"},
 		"nine clocks":          {strings.Replace(static, "[192.0.2.2,", "["+strings.Repeat("192.0.2.2,", 8), 1), "ntp"},
+		"two documents":        {static + "--- # more\n" + static, "one document"},
+		"an alias":             {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [&a 192.0.2.1, *a]", 1), "anchors"},
 		"four servers":         {strings.Replace(static, "nameservers: [192.0.2.1]", "nameservers: [192.0.2.1, 192.0.2.2, 192.0.2.3, 192.0.2.4]", 1), "nameservers"},
 	} {
 		if _, err := parseNetwork([]byte(tt[0])); err == nil || !strings.Contains(err.Error(), tt[1]) {

@@ -7,8 +7,9 @@ package discovery
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
-	"slices"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -80,34 +81,41 @@ func ReasonOf(err error) attestv1.Reason {
 func handOver(first net.Conn, timeout time.Duration) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	handed := make(chan net.Conn, 1)
 	handed <- first
-	return func(ctx context.Context, network, addr string) (net.Conn, error) {
+	return func(ctx context.Context, _, addr string) (net.Conn, error) {
 		select {
 		case c := <-handed:
 			return c, nil
 		default:
-			return (&net.Dialer{Timeout: timeout}).DialContext(ctx, network, addr)
+			ctx, cancel := context.WithTimeout(ctx, timeout)
+			defer cancel()
+			return Dial(ctx, addr)
 		}
 	}
 }
 
-// Merge keeps the order of the known endpoints, drops those that are gone and appends new ones.
-func Merge(known, now []string) []string {
-	out := slices.DeleteFunc(slices.Clone(known), func(e string) bool { return !slices.Contains(now, e) })
-	for _, e := range now {
-		if !slices.Contains(out, e) {
-			out = append(out, e)
-		}
-	}
-	return out
+// maxHostAddresses bounds the addresses that are tried of one host name: an answer of DNS may have thousands.
+const maxHostAddresses = 8
+
+var errAddresses = fmt.Errorf("the host name has more than %d addresses, and the first ones do not answer", maxHostAddresses)
+
+// Dial connects to an endpoint, and tries at most [maxHostAddresses] addresses of a host name.
+func Dial(ctx context.Context, endpoint string) (net.Conn, error) {
+	return newDialer().DialContext(ctx, "tcp", endpoint)
 }
 
-// Demote moves an endpoint that failed to the end.
-func Demote(order []string, e string) []string {
-	return append(slices.DeleteFunc(slices.Clone(order), func(o string) bool { return o == e }), e)
+// newDialer returns the dialer of one endpoint.
+func newDialer() *net.Dialer {
+	tried := new(atomic.Int32)
+	return &net.Dialer{KeepAlive: 30 * time.Second, ControlContext: func(context.Context, string, string, syscall.RawConn) error {
+		if tried.Add(1) > maxHostAddresses {
+			return errAddresses
+		}
+		return nil
+	}}
 }
 
 // Race connects to the endpoints by "happy eyeballs" (RFC 8305): each gets a head start before the next, a failure starts the next at once, and the
-// first connection wins.
+// first connection wins. All endpoints are tried within half of the timeout.
 func Race(ctx context.Context, endpoints []string, stagger, timeout time.Duration) (string, net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -137,10 +145,10 @@ func Race(ctx context.Context, endpoints []string, stagger, timeout time.Duratio
 				e := endpoints[next]
 				next, open = next+1, open+1
 				go func() {
-					c, err := (&net.Dialer{KeepAlive: 30 * time.Second}).DialContext(ctx, "tcp", e)
+					c, err := Dial(ctx, e)
 					results <- outcome{e, c, err}
 				}()
-				head.Reset(stagger)
+				head.Reset(headStart(next, len(endpoints), stagger, timeout))
 			}
 		case o := <-results:
 			open--
@@ -153,4 +161,14 @@ func Race(ctx context.Context, endpoints []string, stagger, timeout time.Duratio
 			head.Reset(0)
 		}
 	}
+}
+
+// headStart returns the pause after the n-th of so many endpoints, at most stagger. Those behind the first ones share a quarter of the timeout, so that many
+// endpoints that drop connections do not keep the last ones from their turn; the first ones keep a longer head start, since they are known without DNS.
+func headStart(n, of int, stagger, timeout time.Duration) time.Duration {
+	const first = 8
+	if n <= first {
+		return min(stagger, timeout/(4*first))
+	}
+	return min(stagger, timeout/time.Duration(4*of))
 }

@@ -10,16 +10,19 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -30,22 +33,25 @@ var endpoint = rapid.SampledFrom([]string{"a:1", "b:1", "c:1", "d:1", "e:1"})
 
 func TestTheOrderHasWhatIsNamedNowAndKeepsWhoFailedLast(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		var order []string
+		var o Order
+		var failed []string
 		for range rapid.IntRange(1, 20).Draw(rt, "rounds") {
 			now := rapid.SliceOfDistinct(endpoint, rapid.ID).Draw(rt, "now")
-			merged := Merge(order, now)
-			if len(merged) != len(now) || slices.ContainsFunc(now, func(e string) bool { return !slices.Contains(merged, e) }) {
-				rt.Fatalf("%v and %v give %v", order, now, merged)
+			if err := o.update(t.Context(), named(now...), nil, nil, quiet()); err != nil {
+				rt.Fatal(err)
 			}
-			kept := slices.DeleteFunc(slices.Clone(order), func(e string) bool { return !slices.Contains(now, e) })
-			if !slices.Equal(merged[:len(kept)], kept) {
-				rt.Fatalf("%v and %v give %v, want %v first", order, now, merged, kept)
+			failed = slices.DeleteFunc(failed, func(e string) bool { return !slices.Contains(now, e) })
+			want := append(slices.DeleteFunc(slices.Clone(now), func(e string) bool { return slices.Contains(failed, e) }), failed...)
+			if !slices.Equal(o.List(), want) {
+				rt.Fatalf("%v after %v failed: %v, want %v", now, failed, o.List(), want)
 			}
-			if order = merged; len(order) > 0 {
-				failed := rapid.SampledFrom(order).Draw(rt, "failed")
-				order = Demote(order, failed)
-				if len(order) != len(merged) || order[len(order)-1] != failed {
-					rt.Fatalf("%v after %s failed: %v", merged, failed, order)
+			if len(now) > 0 {
+				e := rapid.SampledFrom(now).Draw(rt, "failed")
+				before := o
+				o.Failed(e)
+				failed = append(slices.DeleteFunc(failed, func(f string) bool { return f == e }), e)
+				if !slices.Equal(before.List(), want) || o.List()[len(now)-1] != e {
+					rt.Fatalf("%v after %s failed: %v; a copy: %v", want, e, o.List(), before.List())
 				}
 			}
 		}
@@ -79,6 +85,65 @@ func TestARaceIsWonByTheFirstWhoAnswers(t *testing.T) {
 	cancel()
 	if _, _, err := Race(ended, []string{l.Addr().String()}, time.Hour, time.Minute); err == nil {
 		t.Error("a race that was over was won")
+	}
+}
+
+// Each of 63 endpoints drops connections: the kernel accepts none if the listener's queue is full.
+func TestARaceIsWonByTheLastOfManyEndpoints(t *testing.T) {
+	const timeout = 8 * time.Second
+	last := time.Duration(0)
+	for n := 1; n < metadata.MaxEndpoints; n++ {
+		d := headStart(n, metadata.MaxEndpoints, 250*time.Millisecond, timeout)
+		if n <= 8 && d != 250*time.Millisecond {
+			t.Errorf("the head start of endpoint %d is %s", n, d)
+		}
+		last += d
+	}
+	if last > timeout/2 {
+		t.Errorf("the last one is tried after %s", last)
+	}
+	full := silent(t)
+	l := listener(t)
+	began := time.Now()
+	at, c, err := Race(t.Context(), append(slices.Repeat([]string{full}, metadata.MaxEndpoints-1), l.Addr().String()), 250*time.Millisecond, timeout)
+	if err != nil || at != l.Addr().String() {
+		t.Fatalf("%s, %v after %s", at, err, time.Since(began))
+	}
+	_ = c.Close()
+}
+
+// silent returns an address that drops connections: a listener whose queue is full.
+func silent(t *testing.T) string {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Close(fd) })
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}), unix.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := net.JoinHostPort("127.0.0.1", strconv.Itoa(name.(*unix.SockaddrInet4).Port))
+	for {
+		c, err := (&net.Dialer{Timeout: 300 * time.Millisecond}).DialContext(t.Context(), "tcp", address)
+		if err != nil {
+			return address
+		}
+		t.Cleanup(func() { _ = c.Close() })
+	}
+}
+
+// A host name with many addresses costs a bounded number of connections.
+func TestFewAddressesOfAHostNameAreTried(t *testing.T) {
+	control := newDialer().ControlContext
+	for i := range 1000 {
+		if err := control(t.Context(), "tcp4", "192.0.2.1:1", nil); errors.Is(err, errAddresses) != (i >= maxHostAddresses) {
+			t.Fatalf("address %d: %v", i, err)
+		}
 	}
 }
 

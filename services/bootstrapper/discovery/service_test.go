@@ -14,6 +14,7 @@ import (
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"golang.org/x/net/dns/dnsmessage"
 
@@ -131,19 +132,28 @@ func named(endpoints ...string) *metadata.Machine {
 	return &metadata.Machine{Name: "a", Role: metadata.RoleWorker, JoinEndpoints: endpoints}
 }
 
+// orderOf returns the endpoints of one attempt.
+func orderOf(t *testing.T, lookup lookupSRV, endpoints ...string) ([]string, error) {
+	t.Helper()
+	var o Order
+	err := o.update(t.Context(), named(endpoints...), nil, lookup, quiet())
+	return o.List(), err
+}
+
 func TestJoinservicesAreFoundByTheirServiceRecords(t *testing.T) {
 	records := zoneOf(srv(20, 0, 30091, "cp3.example.org."), srv(10, 0, 30090, "CP1.example.org."), srv(30, 0, 443, "lb.example.org."))
 	lookup := nameserver(t, records)
+	var o Order
 	meta := named("192.0.2.1:30090", "srv:"+service, "cp1.example.org:30090", "last.example.org:1")
-	m, err := resolve(t.Context(), meta, nil, lookup, quiet())
-	want := []string{"192.0.2.1:30090", "cp1.example.org:30090", "cp3.example.org:30091", "lb.example.org:443", "last.example.org:1"}
-	if err != nil || !slices.Equal(m.JoinEndpoints, want) || m.Name != "a" || !strings.HasPrefix(meta.JoinEndpoints[1], "srv:") {
-		t.Errorf("%+v, %v, want %v", m, err, want)
+	err := o.update(t.Context(), meta, nil, lookup, quiet())
+	want := []string{"192.0.2.1:30090", "cp1.example.org:30090", "last.example.org:1", "cp3.example.org:30091", "lb.example.org:443"}
+	if err != nil || !slices.Equal(o.List(), want) || !strings.HasPrefix(meta.JoinEndpoints[1], "srv:") {
+		t.Errorf("%+v, %v, want %v", o, err, want)
 	}
 	// In the next round, whatever the records' time to live.
 	records.set(records.list()[:1]...)
-	if m, err := resolve(t.Context(), named("srv:"+service), m.JoinEndpoints, lookup, quiet()); err != nil || !slices.Equal(m.JoinEndpoints, []string{"cp3.example.org:30091"}) {
-		t.Errorf("%+v, %v", m, err)
+	if err := o.update(t.Context(), named("srv:"+service), nil, lookup, quiet()); err != nil || !slices.Equal(o.List(), []string{"cp3.example.org:30091"}) {
+		t.Errorf("%+v, %v", o, err)
 	}
 }
 
@@ -152,11 +162,11 @@ func TestEqualRecordsAreSpreadOverMachinesByWeight(t *testing.T) {
 	lookup := nameserver(t, records)
 	first := map[string]int{}
 	for range 40 {
-		m, err := resolve(t.Context(), named("srv:"+service), nil, lookup, quiet())
-		if err != nil || len(m.JoinEndpoints) != 2 {
-			t.Fatalf("%+v, %v", m, err)
+		list, err := orderOf(t, lookup, "srv:"+service)
+		if err != nil || len(list) != 2 {
+			t.Fatalf("%v, %v", list, err)
 		}
-		first[m.JoinEndpoints[0]]++
+		first[list[0]]++
 	}
 	if first["heavy.example.org:1"] < 20 {
 		t.Errorf("%v", first)
@@ -169,14 +179,80 @@ func TestAHostileNameServerNamesABoundedNumberOfHosts(t *testing.T) {
 		records = append(records, srv(uint16(i), 0, uint16(1+i), "victim.example.org."))
 	}
 	lookup := nameserver(t, zoneOf(records...))
-	m, err := resolve(t.Context(), named("192.0.2.1:30090", "srv:"+service), nil, lookup, quiet())
-	if err != nil || len(m.JoinEndpoints) != metadata.MaxEndpoints || m.JoinEndpoints[0] != "192.0.2.1:30090" || m.JoinEndpoints[63] != "victim.example.org:63" {
-		t.Errorf("%d endpoints, %v", len(m.JoinEndpoints), err)
+	list, err := orderOf(t, lookup, "srv:"+service, "192.0.2.1:30090")
+	if err != nil || len(list) != metadata.MaxEndpoints || list[0] != "192.0.2.1:30090" || list[63] != "victim.example.org:63" {
+		t.Errorf("%d endpoints, %v", len(list), err)
 	}
-	if m, err := resolve(t.Context(), named("srv:"+service), slices.Repeat([]string{"x:1"}, 2*metadata.MaxEndpoints), func(context.Context, string, string, string) (string, []*net.SRV, error) {
-		return "", nil, errors.New("down")
-	}, quiet()); err != nil || len(m.JoinEndpoints) != 1 {
-		t.Errorf("%+v, %v", m, err)
+	if found, err := lookupAll(t.Context(), service, lookup); err != nil || len(found) != metadata.MaxEndpoints {
+		t.Errorf("%d endpoints of one name, %v", len(found), err)
+	}
+}
+
+// 64 records with 64 ports: neither the machine's own joinservice nor those of its metadata lose their place.
+func TestAHostileNameServerCrowdsOutNoKnownJoinservice(t *testing.T) {
+	var records []dnsmessage.SRVResource
+	for i := range metadata.MaxEndpoints {
+		records = append(records, srv(0, 0, uint16(1+i), "victim.example.org."))
+	}
+	lookup := nameserver(t, zoneOf(records...))
+	meta := named("srv:"+service, "192.0.2.99:31000")
+	addresses := []netip.Addr{netip.MustParseAddr("192.0.2.11"), netip.MustParseAddr("2001:db8::11")}
+	var o Order
+	err := o.update(t.Context(), meta, addresses, lookup, quiet())
+	known := []string{"192.0.2.11:30090", "[2001:db8::11]:30090", "192.0.2.11:31000", "[2001:db8::11]:31000", "192.0.2.99:31000"}
+	if err != nil || len(o.List()) != metadata.MaxEndpoints || !slices.Equal(o.List()[:5], known) {
+		t.Fatalf("%v, %v", o.List(), err)
+	}
+	own := 0
+	for _, e := range o.List() {
+		if strings.HasPrefix(e, "192.0.2.11:") {
+			own++
+		}
+	}
+	if own != 2+maxPortsOfDNS {
+		t.Errorf("%d endpoints at the machine's first address: %v", own, o.List())
+	}
+	// Each known one fails once, as do DNS's after it: the known ones are asked in every second attempt.
+	for i := range known {
+		if o.List()[0] != known[i] {
+			t.Fatalf("attempt %d begins with %s: %v", i, o.List()[0], o.List())
+		}
+		o.Failed(known[i])
+		if err := o.update(t.Context(), meta, addresses, lookup, quiet()); err != nil {
+			t.Fatal(err)
+		}
+		first := slices.IndexFunc(o.List(), func(e string) bool { return strings.HasPrefix(e, "victim") })
+		o.Failed(o.List()[first]) // it answered first
+		if err := o.update(t.Context(), meta, addresses, lookup, quiet()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if o.List()[0] != known[0] {
+		t.Errorf("after all have failed: %v", o.List())
+	}
+	// What served stays, also if DNS names others, until it fails.
+	o.Served("good.example.org:30090")
+	if err := o.update(t.Context(), meta, addresses, lookup, quiet()); err != nil || o.List()[5] != "good.example.org:30090" || len(o.List()) != metadata.MaxEndpoints {
+		t.Errorf("%v, %v", o.List(), err)
+	}
+	o.Failed("good.example.org:30090")
+	if err := o.update(t.Context(), meta, addresses, lookup, quiet()); err != nil || slices.Contains(o.List(), "good.example.org:30090") {
+		t.Errorf("%v, %v", o.List(), err)
+	}
+}
+
+func TestEndpointsOfManyAddressesAndPortsAreBounded(t *testing.T) {
+	var addresses []netip.Addr
+	var static []string
+	for i := range 16 {
+		addresses = append(addresses, netip.AddrFrom4([4]byte{192, 0, 2, byte(i)}))
+	}
+	for i := range metadata.MaxEndpoints {
+		static = append(static, fmt.Sprintf("198.51.100.1:%d", 1+i))
+	}
+	var o Order
+	if err := o.update(t.Context(), named(static...), addresses, nil, quiet()); err != nil || len(o.List()) != metadata.MaxEndpoints || o.List()[15] != "192.0.2.15:30090" || o.List()[16] != "192.0.2.0:1" {
+		t.Errorf("%v, %v", o.List(), err)
 	}
 }
 
@@ -187,12 +263,12 @@ func TestRecordsThatNameNoServiceAreLeftOut(t *testing.T) {
 	} {
 		records := zoneOf(r)
 		lookup := nameserver(t, records)
-		if m, err := resolve(t.Context(), named("srv:"+service), nil, lookup, quiet()); !errors.Is(err, ErrUnreachable) {
-			t.Errorf("%s: %+v, %v", name, m, err)
+		if list, err := orderOf(t, lookup, "srv:"+service); !errors.Is(err, ErrUnreachable) {
+			t.Errorf("%s: %v, %v", name, list, err)
 		}
 		records.set(r, srv(9, 0, 1, "right.example.org."))
-		if m, err := resolve(t.Context(), named("srv:"+service), nil, lookup, quiet()); err != nil || !slices.Equal(m.JoinEndpoints, []string{"right.example.org:1"}) {
-			t.Errorf("%s, beside a right one: %+v, %v", name, m, err)
+		if list, err := orderOf(t, lookup, "srv:"+service); err != nil || !slices.Equal(list, []string{"right.example.org:1"}) {
+			t.Errorf("%s, beside a right one: %v, %v", name, list, err)
 		}
 	}
 }
@@ -200,31 +276,46 @@ func TestRecordsThatNameNoServiceAreLeftOut(t *testing.T) {
 func TestAnOutageOfDNSKeepsWhatIsKnown(t *testing.T) {
 	records := zoneOf(srv(0, 0, 1, "cp1.example.org."))
 	lookup := nameserver(t, records)
-	other := "srv:_muster-join._tcp.other.example"
-	if m, err := resolve(t.Context(), named(other), nil, lookup, quiet()); !errors.Is(err, ErrUnreachable) || !strings.Contains(fmt.Sprint(err), "other.example") {
-		t.Errorf("a name without records: %+v, %v", m, err)
+	const other = "srv:_muster-join._tcp.other.example"
+	if list, err := orderOf(t, lookup, other); !errors.Is(err, ErrUnreachable) || !strings.Contains(fmt.Sprint(err), "other.example") {
+		t.Errorf("a name without records: %v, %v", list, err)
 	}
-	if m, err := resolve(t.Context(), named(other), []string{"known:1"}, lookup, quiet()); err != nil || !slices.Equal(m.JoinEndpoints, []string{"known:1"}) {
-		t.Errorf("with a known joinservice: %+v, %v", m, err)
+	if list, err := orderOf(t, lookup, other, "192.0.2.1:1"); err != nil || !slices.Equal(list, []string{"192.0.2.1:1"}) {
+		t.Errorf("with one that is known: %v, %v", list, err)
 	}
-	if m, err := resolve(t.Context(), named(other, "srv:"+service), []string{"known:1"}, lookup, quiet()); err != nil || !slices.Equal(m.JoinEndpoints, []string{"cp1.example.org:1", "known:1"}) {
-		t.Errorf("one of two names: %+v, %v", m, err)
+	if list, err := orderOf(t, nil, "192.0.2.1:1"); err != nil || !slices.Equal(list, []string{"192.0.2.1:1"}) {
+		t.Errorf("no name: %v, %v", list, err)
 	}
-	if m, err := resolve(t.Context(), named("192.0.2.1:1"), []string{"known:1"}, nil, quiet()); err != nil || !slices.Equal(m.JoinEndpoints, []string{"192.0.2.1:1"}) {
-		t.Errorf("no name: %+v, %v", m, err)
+	var o Order
+	for _, names := range [][]string{{"srv:" + service}, {other}, {other, "srv:" + service}} {
+		if err := o.update(t.Context(), named(names...), nil, lookup, quiet()); err != nil || !slices.Equal(o.List(), []string{"cp1.example.org:1"}) {
+			t.Errorf("%v: %v, %v", names, o.List(), err)
+		}
 	}
 }
 
 func TestASlowNameServerCostsABoundedTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		_, err := resolve(t.Context(), named("srv:"+service, "srv:_b._tcp.example.org"), nil, func(ctx context.Context, _, _, _ string) (string, []*net.SRV, error) {
+		began := time.Now()
+		_, err := orderOf(t, func(ctx context.Context, _, _, _ string) (string, []*net.SRV, error) {
 			<-ctx.Done()
 			return "", nil, ctx.Err()
-		}, quiet())
-		if !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("%v", err)
+		}, "srv:"+service, "srv:_b._tcp.example.org")
+		if took := time.Since(began); !errors.Is(err, context.DeadlineExceeded) || took != lookupTime {
+			t.Errorf("%v after %s", err, took)
 		}
 	})
+}
+
+// The resolver's search domains have no part in it.
+func TestNamesAreLookedUpAsTheyAreWritten(t *testing.T) {
+	asked := ""
+	if _, err := orderOf(t, func(_ context.Context, _, _, name string) (string, []*net.SRV, error) {
+		asked = name
+		return "", []*net.SRV{{Target: "a.example.org.", Port: 1}}, nil
+	}, "srv:"+service); err != nil || asked != service+"." {
+		t.Errorf("%q, %v", asked, err)
+	}
 }
 
 func TestAControlPlaneAttestsToItsOwnJoinserviceWithoutDNS(t *testing.T) {
@@ -232,15 +323,17 @@ func TestAControlPlaneAttestsToItsOwnJoinserviceWithoutDNS(t *testing.T) {
 	meta.Addresses = []netip.Addr{netip.MustParseAddr("192.0.2.11")}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel() // each look-up fails at once
-	if got, err := Endpoints(ctx, meta, nil, quiet()); !errors.Is(err, ErrUnreachable) {
-		t.Errorf("a worker: %v, %v", got, err)
+	var worker, plane Order
+	if err := worker.Update(ctx, meta, Own(meta), quiet()); !errors.Is(err, ErrUnreachable) {
+		t.Errorf("a worker: %v, %v", worker, err)
 	}
 	meta.Role = metadata.RoleControlPlane
-	if got, err := Endpoints(ctx, meta, nil, quiet()); err != nil || !slices.Equal(got, []string{"192.0.2.11:30090"}) {
-		t.Errorf("%v, %v", got, err)
+	if err := plane.Update(ctx, meta, Own(meta), quiet()); err != nil || !slices.Equal(plane.List(), []string{"192.0.2.11:30090"}) {
+		t.Errorf("%v, %v", plane, err)
 	}
 	meta.JoinEndpoints = []string{"192.0.2.11:31000", "192.0.2.12:31000"}
-	if got, err := Endpoints(ctx, meta, []string{"192.0.2.12:31000", "gone:1"}, quiet()); err != nil || !slices.Equal(got, []string{"192.0.2.12:31000", "192.0.2.11:31000", "192.0.2.11:30090"}) {
-		t.Errorf("%v, %v", got, err)
+	plane.Served("gone:1") // the operator has written a list without it
+	if err := plane.Update(ctx, meta, Own(meta), quiet()); err != nil || !slices.Equal(plane.List(), []string{"192.0.2.11:30090", "192.0.2.11:31000", "192.0.2.12:31000"}) {
+		t.Errorf("%v, %v", plane, err)
 	}
 }

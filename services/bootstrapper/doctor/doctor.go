@@ -283,13 +283,13 @@ func (d *doctor) clock() {
 
 // joinservices checks that each joinservice answers, as any HTTPS client does. The bootstrapper verifies whether it is the right one.
 func (d *doctor) joinservices(ctx context.Context) {
-	meta, err := discovery.Resolve(ctx, d.meta, nil, slog.New(slog.DiscardHandler))
-	if err != nil {
+	var order discovery.Order
+	if err := order.Update(ctx, d.meta, nil, slog.New(slog.DiscardHandler)); err != nil {
 		d.Err(CheckJoinservices, "Check joinEndpoints in the metadata, the SRV records there (dig SRV NAME), and the machine's name servers.", err)
 		return
 	}
 	reached := 0
-	for _, e := range meta.JoinEndpoints {
+	for _, e := range order.List() {
 		theirs, took, err := ask(ctx, e)
 		if err != nil {
 			d.Add(CheckJoinservices, checkup.Warn, "Check the network to there, and on the control plane that muster-joinservice is ready.", "%s: %v", e, err)
@@ -305,7 +305,7 @@ func (d *doctor) joinservices(ctx context.Context) {
 			d.Add(CheckClock, checkup.Warn, remedy, "%s off that of %s", off, e)
 		}
 	}
-	switch n := len(meta.JoinEndpoints); {
+	switch n := len(order.List()); {
 	case n > 0 && reached == 0:
 		d.Add(CheckJoinservices, checkup.Fail, "Check joinEndpoints in the metadata, the network, and that the cluster runs.", "none of %d answers", n)
 	case n > 0:

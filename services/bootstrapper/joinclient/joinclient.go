@@ -93,14 +93,14 @@ func (c *Client) Run(ctx context.Context) error {
 
 // joinTry is the state that one attempt leaves to the next, and to the console.
 type joinTry struct {
-	order []string // endpoints, those that failed last at the end
-	by    string   // the endpoint that answered; empty: none did
-	init  bool     // whether the metadata allow an init
+	order discovery.Order
+	by    string // the endpoint that answered; empty: none did
+	init  bool   // whether the metadata allow an init
 }
 
 // wait returns what the machine waits for after the attempt.
 func (t *joinTry) wait(err error, next time.Duration) console.Wait {
-	w := console.Wait{For: "waiting to join a cluster", Err: err, By: t.by, Asked: t.order, Next: next}
+	w := console.Wait{For: "waiting to join a cluster", Err: err, By: t.by, Asked: t.order.List(), Next: next}
 	if t.init {
 		w.Also = "`muster init` can make it the first of a new one"
 	}
@@ -126,29 +126,29 @@ func (c *Client) joinOnce(ctx, racing context.Context, t *joinTry) (failed bool,
 	if err != nil {
 		return true, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	if meta, err = discovery.Resolve(racing, meta, t.order, c.node.Log); err != nil {
+	if err := t.order.Update(racing, meta, nil, c.node.Log); err != nil {
 		return true, err
 	}
-	t.order, t.init = discovery.Merge(t.order, meta.JoinEndpoints), meta.InitSecretHash != nil
-	c.node.Attempts.Begin(t.order)
-	if len(t.order) == 0 {
+	t.init = meta.InitSecretHash != nil
+	c.node.Attempts.Begin(t.order.List())
+	if len(t.order.List()) == 0 {
 		return false, discovery.ErrNoJoinservice
 	}
-	endpoint, first, err := discovery.Race(racing, t.order, c.node.Timing.Stagger, c.node.Timing.Dial)
+	endpoint, first, err := discovery.Race(racing, t.order.List(), c.node.Timing.Stagger, c.node.Timing.Dial)
 	if err != nil {
 		return true, fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
 	}
 	defer first.Close()
 	t.by = endpoint
-	if err := c.joinBy(ctx, endpoint, first, meta, report); err != nil {
-		t.order = discovery.Demote(t.order, endpoint)
+	if err := c.joinBy(ctx, endpoint, first, meta, t.order, report); err != nil {
+		t.order.Failed(endpoint)
 		return true, fmt.Errorf("%s: %w", endpoint, provision.DiskError(err))
 	}
 	return true, nil
 }
 
 // joinBy requests a ticket from one joinservice and uses it.
-func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, report provision.Progress) error {
+func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, meta *metadata.Machine, order discovery.Order, report provision.Progress) error {
 	client, err := c.node.OpenSession(ctx, endpoint, first)
 	if err != nil {
 		return err
@@ -197,7 +197,7 @@ func (c *Client) joinBy(ctx context.Context, endpoint string, first net.Conn, me
 		return err
 	}
 	report(initv1.Phase_PHASE_LOCKED, fmt.Sprintf("the machine is locked to cluster %x", t.clusterID[:8]))
-	defer c.keepLease(ctx, t, client, meta.JoinEndpoints)()
+	defer c.keepLease(ctx, t, client, order)()
 	return c.useTicket(ctx, t, meta, report)
 }
 

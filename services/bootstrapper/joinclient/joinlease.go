@@ -23,7 +23,7 @@ type joinLease struct {
 	ticket []byte
 	life   time.Duration // as in the last answer of the joinservice
 
-	order []string           // endpoints, those that failed last at the end
+	order discovery.Order
 	over  *discovery.Session // nil: to be opened
 	own   bool               // this type has to close over
 }
@@ -33,11 +33,12 @@ type joinLease struct {
 // stop the join: stopping kubeadm in the middle would do more harm than a second joiner, which etcd refuses while a member is being added.
 //
 // end ends the lease, so that the next machine need not wait until it expires.
-func (c *Client) keepLease(ctx context.Context, t *ticket, s *discovery.Session, endpoints []string) (end func()) {
+func (c *Client) keepLease(ctx context.Context, t *ticket, s *discovery.Session, order discovery.Order) (end func()) {
 	if !t.controlPlane {
 		return func() {}
 	}
-	k := &joinLease{node: c.node, ticket: t.id, life: t.leaseLife, order: discovery.Merge([]string{s.Endpoint}, endpoints), over: s}
+	k := &joinLease{node: c.node, ticket: t.id, life: t.leaseLife, order: order, over: s}
+	k.order.Served(s.Endpoint)
 	keep, stop := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() { k.keep(keep) }) // J8
@@ -117,7 +118,7 @@ func (k *joinLease) call(ctx context.Context, done bool) error {
 	resp, err := k.over.RenewJoinLease(ctx, &joinv1.RenewJoinLeaseRequest{TicketId: k.ticket, Done: done})
 	if err != nil {
 		err = fmt.Errorf("%s: %w", k.over.Endpoint, err)
-		k.order = discovery.Demote(k.order, k.over.Endpoint)
+		k.order.Failed(k.over.Endpoint)
 		k.hangUp()
 		return err
 	}
@@ -129,21 +130,21 @@ func (k *joinLease) call(ctx context.Context, done bool) error {
 
 func (k *joinLease) reopen(ctx context.Context) error {
 	if meta, err := k.node.Metadata(); err == nil { // which may have other endpoints by now
-		if meta, err = discovery.Resolve(ctx, meta, k.order, k.node.Log); err != nil {
+		if err := k.order.Update(ctx, meta, nil, k.node.Log); err != nil {
 			return err
 		}
-		k.order = discovery.Merge(k.order, meta.JoinEndpoints)
 	}
-	if len(k.order) == 0 {
+	if len(k.order.List()) == 0 {
 		return discovery.ErrNoJoinservice
 	}
 	t := k.node.Timing
-	endpoint, first, err := discovery.Race(ctx, k.order, t.Stagger, t.Dial)
+	endpoint, first, err := discovery.Race(ctx, k.order.List(), t.Stagger, t.Dial)
 	if err != nil {
 		return errors.Join(discovery.ErrUnreachable, err)
 	}
 	if k.over, err = k.node.OpenSession(ctx, endpoint, first); err != nil {
 		_ = first.Close()
+		k.order.Failed(endpoint)
 		return err
 	}
 	k.own = true

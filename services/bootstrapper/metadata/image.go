@@ -21,8 +21,6 @@ import (
 	"strings"
 	"time"
 
-	"sigs.k8s.io/yaml"
-
 	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/tpm"
@@ -100,15 +98,28 @@ const (
 	ProviderOpenStack   = "openstack"
 )
 
+// CloudNames returns the names of the providers that are a cloud's metadata service.
+func CloudNames() []string {
+	return []string{ProviderAWS, ProviderGCP, ProviderAzure, ProviderOpenStack}
+}
+
 // ProviderNames returns the names of all providers in their default order: those of the machine itself, then clouds.
 func ProviderNames() []string {
-	return []string{ProviderMedium, ProviderCredential, ProviderNoCloud, ProviderConfigDrive, ProviderAWS, ProviderGCP, ProviderAzure, ProviderOpenStack}
+	return append([]string{ProviderMedium, ProviderCredential, ProviderNoCloud, ProviderConfigDrive}, CloudNames()...)
 }
 
 func (s Sources) validate() error {
+	cloud := ""
 	for i, p := range s.Providers {
 		if !slices.Contains(ProviderNames(), p) || slices.Contains(s.Providers[:i], p) {
 			return fmt.Errorf("metadata.providers[%d]: want one of %s, each once, not %q", i, strings.Join(ProviderNames(), ", "), p)
+		}
+		if slices.Contains(CloudNames(), p) {
+			// A cloud that does not answer and one that is not there look the same, so a second one would never be asked.
+			if cloud != "" {
+				return fmt.Errorf("metadata.providers[%d]: %s is a second cloud beside %s: name one, or leave metadata.providers out, and each machine asks the cloud that its firmware names", i, p, cloud)
+			}
+			cloud = p
 		}
 	}
 	return nil
@@ -373,9 +384,9 @@ func setDefault(s *string, v string) {
 	}
 }
 
-// strict decodes YAML and refuses unknown and duplicate fields and every other kind.
+// strict decodes one document by [Unmarshal], and refuses every other kind.
 func strict(b []byte, into any, kind string, got func() (string, string)) error {
-	if err := yaml.UnmarshalStrict(b, into, yaml.DisallowUnknownFields); err != nil {
+	if err := Unmarshal(b, into); err != nil {
 		return err
 	}
 	if v, k := got(); v != APIVersion || k != kind {

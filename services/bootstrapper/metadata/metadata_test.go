@@ -136,6 +136,7 @@ func TestAnImageIsRefused(t *testing.T) {
 		"a root that is no CA":       {imageHead + disk + "ekRoots: |\n" + indent(rootPEM(t, false)) + "\n", "certificate authority"},
 		"an unknown provider":        {imageHead + disk + "metadata: {providers: [vmware]}\n", "metadata.providers[0]"},
 		"a provider twice":           {imageHead + disk + "metadata: {providers: [aws, aws]}\n", "metadata.providers[1]"},
+		"two clouds":                 {imageHead + disk + "metadata: {providers: [aws, nocloud, gcp]}\n", "metadata.providers[2]: gcp is a second cloud"},
 		"a runtime over TCP":         {imageHead + disk + "kubeadm: {criSocket: 'tcp://1.2.3.4:5'}\n", "criSocket"},
 		"a listener without a port":  {imageHead + disk + "listen: {init: localhost}\n", "listen.init"},
 		"recovery without a port":    {imageHead + disk + "listen: {recover: localhost}\n", "listen.recover"},
@@ -196,5 +197,17 @@ func TestErrorsNameTheFile(t *testing.T) {
 	}
 	if _, err := LoadMachine(file); err == nil || !strings.Contains(err.Error(), file) {
 		t.Fatal(err)
+	}
+}
+
+func TestAnImageNamesProviders(t *testing.T) {
+	const disk = "stateDisk: {mode: plain, path: /state}\n"
+	for _, p := range append(CloudNames(), "medium, credential, nocloud, configdrive") {
+		if img, err := ParseImage([]byte(imageHead + disk + "metadata: {providers: [" + p + "]}\n")); err != nil || len(img.Metadata.Providers) == 0 {
+			t.Errorf("%s: %v", p, err)
+		}
+	}
+	if img, err := ParseImage([]byte(imageHead + disk + "metadata: {providers: [aws, nocloud]}\n")); err != nil || len(img.Metadata.Providers) != 2 {
+		t.Errorf("one cloud: %v", err)
 	}
 }

@@ -121,8 +121,8 @@ func (n *Node) replaceKubelet(ctx context.Context, client, serving []byte) error
 
 // asked is the state that one attempt leaves to the next, and to the console.
 type asked struct {
-	order []string // endpoints, those that failed last at the end
-	by    string   // the endpoint that answered; empty: none did
+	order discovery.Order
+	by    string // the endpoint that answered; empty: none did
 }
 
 // renewByJoinservice asks until it has received certificates, or until they need no renewal now.
@@ -142,7 +142,7 @@ func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
 		}
 		wait := pauses.Next(err)
 		n.Attempts.Wait(wait)
-		n.Console.Waits(console.Wait{For: "waiting for new certificates of the node " + node, Err: err, By: t.by, Asked: t.order, Next: wait})
+		n.Console.Waits(console.Wait{For: "waiting for new certificates of the node " + node, Err: err, By: t.by, Asked: t.order.List(), Next: wait})
 		if err := retry.Wait(ctx, wait); err != nil {
 			return err
 		}
@@ -156,14 +156,14 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	if t.order, err = discovery.Endpoints(ctx, meta, t.order, n.Log); err != nil {
+	if err := t.order.Update(ctx, meta, discovery.Own(meta), n.Log); err != nil {
 		return err
 	}
-	n.Attempts.Begin(t.order)
-	if len(t.order) == 0 {
+	n.Attempts.Begin(t.order.List())
+	if len(t.order.List()) == 0 {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNoJoinservice)
 	}
-	endpoint, first, err := discovery.Race(ctx, t.order, n.Timing.Stagger, n.Timing.Dial)
+	endpoint, first, err := discovery.Race(ctx, t.order.List(), n.Timing.Stagger, n.Timing.Dial)
 	if err != nil {
 		return fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
 	}
@@ -171,11 +171,12 @@ func (n *Node) renewOnce(ctx context.Context, node string, t *asked) error {
 	t.by = endpoint
 	client, err := n.OpenSession(ctx, endpoint, first)
 	if err != nil {
+		t.order.Failed(endpoint)
 		return err
 	}
 	defer client.Close()
 	if err := n.renewAt(ctx, client, node, meta); err != nil {
-		t.order = discovery.Demote(t.order, endpoint)
+		t.order.Failed(endpoint)
 		return fmt.Errorf("%s: %w", endpoint, err)
 	}
 	return nil

@@ -87,7 +87,7 @@ type Attester struct {
 	bank  tpm.Bank
 	total *prometheus.CounterVec
 	last  prometheus.Gauge
-	order []string // endpoints, those that failed last at the end
+	order discovery.Order
 	// reported is what a joinservice has recorded of the latest order.
 	reported *joinv1.OrderReport
 
@@ -219,22 +219,23 @@ func (r *Attester) once(ctx context.Context) (time.Duration, error) {
 	if err != nil {
 		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	if r.order, err = discovery.Endpoints(ctx, meta, r.order, r.cfg.Log); err != nil {
+	if err := r.order.Update(ctx, meta, discovery.Own(meta), r.cfg.Log); err != nil {
 		return 0, err
 	}
-	if len(r.order) == 0 {
+	if len(r.order.List()) == 0 {
 		return 0, attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: joinEndpoints names no joinservice: list one, or the node's certificates will not be renewed")
 	}
-	endpoint, first, err := discovery.Race(ctx, r.order, r.cfg.Timing.Stagger, r.cfg.Timing.Dial)
+	endpoint, first, err := discovery.Race(ctx, r.order.List(), r.cfg.Timing.Stagger, r.cfg.Timing.Dial)
 	if err != nil {
 		return 0, fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
 	}
 	defer first.Close()
 	interval, err := r.by(ctx, endpoint, first, rec)
 	if err != nil {
-		r.order = discovery.Demote(r.order, endpoint)
+		r.order.Failed(endpoint)
 		return 0, fmt.Errorf("%s: %w", endpoint, err)
 	}
+	r.order.Served(endpoint)
 	return interval, nil
 }
 

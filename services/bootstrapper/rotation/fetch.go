@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/netip"
 	"time"
 
@@ -59,17 +58,16 @@ func (p Peers) Fetch(ctx context.Context, key clusterinfo.RotatedKey, id string)
 	if err != nil {
 		return nil, err
 	}
-	if meta, err = discovery.Resolve(ctx, meta, discovery.At(&metadata.Machine{}, addresses), p.Log); err != nil {
+	// The endpoints in the metadata may be of a load balancer: they are asked after those at the addresses.
+	var order discovery.Order
+	if err := order.Update(ctx, meta, addresses, p.Log); err != nil {
 		return nil, err
 	}
-	// The endpoints in the metadata may be of a load balancer: they are asked last.
-	endpoints := discovery.At(meta, addresses)
-	endpoints = discovery.Merge(endpoints, append(endpoints, meta.JoinEndpoints...))
-	if len(endpoints) == 0 {
+	if len(order.List()) == 0 {
 		return nil, errors.New("there is no other control plane")
 	}
 	var failed error
-	for _, e := range endpoints {
+	for _, e := range order.List() {
 		content, err := p.from(ctx, e, rec, key, id)
 		if err == nil {
 			return content, nil
@@ -95,7 +93,9 @@ func (p Peers) from(ctx context.Context, endpoint string, rec journal.Record, ke
 	if err != nil {
 		return nil, err
 	}
-	first, err := (&net.Dialer{Timeout: dialTime}).DialContext(ctx, "tcp", endpoint)
+	dialing, stop := context.WithTimeout(ctx, dialTime)
+	defer stop()
+	first, err := discovery.Dial(dialing, endpoint)
 	if err != nil {
 		return nil, err
 	}

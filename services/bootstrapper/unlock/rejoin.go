@@ -29,8 +29,8 @@ type search struct {
 	*Unlocker
 	id    keys.DiskID
 	end   context.CancelFunc // called once the disk is open
-	order []string           // endpoints, those that failed last at the end
-	by    string             // the last endpoint that answered
+	order discovery.Order
+	by    string // the last endpoint that answered
 	// recovery runs once the metadata define this machine as a control plane.
 	recovery sync.WaitGroup
 	serving  bool
@@ -67,7 +67,7 @@ func (s *search) run(ctx context.Context) {
 			return
 		}
 		wait := pauses.Next(err)
-		w := console.Wait{For: "waiting for the key of the state disk", Err: err, By: s.by, Asked: s.order, Next: wait}
+		w := console.Wait{For: "waiting for the key of the state disk", Err: err, By: s.by, Asked: s.order.List(), Next: wait}
 		if s.serving {
 			w.Also = "`muster recover` opens it as well"
 		}
@@ -88,22 +88,21 @@ func (s *search) ask(ctx context.Context) error {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
 	s.serveRecovery(ctx, meta)
-	if meta, err = discovery.Resolve(ctx, meta, s.order, s.cfg.Log); err != nil {
+	if err := s.order.Update(ctx, meta, nil, s.cfg.Log); err != nil {
 		return err
 	}
-	s.order = discovery.Merge(s.order, meta.JoinEndpoints)
-	s.attempts.Begin(s.order)
-	if len(s.order) == 0 {
+	s.attempts.Begin(s.order.List())
+	if len(s.order.List()) == 0 {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", discovery.ErrNoJoinservice)
 	}
-	endpoint, first, err := discovery.Race(ctx, s.order, s.cfg.Timing.Stagger, s.cfg.Timing.Dial)
+	endpoint, first, err := discovery.Race(ctx, s.order.List(), s.cfg.Timing.Stagger, s.cfg.Timing.Dial)
 	if err != nil {
 		return fmt.Errorf("%w: %w", discovery.ErrUnreachable, err)
 	}
 	defer first.Close()
 	s.by = endpoint
 	if err := s.askAt(ctx, endpoint, first, meta); err != nil {
-		s.order = discovery.Demote(s.order, endpoint)
+		s.order.Failed(endpoint)
 		return fmt.Errorf("%s: %w", endpoint, err)
 	}
 	return nil

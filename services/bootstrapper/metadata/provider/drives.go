@@ -4,7 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"sigs.k8s.io/yaml"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
 // noCloud reads a NoCloud volume (cloud-init, reference/datasources/nocloud): user-data, and meta-data (YAML) with the host name.
@@ -30,15 +30,23 @@ func (m Machine) noCloud() (*Found, error) {
 		if err != nil {
 			return err
 		}
-		var meta struct {
-			Hostname string `json:"local-hostname"`
-		}
-		if err := yaml.Unmarshal(b, &meta); err != nil { // tools add keys of their own
+		if f.Hostname, err = localHostname(b); err != nil {
 			return fmt.Errorf("meta-data: %w", err)
 		}
-		f.Hostname = meta.Hostname
 		return nil
 	})
+}
+
+// localHostname returns the host name in NoCloud's meta-data. Tools add keys of their own.
+func localHostname(b []byte) (string, error) {
+	docs, err := metadata.Documents(b)
+	if err != nil || len(docs) == 0 {
+		return "", err
+	}
+	if len(docs) > 1 {
+		return "", fmt.Errorf("line %d: want one YAML document, not %d", docs[1].Line, len(docs))
+	}
+	return metadata.Field(docs[0], "local-hostname")
 }
 
 // configDrive reads an OpenStack config drive (nova, user/metadata): openstack/latest/user_data and meta_data.json, and what EC2's format adds.

@@ -17,12 +17,9 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
-
-	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
@@ -132,9 +129,6 @@ func (m Machine) find(ctx context.Context, name string) (*Found, error) {
 // isCloud reports whether a provider needs the network.
 func isCloud(name string) bool { return services[name] != nil }
 
-// separator is the line between documents of a YAML stream.
-var separator = regexp.MustCompile(`(?m)^---[ \t]*\r?$`)
-
 // setDocuments takes the operator's documents: a YAML stream with one MachineMetadata and at most one MachineNetwork.
 func (f *Found) setDocuments(b []byte) error {
 	if len(b) > MaxDocument {
@@ -143,27 +137,30 @@ func (f *Found) setDocuments(b []byte) error {
 	if bytes.HasPrefix(b, []byte{0x1f, 0x8b}) {
 		return errors.New("the document is compressed: write it as it is")
 	}
-	for _, part := range separator.Split(string(b), -1) {
-		var head *struct {
-			Kind string `json:"kind"`
-		}
-		if err := yaml.Unmarshal([]byte(part), &head); err != nil {
+	docs, err := metadata.Documents(b)
+	if err != nil {
+		return fmt.Errorf("the document is no YAML of kind MachineMetadata: %w", err)
+	}
+	for _, doc := range docs {
+		kind, err := metadata.Field(doc, "kind")
+		if err != nil {
 			return fmt.Errorf("the document is no YAML of kind MachineMetadata: %w", err)
 		}
-		into := &f.Document
-		switch {
-		case head == nil: // nothing, or comments
-			continue
-		case head.Kind == "MachineMetadata":
-		case head.Kind == "MachineNetwork":
+		var into *[]byte
+		switch kind {
+		case "MachineMetadata":
+			into = &f.Document
+		case "MachineNetwork":
 			into = &f.Network
 		default:
-			return fmt.Errorf("want documents of kind MachineMetadata and MachineNetwork, not %.40q", head.Kind)
+			return fmt.Errorf("want documents of kind MachineMetadata and MachineNetwork, not %.40q", kind)
 		}
 		if *into != nil {
-			return fmt.Errorf("want one document of kind %s", head.Kind)
+			return fmt.Errorf("want one document of kind %s", kind)
 		}
-		*into = []byte(part)
+		if *into, err = metadata.Text(doc); err != nil {
+			return err
+		}
 	}
 	if f.Document == nil {
 		return errors.New("there is no document of kind MachineMetadata")

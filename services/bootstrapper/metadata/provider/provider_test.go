@@ -329,28 +329,37 @@ func TestTheFirstSourceThatIsThereDecides(t *testing.T) {
 func TestDocumentsThatAreRefused(t *testing.T) {
 	const network = "apiVersion: muster.dev/v1alpha1\nkind: MachineNetwork\n"
 	for name, tt := range map[string]struct{ text, want string }{
-		"nothing":             {"", "no document"},
-		"a comment":           {"# nothing\n---\n", "no document"},
-		"cloud-init's":        {"#cloud-config\nhostname: x\n", "want documents of kind"},
-		"a script":            {"#!/bin/sh\necho kind: MachineMetadata\n", "want documents of kind"},
-		"a web page":          {"<html><body>kind: MachineMetadata</body></html>", "want documents of kind"},
-		"a list":              {"- kind: MachineMetadata\n", "YAML"},
-		"another kind":        {document + "---\nkind: Pod\n", "Pod"},
-		"two machines":        {document + "---\n" + document, "one document of kind MachineMetadata"},
-		"two networks":        {document + "---\n" + network + "---\n" + network, "one document of kind MachineNetwork"},
-		"a network alone":     {network, "no document"},
-		"compressed":          {"\x1f\x8b\x08xxx", "compressed"},
-		"more than its limit": {document + strings.Repeat("#", MaxDocument), "longer"},
-		"several MIME parts":  {"Content-Type: multipart/mixed; boundary=x\n\n--x\n" + document, "YAML"},
+		"nothing":              {"", "no document"},
+		"a comment":            {"# nothing\n---\n", "no document"},
+		"cloud-init's":         {"#cloud-config\nhostname: x\n", "want documents of kind"},
+		"a script":             {"#!/bin/sh\necho kind: MachineMetadata\n", "want documents of kind"},
+		"a web page":           {"<html><body>kind: MachineMetadata</body></html>", "want documents of kind"},
+		"a list":               {"- kind: MachineMetadata\n", "YAML"},
+		"another kind":         {document + "---\nkind: Pod\n", "Pod"},
+		"two machines":         {document + "---\n" + document, "one document of kind MachineMetadata"},
+		"two networks":         {document + "---\n" + network + "---\n" + network, "one document of kind MachineNetwork"},
+		"a network alone":      {network, "no document"},
+		"compressed":           {"\x1f\x8b\x08xxx", "compressed"},
+		"more than its limit":  {document + strings.Repeat("#", MaxDocument), "longer"},
+		"an alias":             {"x: &x 1\ny: *x\n" + document, "anchors"},
+		"a list as kind":       {"kind: [MachineMetadata]\n", "want text"},
+		"a comment behind ---": {document + "--- # two\n" + document, "one document of kind MachineMetadata"},
+		"a tag behind ---":     {document + "--- !tag\nkind: Pod\n", "Pod"},
+		"a document after ...": {document + "...\n---\nkind: Pod\n", "Pod"},
+		"text after ...":       {document + "...\nkind: Pod\n", "YAML"},
+		"several MIME parts":   {"Content-Type: multipart/mixed; boundary=x\n\n--x\n" + document, "YAML"},
 	} {
 		f := &Found{}
 		if err := f.setDocuments([]byte(tt.text)); err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("%s: %v, want %q", name, err, tt.want)
 		}
 	}
-	for _, text := range []string{document, "---\n" + document, network + "--- \r\n" + document, "#cloud-config\n---\n" + document + "---\n" + network} {
+	for _, text := range []string{
+		document, "---\n" + document, network + "--- \r\n" + document, "#cloud-config\n---\n" + document + "---\n" + network,
+		document + "--- # the network\n" + network, document + "--- !network\n" + network, document + "...\n---\n" + network, document + "...\n", document + "---\n---\n" + network,
+	} {
 		f := &Found{}
-		if err := f.setDocuments([]byte(text)); err != nil || !strings.Contains(string(f.Document), "MachineMetadata") || strings.Contains(text, network) != (f.Network != nil) {
+		if err := f.setDocuments([]byte(text)); err != nil || string(f.Document) != document || strings.Contains(text, network) != strings.Contains(string(f.Network), "MachineNetwork") {
 			t.Errorf("%q: %+v, %v", text, f, err)
 		}
 	}

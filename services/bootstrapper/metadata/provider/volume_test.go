@@ -151,6 +151,22 @@ func TestTheMediumHasTwoFilesOfBoundedSize(t *testing.T) {
 	}
 }
 
+// Tools add keys of their own to meta-data.
+func TestNoCloudsHostName(t *testing.T) {
+	for text, want := range map[string]string{"": "", "instance-id: i-1\n": "", "dsmode: [a]\nlocal-hostname: a.example # b\n": "a.example", "local-hostname: 12\n": "12"} {
+		if got, err := localHostname([]byte(text)); err != nil || got != want {
+			t.Errorf("%q: %q, %v", text, got, err)
+		}
+	}
+	for text, want := range map[string]string{
+		"local-hostname: [a]\n": "want text", "local-hostname: &a a\n": "anchors", "a": "want fields", "local-hostname: a\n---\nlocal-hostname: b\n": "one YAML document", "local-hostname: a\nlocal-hostname: b\n": "already set",
+	} {
+		if got, err := localHostname([]byte(text)); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %q, %v, want %q", text, got, err, want)
+		}
+	}
+}
+
 func TestTwoVolumesOfOneLabelAreRefused(t *testing.T) {
 	m := machine(t)
 	volumeOf(t, m, "vdb", "nocloud-genisoimage.iso.gz")
