@@ -175,7 +175,7 @@ func (k *keyRotation) machines(t *testing.T) {
 				if act != nil {
 					state = act(name, phase)
 				}
-				if i := k.info(ctx, t); i.Rotation == nil || i.Rotation.Phase != phase && !(k.again && phase == clusterinfo.RotationAccept && i.Rotation.Phase == clusterinfo.RotationUse) || i.Rotation.Joins() {
+				if i := k.info(ctx, t); i.Rotation == nil || i.Rotation.Phase != phase && (!k.again || phase != clusterinfo.RotationAccept || i.Rotation.Phase != clusterinfo.RotationUse) || i.Rotation.Joins() {
 					t.Errorf("while %s does %s, the cluster says %+v", name, phase, i.Rotation)
 				}
 				if state == v1alpha1.OrderDone {

@@ -55,7 +55,8 @@ func (k RotatedKey) CheckPublic(id, public string) error {
 	if block == nil || strings.TrimSpace(string(rest)) != "" {
 		return errors.New("the public part is not one block of PEM")
 	}
-	want, err := "CERTIFICATE", error(nil)
+	want := "CERTIFICATE"
+	var err error
 	switch k {
 	case ServiceAccountKey:
 		want = "PUBLIC KEY"
@@ -67,8 +68,11 @@ func (k RotatedKey) CheckPublic(id, public string) error {
 	default:
 		return fmt.Errorf("%s has no public part", k)
 	}
-	if err != nil || block.Type != want {
-		return fmt.Errorf("the public part of a new %s is %q, want %q: %w", k, block.Type, want, err)
+	if block.Type != want {
+		return fmt.Errorf("the public part of a new %s is %q, want %q", k, block.Type, want)
+	}
+	if err != nil {
+		return fmt.Errorf("the public part of a new %s: %w", k, err)
 	}
 	if is := sha256.Sum256(block.Bytes); hex.EncodeToString(is[:]) != id { // [KeyState] says what an ID is
 		return fmt.Errorf("the public part of the new %s has the ID %x, and the key has %s", k, is, id)

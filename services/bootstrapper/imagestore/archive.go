@@ -46,7 +46,7 @@ func (s Store) archiveBlob(t *tar.Writer, name string) error {
 	if err != nil {
 		return err
 	}
-	defer f.Close() //nolint:errcheck // it was only read
+	defer f.Close()
 	info, err := f.Stat()
 	if err != nil {
 		return err

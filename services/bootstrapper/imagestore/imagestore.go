@@ -384,7 +384,7 @@ func readUpTo(file string, most int64) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() //nolint:errcheck // it was only read
+	defer f.Close()
 	text, err := io.ReadAll(io.LimitReader(f, most+1))
 	if err == nil && int64(len(text)) > most {
 		err = fmt.Errorf("%s has more than %d bytes", file, most)

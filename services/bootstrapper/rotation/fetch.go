@@ -40,7 +40,7 @@ type Peers struct {
 	Addresses func(ctx context.Context) ([]netip.Addr, error)
 	// Unit starts and stops units of the machine, as [machine.Machine] does.
 	Unit func(ctx context.Context, verb, unit string) error
-	Log       *slog.Logger
+	Log  *slog.Logger
 }
 
 // Fetch asks one control plane after another for a key, each in an attested session: it must be locked to this cluster, and the owner's policy must list it
