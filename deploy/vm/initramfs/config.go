@@ -95,7 +95,7 @@ func (f netInterface) check(of int) error {
 }
 
 // config waits for the machine's metadata and writes their file for this boot. It configures the network first if they are a cloud's; the network is nil if
-// DHCP configures it.
+// DHCP configures it. While neither DHCP nor the cloud answers, it looks into the other sources again and again.
 func (b *boot) config(ctx context.Context, img *metadata.Image, at provider.Machine) (*metadata.Machine, *network, error) {
 	local, cloud := at.Choose(img.Metadata)
 	most := devices
@@ -111,7 +111,7 @@ func (b *boot) config(ctx context.Context, img *metadata.Image, at provider.Mach
 			return f, err
 		})
 		if errors.Is(err, errNotYet) && len(cloud) > 0 {
-			if err = b.up(ctx, nil); err == nil {
+			if err = b.byDHCP(ctx); err == nil {
 				found, err = at.Find(ctx, cloud)
 			}
 		}
@@ -132,6 +132,23 @@ func (b *boot) config(ctx context.Context, img *metadata.Image, at provider.Mach
 	}
 }
 
+// dhcpTime is how long the network of a cloud's machine is awaited before the other sources are looked at again.
+const dhcpTime = time.Minute
+
+// byDHCP configures the network of a machine that may be a cloud's.
+func (b *boot) byDHCP(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, dhcpTime)
+	defer cancel()
+	connect := b.connect
+	if connect == nil {
+		connect = func(ctx context.Context) error { return b.up(ctx, nil) }
+	}
+	if err := connect(ctx); err != nil {
+		return fmt.Errorf("no network for the cloud's metadata service within %s: %w; a volume with metadata can be attached instead", dhcpTime, err)
+	}
+	return nil
+}
+
 // use completes and parses what was found, and writes the file.
 func (b *boot) use(found *provider.Found) (*metadata.Machine, *network, error) {
 	file, m, err := metadata.Complete(found.Document, found.Platform, found.Source)
@@ -143,8 +160,8 @@ func (b *boot) use(found *provider.Found) (*metadata.Machine, *network, error) {
 		if n, err = parseNetwork(found.Network); err != nil {
 			return nil, nil, fmt.Errorf("%s: %s: %w", found.From, layout.NetworkFile, err)
 		}
-		if b.servers != nil { // the metadata came over the network that DHCP has configured
-			return nil, nil, fmt.Errorf("%s: remove the document of kind %s: a cloud's machine has its network by DHCP", found.From, networkKind)
+		if b.servers != nil { // it would add to what DHCP has configured
+			return nil, nil, fmt.Errorf("%s has a document of kind %s, and DHCP has configured the network already: reboot the machine, or remove the document if the metadata are a cloud's", found.From, networkKind)
 		}
 	}
 	if err := write(b.metadata, file); err != nil {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"net/http"
 	"net/http/httptest"
 	"path/filepath"
@@ -97,6 +98,33 @@ func TestMetadataOfACloudConfigureNoNetwork(t *testing.T) {
 	if _, n, err := b.use(found); err != nil || n == nil {
 		t.Errorf("before the network is up: %v, %v", n, err)
 	}
+}
+
+// On a machine of a cloud that gets no address, the operator can still attach a volume, also much later.
+func TestWhileNoDHCPServerAnswersTheOtherSourcesAreLookedAt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b, console := booting(t)
+		asked := 0
+		b.connect = func(ctx context.Context) error {
+			asked++
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		img := &metadata.Image{Metadata: metadata.Sources{Providers: []string{metadata.ProviderCredential, metadata.ProviderOpenStack}}}
+		at := provider.Machine{Sys: t.TempDir(), Dev: t.TempDir(), Credentials: t.TempDir(), Clouds: map[string]string{metadata.ProviderOpenStack: "http://192.0.2.1"}, Timeout: time.Second}
+		time.AfterFunc(10*time.Minute, func() { place(t, at.Credentials, "muster.machine", machine+"---\n"+static) })
+		began := time.Now()
+		m, n, err := b.config(t.Context(), img, at)
+		if err != nil || m.Name != "node1" || n == nil {
+			t.Fatalf("%+v, %+v, %v", m, n, err)
+		}
+		if took := time.Since(began); took > 12*time.Minute || asked < 5 {
+			t.Errorf("after %s, and %d attempts by DHCP", took, asked)
+		}
+		if !strings.Contains(console.String(), "no network for the cloud's metadata service within 1m0s") {
+			t.Errorf("%s", console)
+		}
+	})
 }
 
 func TestLinesForTheConsoleAreShortAndPlain(t *testing.T) {

@@ -64,6 +64,8 @@ type boot struct {
 	metadata string
 	// settle is how long the machine looks for disks with metadata before it asks its cloud.
 	settle time.Duration
+	// connect configures the network by DHCP; nil: [boot.up] does.
+	connect func(ctx context.Context) error
 	// servers are what the network's configuration names; nil: the network is not up.
 	servers *servers
 }
