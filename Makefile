@@ -115,8 +115,8 @@ test-floods: deps kube ## Every flood of an unauthenticated client against every
 	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) MUSTER_FLOODS_LONG=1 $(GOTEST) -count=1 -timeout 8h -v ./e2e/attack/floods
 
 .PHONY: test-runbooks
-test-runbooks: deps kube images lab-bin ## The blocks of docs/runbooks.md on a real cluster, in 15 minutes (as root); not part of test
-	$(GOTEST) -count=1 -timeout 40m -tags runbook -v ./e2e/runbook/
+test-runbooks: deps kube images lab-bin ## The blocks of docs/runbooks.md on a real cluster, in 40 minutes (as root); not part of test
+	$(GOTEST) -count=1 -timeout 80m -tags runbook -v ./e2e/runbook/
 
 .PHONY: test-vm
 test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, three hours; continues after an interruption); not part of test
