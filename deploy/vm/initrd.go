@@ -18,6 +18,9 @@ import (
 // cryptsetup uses of the kernel; and where a virtual machine's host puts metadata. The others come from the root.
 var modules = []string{
 	"virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod", "nvme", "virtio_net", "virtio_rng", "virtio_console", "af_packet",
+	"ena", "gve", // AWS, GCP
+	"hv_storvsc", "hv_netvsc", "pci_hyperv", "mana", // Azure, Hyper-V
+	"vmxnet3", "vmw_pvscsi", // VMware
 	"qemu_fw_cfg", "sr_mod",
 	"dm_verity", "dm_crypt", "dm_integrity", "squashfs", "ext4", "vfat", "nls_cp437", "nls_ascii",
 	"xts", "aesni_intel", "essiv", "authenc", "authencesn", "hmac", "sha256_ssse3", "sha256_generic", "crc32c_generic",

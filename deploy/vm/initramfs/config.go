@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
 )
@@ -153,12 +152,12 @@ func (b *boot) byDHCP(ctx context.Context) error {
 func (b *boot) use(found *provider.Found) (*metadata.Machine, *network, error) {
 	file, m, err := metadata.Complete(found.Document, found.Platform, found.Source)
 	if err != nil {
-		return nil, nil, fmt.Errorf("%s: %s: %w", found.From, layout.MetadataFile, err)
+		return nil, nil, fmt.Errorf("%s: MachineMetadata: %w", found.From, err)
 	}
 	var n *network
 	if found.Network != nil {
 		if n, err = parseNetwork(found.Network); err != nil {
-			return nil, nil, fmt.Errorf("%s: %s: %w", found.From, layout.NetworkFile, err)
+			return nil, nil, fmt.Errorf("%s: %s: %w", found.From, networkKind, err)
 		}
 		if b.servers != nil { // it would add to what DHCP has configured
 			return nil, nil, fmt.Errorf("%s has a document of kind %s, and DHCP has configured the network already: reboot the machine, or remove the document if the metadata are a cloud's", found.From, networkKind)

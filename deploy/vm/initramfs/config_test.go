@@ -44,7 +44,7 @@ func TestAMachineWithoutUsableMetadataWaitsAndLooksAgain(t *testing.T) {
 		"nothing":                {"", "waiting for this machine's metadata"},
 		"text":                   {"hello", "no usable metadata"},
 		"no role":                {strings.Replace(machine, "role: worker\n", "", 1), "role"},
-		"a network of no kind":   {machine + "---\nkind: MachineNetwork\n", "network.yaml"},
+		"a network of no kind":   {machine + "---\nkind: MachineNetwork\n", "MachineNetwork: want apiVersion"},
 		"a name with characters": {strings.Replace(machine, "node1", `"a\e[2J\n"`, 1), "name"},
 	} {
 		synctest.Test(t, func(t *testing.T) {

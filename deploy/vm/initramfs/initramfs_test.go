@@ -220,19 +220,24 @@ func TestOnlyWholeLeasesAreUsed(t *testing.T) {
 		return d
 	}
 	ip, mask := net.IPv4(192, 0, 2, 9), dhcpv4.OptSubnetMask(net.CIDRMask(24, 32))
-	a, g, s, err := offered(lease(ip, mask, dhcpv4.OptRouter(net.IPv4(192, 0, 2, 1)), dhcpv4.OptDNS(net.IPv4(192, 0, 2, 2)), dhcpv4.OptNTPServers(net.IPv4(192, 0, 2, 3))))
-	if err != nil || a.String() != "192.0.2.9/24" || g.String() != "192.0.2.1" || !slices.Equal(s.names, []string{"192.0.2.2"}) || !slices.Equal(s.clocks, []string{"192.0.2.3"}) {
-		t.Errorf("%v %v %v %v", a, g, s, err)
+	o, err := offered(lease(ip, mask, dhcpv4.OptRouter(net.IPv4(192, 0, 2, 1)), dhcpv4.OptDNS(net.IPv4(192, 0, 2, 2)), dhcpv4.OptNTPServers(net.IPv4(192, 0, 2, 3))))
+	if err != nil || o.address.String() != "192.0.2.9/24" || o.gateway.String() != "192.0.2.1" || o.routes != nil || !slices.Equal(o.names, []string{"192.0.2.2"}) || !slices.Equal(o.clocks, []string{"192.0.2.3"}) {
+		t.Errorf("%+v, %v", o, err)
 	}
-	if _, g, s, err := offered(lease(ip, mask)); err != nil || g.IsValid() || s.clocks != nil {
-		t.Errorf("without a router: %v, %v, %v", g, s, err)
+	if o, err := offered(lease(ip, mask)); err != nil || o.gateway.IsValid() || o.clocks != nil {
+		t.Errorf("without a router: %+v, %v", o, err)
+	}
+	one := &dhcpv4.Route{Dest: &net.IPNet{IP: net.IPv4(198, 51, 100, 77), Mask: net.CIDRMask(24, 32)}, Router: net.IPv4(192, 0, 2, 2)}
+	o, err = offered(lease(ip, mask, dhcpv4.OptRouter(net.IPv4(192, 0, 2, 1)), dhcpv4.OptClasslessStaticRoute(slices.Repeat([]*dhcpv4.Route{one}, maxRoutes+1)...)))
+	if err != nil || o.gateway.IsValid() || len(o.routes) != maxRoutes || o.routes[0].to.String() != "198.51.100.0/24" {
+		t.Errorf("with routes: %+v, %v", o, err)
 	}
 	for name, l := range map[string]*dhcpv4.DHCPv4{
 		"no mask": lease(ip), "no address": lease(net.IPv4zero, mask), "many machines' address": lease(net.IPv4(224, 0, 0, 1), mask),
 		"a mask that is none": lease(ip, dhcpv4.OptSubnetMask(net.IPMask{255, 0, 255, 0})),
 	} {
-		if a, _, _, err := offered(l); err == nil {
-			t.Errorf("%s: %v", name, a)
+		if o, err := offered(l); err == nil {
+			t.Errorf("%s: %v", name, o)
 		}
 	}
 }

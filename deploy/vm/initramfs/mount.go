@@ -57,8 +57,8 @@ func loadModules(list string) error {
 		}
 		err = unix.FinitModule(int(f.Fd()), "", 0)
 		f.Close()
-		// ENODEV: a module for an instruction set that this CPU lacks; another one replaces it.
-		if err != nil && !errors.Is(err, unix.EEXIST) && !errors.Is(err, unix.ENODEV) {
+		// ENODEV: a module for an instruction set or a hypervisor that this machine lacks. ENOENT: for the symbols of such a module.
+		if err != nil && !errors.Is(err, unix.EEXIST) && !errors.Is(err, unix.ENODEV) && !errors.Is(err, unix.ENOENT) {
 			return fmt.Errorf("load %s: %w", filepath.Base(name), err)
 		}
 	}

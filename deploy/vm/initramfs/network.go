@@ -121,26 +121,48 @@ func (b *boot) static(ctx context.Context, n *network) error {
 	return nil
 }
 
-// linkOf finds an Ethernet interface by its address; without one, the first.
-func linkOf(mac string) (netlink.Link, error) {
+// links returns the Ethernet interfaces; none is errNotYet.
+func links() ([]netlink.Link, error) {
 	all, err := netlink.LinkList()
 	if err != nil {
 		return nil, err
 	}
+	all = slices.DeleteFunc(all, func(l netlink.Link) bool {
+		return l.Attrs().Flags&net.FlagLoopback != 0 || l.Attrs().EncapType != "ether"
+	})
+	if len(all) == 0 {
+		return nil, fmt.Errorf("a network interface: %w", errNotYet)
+	}
+	return all, nil
+}
+
+// linkOf returns the interface with an address; without one, the only interface.
+func linkOf(mac string) (netlink.Link, error) {
+	all, err := links()
+	if err != nil {
+		return nil, err
+	}
+	if mac == "" {
+		if len(all) > 1 {
+			return nil, fmt.Errorf("interfaces[0].mac is missing, and this machine has several interfaces: write one of %s", macs(all))
+		}
+		return all[0], nil
+	}
 	want, _ := net.ParseMAC(mac)
 	for _, l := range all {
-		a := l.Attrs()
-		if a.Flags&net.FlagLoopback != 0 || a.EncapType != "ether" {
-			continue
-		}
-		if mac == "" || a.HardwareAddr.String() == want.String() {
+		if l.Attrs().HardwareAddr.String() == want.String() {
 			return l, nil
 		}
 	}
-	if mac == "" {
-		return nil, fmt.Errorf("a network interface: %w", errNotYet)
+	return nil, fmt.Errorf("a network interface with the address %s: %w; there are %s", mac, errNotYet, macs(all))
+}
+
+func macs(all []netlink.Link) string {
+	var out []string
+	for _, l := range all {
+		out = append(out, l.Attrs().HardwareAddr.String())
 	}
-	return nil, fmt.Errorf("a network interface with the address %s: %w", mac, errNotYet)
+	return strings.Join(out, ", ")
 }
 
 func configure(link netlink.Link, addresses []netip.Prefix, gateway netip.Addr) error {
@@ -160,12 +182,32 @@ func configure(link netlink.Link, addresses []netip.Prefix, gateway netip.Addr) 
 	if !gateway.IsValid() {
 		return nil
 	}
-	route := &netlink.Route{LinkIndex: link.Attrs().Index, Gw: gateway.AsSlice()}
-	if !slices.ContainsFunc(addresses, func(a netip.Prefix) bool { return a.Contains(gateway) }) { // clouds give an address without a network, as 10.0.0.2/32
-		route.Flags = int(netlink.FLAG_ONLINK)
+	return addRoute(link, route{gateway: gateway}, addresses)
+}
+
+// route leads to a network. The zero network is the default route, and the zero gateway is none: the network is at the interface.
+type route struct {
+	to      netip.Prefix
+	gateway netip.Addr
+}
+
+func addRoute(link netlink.Link, r route, addresses []netip.Prefix) error {
+	out, to := &netlink.Route{LinkIndex: link.Attrs().Index}, "all networks"
+	if r.to.IsValid() && r.to.Bits() > 0 {
+		to = r.to.String()
+		out.Dst = &net.IPNet{IP: r.to.Addr().AsSlice(), Mask: net.CIDRMask(r.to.Bits(), r.to.Addr().BitLen())}
 	}
-	if err := netlink.RouteReplace(route); err != nil {
-		return fmt.Errorf("%s: default route by %s: %w", name, gateway, err)
+	switch {
+	case !r.gateway.IsValid() || r.gateway.IsUnspecified():
+		out.Scope = netlink.SCOPE_LINK
+	case !slices.ContainsFunc(addresses, func(a netip.Prefix) bool { return a.Contains(r.gateway) }): // clouds give an address without a network, as 10.0.0.2/32
+		out.Flags = int(netlink.FLAG_ONLINK)
+		fallthrough
+	default:
+		out.Gw = r.gateway.AsSlice()
+	}
+	if err := netlink.RouteReplace(out); err != nil {
+		return fmt.Errorf("%s: route to %s by %s: %w", link.Attrs().Name, to, r.gateway, err)
 	}
 	return nil
 }
@@ -174,63 +216,124 @@ func configure(link netlink.Link, addresses []netip.Prefix, gateway netip.Addr) 
 // returns the servers that the lease names.
 func (b *boot) dhcp(ctx context.Context) (servers, error) {
 	for {
-		found, err := b.lease(ctx)
-		if err == nil || ctx.Err() != nil {
-			return found, err
+		link, l, err := lease(ctx)
+		if err == nil {
+			b.print("network: %s has %s by DHCP", link.Name, l.address)
+			return l.servers, write("/run/systemd/network/10-muster.network", renewal(link.HardwareAddr))
+		}
+		if ctx.Err() != nil {
+			return servers{}, err
 		}
 		b.print("waiting for an address by DHCP: %v; a document of kind %s in the metadata may configure it instead", err, networkKind)
 	}
 }
 
-func (b *boot) lease(ctx context.Context) (servers, error) {
-	const most = time.Minute
-	ctx, cancel := context.WithTimeout(ctx, most)
+const (
+	// carrierTimeout is how long interfaces may take to find a link after they are up; a switch's negotiation takes a few seconds.
+	carrierTimeout = 10 * time.Second
+	// leaseTimeout bounds the attempt to get an address by one interface. The client repeats a lost message twice in it.
+	leaseTimeout = 15 * time.Second
+	// maxRoutes bounds the routes that are taken of a lease.
+	maxRoutes = 32
+)
+
+// lease configures the first interface on which a DHCP server answers. Those without a link are not asked; all others are down again at the end.
+func lease(ctx context.Context) (*netlink.LinkAttrs, offer, error) {
+	all, err := await(ctx, linkTimeout, links)
+	if err != nil {
+		return nil, offer{}, err
+	}
+	for _, l := range all {
+		err = errors.Join(err, netlink.LinkSetUp(l))
+	}
+	connected, cerr := await(ctx, carrierTimeout, func() ([]netlink.Link, error) {
+		now, err := links()
+		if now = slices.DeleteFunc(now, func(l netlink.Link) bool { return l.Attrs().RawFlags&unix.IFF_LOWER_UP == 0 }); err == nil && len(now) == 0 {
+			err = fmt.Errorf("a cable or virtual network at one of the interfaces %s: %w", macs(all), errNotYet)
+		}
+		return now, err
+	})
+	if err = errors.Join(err, cerr); len(connected) == 0 {
+		return nil, offer{}, err
+	}
+	for _, l := range connected {
+		o, oerr := ask(ctx, l)
+		if oerr != nil {
+			err = errors.Join(err, fmt.Errorf("%s (%s): %w", l.Attrs().Name, l.Attrs().HardwareAddr, oerr))
+			continue
+		}
+		var down error
+		for _, other := range all {
+			if other.Attrs().Index != l.Attrs().Index {
+				down = errors.Join(down, netlink.LinkSetDown(other))
+			}
+		}
+		return l.Attrs(), o, down
+	}
+	return nil, offer{}, err
+}
+
+// ask asks for an address on one interface, and configures it.
+func ask(ctx context.Context, link netlink.Link) (offer, error) {
+	ctx, cancel := context.WithTimeout(ctx, leaseTimeout)
 	defer cancel()
-	link, err := await(ctx, linkTimeout, func() (netlink.Link, error) { return linkOf("") })
+	client, err := nclient4.New(link.Attrs().Name)
 	if err != nil {
-		return servers{}, err
-	}
-	if err := netlink.LinkSetUp(link); err != nil {
-		return servers{}, err
-	}
-	name := link.Attrs().Name
-	client, err := nclient4.New(name)
-	if err != nil {
-		return servers{}, errors.Join(err, wait(ctx, time.Second))
+		return offer{}, errors.Join(err, wait(ctx, time.Second))
 	}
 	defer func() { _ = client.Close() }()
-	l, err := client.Request(ctx, dhcpv4.WithRequestedOptions(dhcpv4.OptionNTPServers))
+	l, err := client.Request(ctx, dhcpv4.WithRequestedOptions(dhcpv4.OptionNTPServers, dhcpv4.OptionClasslessStaticRoute))
 	if err != nil {
-		return servers{}, errors.Join(err, wait(ctx, time.Second))
+		return offer{}, errors.Join(err, wait(ctx, time.Second))
 	}
-	address, gateway, found, err := offered(l.ACK)
+	o, err := offered(l.ACK)
 	if err != nil {
-		return servers{}, errors.Join(err, wait(ctx, time.Second))
+		return offer{}, errors.Join(err, wait(ctx, time.Second))
 	}
-	if err := configure(link, []netip.Prefix{address}, gateway); err != nil {
-		return servers{}, err
+	err = configure(link, []netip.Prefix{o.address}, o.gateway)
+	for _, r := range o.routes {
+		if err == nil {
+			err = addRoute(link, r, []netip.Prefix{o.address})
+		}
 	}
-	b.print("network: %s has %s by DHCP", name, address)
-	return found, write("/run/systemd/network/10-muster.network", renewal(link.Attrs().HardwareAddr))
+	return o, err
+}
+
+// offer is what a DHCP server gives this machine.
+type offer struct {
+	address netip.Prefix
+	gateway netip.Addr // invalid: none
+	routes  []route    // instead of the gateway
+	servers
 }
 
 // offered returns those parts of the server's answer that this machine uses.
-func offered(ack *dhcpv4.DHCPv4) (address netip.Prefix, gateway netip.Addr, found servers, err error) {
+func offered(ack *dhcpv4.DHCPv4) (o offer, err error) {
 	ip, ok := netip.AddrFromSlice(ack.YourIPAddr.To4())
 	bits, size := ack.SubnetMask().Size()
 	if !ok || ip.IsUnspecified() || ip.IsMulticast() || size != 32 || bits == 0 {
-		return address, gateway, found, fmt.Errorf("the server offered the address %v with the mask %v", ack.YourIPAddr, ack.SubnetMask())
+		return o, fmt.Errorf("the server offered the address %v with the mask %v", ack.YourIPAddr, ack.SubnetMask())
 	}
+	o.address = netip.PrefixFrom(ip, bits)
 	if r := ack.Router(); len(r) > 0 {
-		gateway, _ = netip.AddrFromSlice(r[0].To4())
+		o.gateway, _ = netip.AddrFromSlice(r[0].To4())
+	}
+	if all := ack.ClasslessStaticRoute(); len(all) > 0 { // the router is ignored then (RFC 3442)
+		o.gateway = netip.Addr{}
+		for _, r := range all[:min(len(all), maxRoutes)] {
+			to, _ := netip.AddrFromSlice(r.Dest.IP.To4())
+			bits, _ := r.Dest.Mask.Size()
+			gateway, _ := netip.AddrFromSlice(r.Router.To4())
+			o.routes = append(o.routes, route{to: netip.PrefixFrom(to, bits).Masked(), gateway: gateway})
+		}
 	}
 	for _, s := range ack.DNS() {
-		found.names = append(found.names, s.String())
+		o.names = append(o.names, s.String())
 	}
 	for _, s := range ack.NTPServers() {
-		found.clocks = append(found.clocks, s.String())
+		o.clocks = append(o.clocks, s.String())
 	}
-	return netip.PrefixFrom(ip, bits), gateway, found, nil
+	return o, nil
 }
 
 // renewal is the configuration with which systemd-networkd continues (systemd.network(5)). It leaves addresses and

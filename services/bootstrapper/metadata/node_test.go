@@ -115,9 +115,12 @@ func TestADocumentWinsOverItsPlatform(t *testing.T) {
 	if _, _, err = Complete(file, p, s); err == nil || !strings.Contains(err.Error(), "source:") {
 		t.Errorf("a document that names its source: %v", err)
 	}
-	for _, missing := range []Platform{{Addresses: []string{"192.0.2.8"}}, {Hostname: "a"}, {Hostname: "a b", Addresses: []string{"192.0.2.8"}}} {
-		if _, m, err := Complete([]byte(machineHead+"role: worker\n"), missing, s); err == nil {
-			t.Errorf("%+v of %+v", m, missing)
+	for want, missing := range map[string]Platform{
+		`name: want`: {Addresses: []string{"192.0.2.8"}}, `addresses: want`: {Hostname: "a"},
+		`host name "a b.example" does not`: {Hostname: "a b.example", Addresses: []string{"192.0.2.8"}}, `["127.0.0.1" "x"]: write addresses`: {Hostname: "a", Addresses: []string{"127.0.0.1", "x"}},
+	} {
+		if _, m, err := Complete([]byte(machineHead+"role: worker\n"), missing, s); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%+v of %+v: %v", m, missing, err)
 		}
 	}
 	if _, _, err := Complete([]byte(machineHead+"name: a\naddresses: [192.0.2.7]\n"), p, s); err == nil || !strings.Contains(err.Error(), "role") {

@@ -71,6 +71,12 @@ func Complete(document []byte, p Platform, s Source) ([]byte, *Machine, error) {
 			f.Labels[l.key] = l.value
 		})
 	}
+	if f.Name == "" && slices.Contains(s.Ignored, "name") {
+		return nil, nil, fmt.Errorf("name: the platform's host name %.80q does not begin with a DNS label: write a name into the document", p.Hostname)
+	}
+	if len(f.Addresses) == 0 && slices.Contains(s.Ignored, "addresses") {
+		return nil, nil, fmt.Errorf("addresses: this machine can have none of the platform's addresses, %.160q: write addresses into the document", p.Addresses)
+	}
 	f.Source = &s
 	out, err := yaml.Marshal(f)
 	if err != nil {

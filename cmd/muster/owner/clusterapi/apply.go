@@ -10,6 +10,7 @@ import (
 	"time"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
@@ -20,9 +21,26 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
-// unknownKind is how long a kind may be unknown: a definition that was just applied needs a moment, a wrong one is
-// never known.
+// unknownKind is how long an API server that answers may not know a kind: a definition that was just applied needs a
+// moment, a wrong one is never known. A server that is slow or does not answer has until the command's own limit.
 const unknownKind = time.Minute
+
+// kindAwaited turns an API server's answers that it does not know a kind into an error that lasts, after [unknownKind].
+type kindAwaited struct{ since time.Time }
+
+func (k *kindAwaited) check(err error, now time.Time) error {
+	if !meta.IsNoMatchError(err) {
+		k.since = time.Time{}
+		return err
+	}
+	if k.since.IsZero() {
+		k.since = now
+	}
+	if now.Sub(k.since) < unknownKind {
+		return err
+	}
+	return fmt.Errorf("the API server has not known this kind for %s: %v: apply its CustomResourceDefinition first, or correct apiVersion and kind", unknownKind, err) //nolint:errorlint // it lasts
+}
 
 // ParseManifests splits YAML documents into objects, and lists into their items. A document without kind or name is
 // an error that contains its position.
@@ -87,19 +105,16 @@ func (c *Client) Apply(ctx context.Context, objects []*unstructured.Unstructured
 }
 
 func (c *Client) apply(ctx context.Context, o *unstructured.Unstructured) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, unknownKind, errors.New("gave up after a minute"))
-	defer cancel()
+	var awaited kindAwaited
 	return once(ctx, func(ctx context.Context) error {
 		// A fresh copy each time: the response is written into it.
 		config := client.ApplyConfigurationFromUnstructured(o.DeepCopy())
-		return c.client.Apply(ctx, config, client.FieldOwner(fieldManager), client.ForceOwnership)
+		return awaited.check(c.client.Apply(ctx, config, client.FieldOwner(fieldManager), client.ForceOwnership), time.Now())
 	})
 }
 
 // served waits until the kind of a definition can be used.
 func (c *Client) served(ctx context.Context, name string) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, unknownKind, errors.New("the API server did not establish it within a minute"))
-	defer cancel()
 	return until(ctx, func(ctx context.Context) (bool, error) {
 		var crd apiextensionsv1.CustomResourceDefinition
 		if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &crd); err != nil {
@@ -108,6 +123,9 @@ func (c *Client) served(ctx context.Context, name string) error {
 		for _, cond := range crd.Status.Conditions {
 			if cond.Type == apiextensionsv1.Established && cond.Status == apiextensionsv1.ConditionTrue {
 				return true, nil
+			}
+			if cond.Type == apiextensionsv1.NamesAccepted && cond.Status == apiextensionsv1.ConditionFalse {
+				return false, fmt.Errorf("the API server does not serve it: %s: another definition has its names: remove that one", cond.Message)
 			}
 		}
 		return false, nil

@@ -18,7 +18,7 @@ func (m Machine) noCloud() (*Found, error) {
 	return f, m.with(v, func(read reader) error {
 		b, err := read("user-data", MaxDocument)
 		if err != nil {
-			return err
+			return noUserData(err)
 		}
 		if err := f.setDocuments(b); err != nil {
 			return fmt.Errorf("user-data: %w", err)
@@ -35,6 +35,13 @@ func (m Machine) noCloud() (*Found, error) {
 		}
 		return nil
 	})
+}
+
+func noUserData(err error) error {
+	if missing(err) {
+		return fmt.Errorf("the machine has no user data: give it a document of kind MachineMetadata as its user data: %w", err)
+	}
+	return err
 }
 
 // localHostname returns the host name in NoCloud's meta-data. Tools add keys of their own.
@@ -60,7 +67,7 @@ func (m Machine) configDrive() (*Found, error) {
 	return f, m.with(v, func(read reader) error {
 		b, err := read("openstack/latest/user_data", MaxDocument)
 		if err != nil {
-			return err
+			return noUserData(err)
 		}
 		if err := f.setDocuments(b); err != nil {
 			return fmt.Errorf("openstack/latest/user_data: %w", err)

@@ -121,7 +121,7 @@ func lookup(r io.ReaderAt, folder isoEntry, name string) (isoEntry, error) {
 			}
 		}
 	}
-	return isoEntry{}, fs.ErrNotExist
+	return isoEntry{}, fmt.Errorf("%w (only names of Rock Ridge count: write the volume with the option -rock, not with Joliet alone)", fs.ErrNotExist)
 }
 
 // parseRecord parses a directory record. Its name is that of Rock Ridge, or empty.

@@ -21,6 +21,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
@@ -86,6 +88,7 @@ func (m Machine) Choose(s metadata.Sources) (local, cloud []string) {
 
 // Find returns the metadata of the first of these providers that is there, or [ErrAbsent].
 func (m Machine) Find(ctx context.Context, names []string) (*Found, error) {
+	var unread error
 	for _, n := range names {
 		f, err := m.find(ctx, n)
 		if err == nil {
@@ -95,8 +98,15 @@ func (m Machine) Find(ctx context.Context, names []string) (*Found, error) {
 		if !errors.Is(err, ErrAbsent) {
 			return nil, fmt.Errorf("metadata of the provider %s: %w", n, err)
 		}
+		if errors.Is(err, unix.EIO) {
+			unread = err
+		}
 	}
-	return nil, fmt.Errorf("%w (%s)", ErrAbsent, strings.Join(names, ", "))
+	err := fmt.Errorf("%w (%s)", ErrAbsent, strings.Join(names, ", "))
+	if unread != nil {
+		err = fmt.Errorf("%w: %w", err, unread)
+	}
+	return nil, err
 }
 
 func (m Machine) find(ctx context.Context, name string) (*Found, error) {

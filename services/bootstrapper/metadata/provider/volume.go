@@ -20,21 +20,29 @@ type volume struct {
 	iso           bool // ISO 9660, which this package reads itself; otherwise vfat, which the kernel mounts
 }
 
-// volumes returns the volumes with one of these labels, in the order of the devices' names. Case does not matter, since tools for vfat change it.
-func (m Machine) volumes(labels ...string) ([]volume, error) {
-	all, err := os.ReadDir(filepath.Join(m.Sys, "class/block"))
+// volumes returns the volumes with one of these labels, in the order of the devices' names, and the error of those that can't be read. Case does not matter,
+// since tools for vfat change it.
+func (m Machine) volumes(labels ...string) (out []volume, unread, err error) {
+	class := filepath.Join(m.Sys, "class/block")
+	all, err := os.ReadDir(class)
 	if missing(err) {
-		return nil, nil
+		return nil, nil, nil
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	var out []volume
 	for _, e := range all {
+		// A partition that begins where its disk does shows the disk's own file system: a hybrid ISO image has one.
+		if start, err := os.ReadFile(filepath.Join(class, e.Name(), "start")); err == nil && strings.TrimSpace(string(start)) == "0" {
+			continue
+		}
 		v := volume{device: filepath.Join(m.Dev, e.Name())}
 		if v.label, err = fatLabel(v.device); err != nil {
 			if v.label, err = isoLabel(v.device); err != nil {
-				continue // another file system, or none
+				if errors.Is(err, unix.EIO) { // otherwise another file system, or none
+					unread = errors.Join(unread, err)
+				}
+				continue
 			}
 			v.iso = true
 		}
@@ -44,15 +52,17 @@ func (m Machine) volumes(labels ...string) ([]volume, error) {
 			}
 		}
 	}
-	return out, nil
+	return out, unread, nil
 }
 
 // one returns the volume with one of these labels. Two of them are an error: which one is meant is not known.
 func (m Machine) one(labels ...string) (volume, error) {
-	found, err := m.volumes(labels...)
+	found, unread, err := m.volumes(labels...)
 	switch {
 	case err != nil:
 		return volume{}, err
+	case len(found) == 0 && unread != nil:
+		return volume{}, fmt.Errorf("%w: no volume that can be read is labeled %s: %w", ErrAbsent, strings.Join(labels, " or "), unread)
 	case len(found) == 0:
 		return volume{}, fmt.Errorf("%w: no volume is labeled %s", ErrAbsent, strings.Join(labels, " or "))
 	case len(found) > 1:

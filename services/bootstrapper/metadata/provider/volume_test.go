@@ -64,8 +64,36 @@ func TestNoCloudVolumesAreRead(t *testing.T) {
 	}
 	m := machine(t)
 	volumeOf(t, m, "sr0", "nocloud-joliet-only.iso.gz")
-	if _, err := complete(t, m, metadata.ProviderNoCloud); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "user-data") {
+	if _, err := complete(t, m, metadata.ProviderNoCloud); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "user-data") || !strings.Contains(err.Error(), "-rock") || !strings.Contains(err.Error(), "no user data") {
 		t.Errorf("a volume without Rock Ridge: %v", err)
+	}
+}
+
+func TestADeviceThatCannotBeReadIsNamed(t *testing.T) {
+	m := machine(t)
+	place(t, m.Sys, "class/block/sdb/dev", "")
+	if err := os.Symlink("/proc/self/mem", m.Dev+"/sdb"); err != nil { // its first page can't be read: EIO
+		t.Fatal(err)
+	}
+	if _, err := complete(t, m, metadata.ProviderNoCloud); !errors.Is(err, ErrAbsent) || !strings.Contains(err.Error(), m.Dev+"/sdb") {
+		t.Errorf("%v", err)
+	}
+	volumeOf(t, m, "sr0", "nocloud-xorriso.iso.gz")
+	if _, err := complete(t, m, metadata.ProviderNoCloud); err != nil {
+		t.Errorf("beside a volume: %v", err)
+	}
+}
+
+func TestAHybridImageIsOneVolume(t *testing.T) {
+	m := machine(t)
+	volumeOf(t, m, "sda", "nocloud-xorriso.iso.gz")
+	volumeOf(t, m, "sda1", "nocloud-xorriso.iso.gz")
+	if _, err := complete(t, m, metadata.ProviderNoCloud); err == nil || !strings.Contains(err.Error(), "both have the label") {
+		t.Errorf("two volumes: %v", err)
+	}
+	place(t, m.Sys, "class/block/sda1/start", "0\n")
+	if got, err := complete(t, m, metadata.ProviderNoCloud); err != nil || got.Source.From != m.Dev+"/sda" {
+		t.Errorf("a partition that is the whole disk: %+v, %v", got, err)
 	}
 }
 
