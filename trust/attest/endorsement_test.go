@@ -122,6 +122,60 @@ func TestRulesOfPlatformKeysAreParsed(t *testing.T) {
 	}
 }
 
+func TestRulesOfNitroDocumentsAreParsed(t *testing.T) {
+	_, pemRoot := ca(t, "operator")
+	_, cloud := ca(t, "cloud")
+	id := strings.Repeat("ab", 32)
+	rule := func(f func(*attestv1.NitroRoot)) func(*attestv1.Policy) {
+		return func(p *attestv1.Policy) {
+			r := &attestv1.NitroRoot{Pem: cloud, MachineIds: []string{id}}
+			f(r)
+			p.Tpm2.NitroRoots = append(p.Tpm2.NitroRoots, r)
+		}
+	}
+	good := rule(func(*attestv1.NitroRoot) {})
+	none := rule(func(r *attestv1.NitroRoot) { r.MachineIds = nil })
+	for name, tt := range map[string]struct {
+		change []func(*attestv1.Policy)
+		want   string // part of the error; empty: accepted
+	}{
+		"listed machines are read":              {[]func(*attestv1.Policy){good}, ""},
+		"a rule beside no EK root is read":      {[]func(*attestv1.Policy){good, func(p *attestv1.Policy) { p.Tpm2.EkRoots = nil }}, ""},
+		"two rules of an authority are read":    {[]func(*attestv1.Policy){good, good}, ""},
+		"any machine is read if that is wanted": {[]func(*attestv1.Policy){none, func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true} }}, ""},
+		"no machine":                            {[]func(*attestv1.Policy){none}, "A6"},
+		"no machine in one of two rules":        {[]func(*attestv1.Policy){good, none}, "A6"},
+		"no certificate":                        {[]func(*attestv1.Policy){rule(func(r *attestv1.NitroRoot) { r.Pem = "" })}, "one PEM certificate"},
+		"two certificates":                      {[]func(*attestv1.Policy){rule(func(r *attestv1.NitroRoot) { r.Pem += r.GetPem() })}, "one PEM certificate"},
+		"a machine ID in capitals":              {[]func(*attestv1.Policy){rule(func(r *attestv1.NitroRoot) { r.MachineIds = []string{strings.ToUpper(id)} })}, "machineIds"},
+		"a machine ID that is too short":        {[]func(*attestv1.Policy){rule(func(r *attestv1.NitroRoot) { r.MachineIds = []string{id[2:]} })}, "machineIds"},
+		"too many authorities":                  {slices.Repeat([]func(*attestv1.Policy){good}, 33), "more than 32"},
+		"a revoked machine": {[]func(*attestv1.Policy){good, func(p *attestv1.Policy) {
+			p.Tpm2.Revoked = &attestv1.Revoked{Keys: []string{id}}
+		}}, "nitroRoots[0].machineIds lists it"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := goodPolicy(pemRoot)
+			for _, c := range tt.change {
+				c(p)
+			}
+			policy, err := ParsePolicy(encode(t, p))
+			switch {
+			case tt.want == "":
+				if err != nil {
+					t.Error(err)
+				} else if last := policy.Authorities(); !strings.HasPrefix(last[len(last)-1].Field, "tpm2.nitroRoots[") || !policy.OnlyECC() {
+					t.Errorf("authorities %+v", last)
+				}
+			case err == nil || !strings.Contains(err.Error(), tt.want):
+				t.Errorf("error %v, want one about %q", err, tt.want)
+			case ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID:
+				t.Errorf("reason %s", ReasonOf(err))
+			}
+		})
+	}
+}
+
 func TestAnEndorsementIsAppraisedByItsOwnRules(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	for name, tt := range map[string]struct {

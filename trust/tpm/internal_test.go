@@ -33,7 +33,7 @@ func NonceTemplate(i int, nonce []byte) gotpm.TPMTPublic {
 func (t *TPM) Forget() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.ek, t.platform = nil, nil
+	t.ek, t.platform, t.nitro = nil, nil, nil
 	t.keys = map[keyID]savedKey{}
 }
 
@@ -41,6 +41,7 @@ func (t *TPM) Forget() {
 var (
 	OpenPath          = openPath
 	SplitCertificates = splitCertificates
+	DirectPath        = directPath
 )
 
 // Patient returns a TPM that retries as conn's does.

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"regexp"
 	"syscall"
 	"time"
 
@@ -18,6 +19,18 @@ import (
 // maxResponse bounds a response. TPM_PT_MAX_RESPONSE_SIZE is 4096 bytes on every TPM
 // that follows the PC Client Profile.
 const maxResponse = 8192
+
+var managed = regexp.MustCompile(`^(.*/tpm)rm([0-9]+)$`)
+
+// directPath returns the device without the kernel's resource manager, /dev/tpm0 for /dev/tpmrm0, and
+// false if path is no device of the resource manager. The kernel lets one process at a time open it.
+func directPath(path string) (string, bool) {
+	m := managed.FindStringSubmatch(path)
+	if m == nil {
+		return "", false
+	}
+	return m[1] + m[2], true
+}
 
 func openPath(path string) (transport.TPMCloser, error) {
 	fi, err := os.Stat(path)

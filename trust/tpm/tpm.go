@@ -54,6 +54,10 @@ type Device interface {
 	// Certify signs extraData and the name of the attestation key with the platform key. The
 	// error wraps [ErrNoPlatformKey] if there is none.
 	Certify(ctx context.Context, extraData [32]byte) (Certified, error)
+	// NitroDocument returns AWS's attestation document about the attestation key, made for nonce:
+	// a COSE_Sign1 structure of 1 byte to 8 KiB. The error wraps [ErrNoNitroTPM] if the TPM makes
+	// none.
+	NitroDocument(ctx context.Context, nonce [32]byte) ([]byte, error)
 	// ActivateCredential opens a credential that was made for the endorsement key
 	// and the name of the attestation key: TPMS_ID_OBJECT and the content of
 	// TPM2B_ENCRYPTED_SECRET. The result is a secret.
@@ -138,12 +142,15 @@ func WithLock(path string) Option { return func(t *TPM) { t.lock = path } }
 // sequences wait for each other.
 type TPM struct {
 	open func() (transport.TPMCloser, error)
-	lock string        // empty: no other process can reach this TPM
-	slot chan struct{} // holds one token: the right to run a sequence in this process
+	// direct opens the TPM for commands of its vendor, if that is done in another way.
+	direct func() (transport.TPMCloser, error)
+	lock   string        // empty: no other process can reach this TPM
+	slot   chan struct{} // holds one token: the right to run a sequence in this process
 
 	mu       sync.Mutex // guards the following fields; never held during commands
 	ek       *knownEK
 	platform *knownPlatform
+	nitro    *bool // whether it is a NitroTPM; nil: not known yet
 	keys     map[keyID]savedKey
 }
 
@@ -153,6 +160,9 @@ var _ Device = (*TPM)(nil)
 // of the emulator swtpm). It opens nothing before the first call of a method.
 func Open(path string, opts ...Option) *TPM {
 	t := newTPM(func() (transport.TPMCloser, error) { return openPath(path) })
+	if direct, ok := directPath(path); ok {
+		t.direct = func() (transport.TPMCloser, error) { return openPath(direct) }
+	}
 	t.lock = DefaultLock
 	for _, o := range opts {
 		o(t)

@@ -44,6 +44,8 @@ type Options struct {
 	Bare bool
 	// Platform gives the machine a platform key; nil: it has none.
 	Platform *Platform
+	// Nitro makes its TPM a NitroTPM, whose quotes are of SHA-384 unless Bank is set; nil: it is none.
+	Nitro *Nitro
 	// TPM is a machine that has the same TPM, and so the same attestation key; nil: none. With
 	// another endorsement key it is another machine.
 	TPM *Machine
@@ -84,6 +86,7 @@ type Machine struct {
 	akPub    gotpm.TPMTPublic
 	chain    [][]byte
 	platform *platformKey // nil: it has none
+	nitro    *nitroTPM    // nil: it is none
 	log      string       // path
 
 	mu       sync.Mutex
@@ -106,7 +109,11 @@ func NewMachine(t testing.TB, ca *CA, opts Options) *Machine {
 	if opts.Image == "" {
 		opts.Image = "image"
 	}
-	if opts.Bank == 0 {
+	switch {
+	case opts.Bank != 0:
+	case opts.Nitro != nil:
+		opts.Bank = tpm.SHA384
+	default:
 		opts.Bank = tpm.SHA256
 	}
 	m := &Machine{t: t, opts: opts, ca: ca, log: filepath.Join(t.TempDir(), "binary_bios_measurements")}
@@ -130,6 +137,7 @@ func NewMachine(t testing.TB, ca *CA, opts Options) *Machine {
 	}
 	m.chain = ca.Issue(t, endorsement, opts.Tamper.Certificate)
 	m.platform = newPlatformKey(t, ca, opts.Platform)
+	m.nitro = newNitroTPM(t, ca, opts.Nitro)
 	m.akPub = tpm.AKTemplate(false)
 	m.akPub.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgECC, point(t, &m.ak.PublicKey))
 	if opts.Tamper.AK != nil {

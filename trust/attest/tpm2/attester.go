@@ -146,6 +146,7 @@ func (a *Attester) evidence(batch *batch, i int, events []byte) *attestv1.Eviden
 		EkCertificates: batch.by.certificates,
 		EkPublic:       batch.by.bare,
 		PlatformKey:    batch.by.platform,
+		NitroDocument:  batch.by.nitro,
 		AkPublic:       batch.quote.AKPublic,
 		Attest:         batch.quote.Attest,
 		Signature:      batch.quote.Signature,

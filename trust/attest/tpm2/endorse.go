@@ -10,6 +10,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/bareek"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/ekcert"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/nitrotpm"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/platformak"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -19,55 +20,70 @@ type endorsed struct {
 	certificates [][]byte // of the endorsement key
 	bare         []byte   // SubjectPublicKeyInfo of an endorsement key without a certificate
 	platform     *attestv1.PlatformKey
+	nitro        []byte // attestation document
 }
 
 // Endorser is the part of a [tpm.Device] that decides by which endorsement a machine is known.
 type Endorser interface {
 	PlatformCertificates(ctx context.Context) ([][]byte, error)
+	NitroDocument(ctx context.Context, nonce [32]byte) ([]byte, error)
 	EndorsementKey(ctx context.Context) (tpm.EK, error)
 }
 
-// endorse makes the machine's endorsement: by the platform key if the TPM has one, else by the
-// endorsement key's certificate, else by the endorsement key alone. The order is fixed, because one
-// TPM must not be two machines (A8). top is what the quote signs.
+// endorse makes the machine's endorsement: by the platform key if the TPM has one, else by NitroTPM's
+// document, else by the endorsement key's certificate, else by the endorsement key alone. The order is
+// fixed, because one TPM must not be two machines (A8). top is what the quote signs.
 func (a *Attester) endorse(ctx context.Context, top digest) (endorsed, error) {
-	platform, ek, err := keys(ctx, a.cfg.TPM)
-	if err != nil {
+	found, err := keys(ctx, a.cfg.TPM, top)
+	switch {
+	case err != nil:
 		return endorsed{}, err
-	}
-	if platform != nil {
+	case found.platform != nil:
 		c, err := a.cfg.TPM.Certify(ctx, top)
-		return endorsed{platform: &attestv1.PlatformKey{Certificates: platform, Attest: c.Attest, Signature: c.Signature}}, err
+		return endorsed{platform: &attestv1.PlatformKey{Certificates: found.platform, Attest: c.Attest, Signature: c.Signature}}, err
+	case found.nitro != nil:
+		if a.cfg.Bank != tpm.SHA384 {
+			return endorsed{}, fmt.Errorf("tpm2: a NitroTPM document has the PCRs of bank sha384 alone, this machine quotes %s: set tpm.bank of its image.yaml to sha384", a.cfg.Bank)
+		}
+		return endorsed{nitro: found.nitro}, nil
+	case len(found.ek.Certificates) > 0:
+		return endorsed{certificates: found.ek.Certificates}, nil
 	}
-	if len(ek.Certificates) > 0 {
-		return endorsed{certificates: ek.Certificates}, nil
-	}
-	spki, err := ek.SPKI()
+	spki, err := found.ek.SPKI()
 	return endorsed{bare: spki}, err
 }
 
-// keys returns the platform key's certificates, or, if there is no such key, the endorsement key.
-func keys(ctx context.Context, t Endorser) ([][]byte, tpm.EK, error) {
+// known is by what a machine is known: the platform key's certificates, NitroTPM's document, or the
+// endorsement key.
+type known struct {
+	platform [][]byte
+	nitro    []byte
+	ek       tpm.EK
+}
+
+// keys returns the first of them that the TPM has. A document is made for nonce.
+func keys(ctx context.Context, t Endorser, nonce digest) (known, error) {
 	platform, err := t.PlatformCertificates(ctx)
-	if err == nil {
-		return platform, tpm.EK{}, nil
-	}
 	if !errors.Is(err, tpm.ErrNoPlatformKey) {
-		return nil, tpm.EK{}, err
+		return known{platform: platform}, err
+	}
+	document, err := t.NitroDocument(ctx, nonce)
+	if !errors.Is(err, tpm.ErrNoNitroTPM) {
+		return known{nitro: document}, err
 	}
 	ek, err := t.EndorsementKey(ctx)
-	return nil, ek, err
+	return known{ek: ek}, err
 }
 
 // Identity returns the machine's own ID and the name of the endorsement that it is known by. It is no
 // proof for a peer.
 func Identity(ctx context.Context, t Endorser) (attest.MachineID, string, error) {
-	platform, ek, err := keys(ctx, t)
-	if err != nil {
+	found, err := keys(ctx, t, digest{})
+	switch {
+	case err != nil:
 		return attest.MachineID{}, "", err
-	}
-	if platform != nil {
-		leaf, err := x509.ParseCertificate(platform[0])
+	case found.platform != nil:
+		leaf, err := x509.ParseCertificate(found.platform[0])
 		if err != nil {
 			return attest.MachineID{}, "", fmt.Errorf("platform key certificate: %w", err)
 		}
@@ -76,12 +92,18 @@ func Identity(ctx context.Context, t Endorser) (attest.MachineID, string, error)
 			return attest.MachineID{}, "", fmt.Errorf("platform key certificate: %w", err)
 		}
 		return platformak.MachineID(leaf, instance), platformak.Name, nil
+	case found.nitro != nil:
+		module, err := nitrotpm.Module(found.nitro)
+		if err != nil {
+			return attest.MachineID{}, "", fmt.Errorf("NitroTPM document: %w", err)
+		}
+		return nitrotpm.MachineID(module), nitrotpm.Name, nil
 	}
-	spki, err := ek.SPKI()
+	spki, err := found.ek.SPKI()
 	if err != nil {
 		return attest.MachineID{}, "", err
 	}
-	if len(ek.Certificates) > 0 {
+	if len(found.ek.Certificates) > 0 {
 		return attest.MachineIDOf(spki), ekcert.Name, nil
 	}
 	return attest.MachineIDOf(spki), bareek.Name, nil

@@ -38,6 +38,15 @@ func TestOnlyAMissingPlaceInAListCanBeApproved(t *testing.T) {
 	certified, bare := machine(attesttest.Options{}), machine(attesttest.Options{Bare: true})
 	rented := machine(attesttest.Options{Platform: &attesttest.Platform{CA: cloud, Project: "ours", Zone: "a"}})
 	foreign := machine(attesttest.Options{Platform: &attesttest.Platform{CA: cloud, Project: "theirs", Zone: "a"}})
+	inAWS := machine(attesttest.Options{Nitro: &attesttest.Nitro{CA: cloud}})
+	aws := func(id string) func(*attestv1.Policy) {
+		return func(p *attestv1.Policy) {
+			p.Tpm2.NitroRoots = append(p.Tpm2.NitroRoots, &attestv1.NitroRoot{Pem: cloud.PEM(), MachineIds: []string{id}})
+		}
+	}
+	foreignAWS := func(p *attestv1.Policy) {
+		p.Tpm2.NitroRoots = append(p.Tpm2.NitroRoots, &attestv1.NitroRoot{Pem: ca.PEM(), MachineIds: []string{other}})
+	}
 	tampered := machine(attesttest.Options{Bare: true, Image: "tampered"})
 	locked := machine(attesttest.Options{Bare: true})
 	locked.LockTo([32]byte{9})
@@ -45,7 +54,7 @@ func TestOnlyAMissingPlaceInAListCanBeApproved(t *testing.T) {
 	refused, untrusted := attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED
 	ok := attestv1.Reason_REASON_ACCEPTED
 	for name, tt := range map[string]struct {
-		m       *attesttest.Machine
+		m       *attesttest.Machine // the policy has the bank and values of model, of AWS's those of inAWS
 		changes []func(*attestv1.Policy)
 		list    string
 		want    attestv1.Reason // of what remains once it is listed
@@ -66,6 +75,11 @@ func TestOnlyAMissingPlaceInAListCanBeApproved(t *testing.T) {
 		"a rented machine of a rule without a list":  {rented, []func(*attestv1.Policy){clouds(func(r *attestv1.PlatformRoot) { r.MachineIds = nil })}, "", ok, ok},
 		"a rented machine of the second rule":        {rented, []func(*attestv1.Policy){clouds(func(r *attestv1.PlatformRoot) { r.Zones = []string{"b"} }), clouds(same)}, "tpm2.platformRoots[1].machineIds", ok, refused},
 		"a rented machine of another project":        {foreign, []func(*attestv1.Policy){clouds(same)}, "", untrusted, untrusted},
+		"a machine of AWS":                           {inAWS, []func(*attestv1.Policy){aws(other)}, "tpm2.nitroRoots[0].machineIds", ok, refused},
+		"a machine of AWS that is listed":            {inAWS, []func(*attestv1.Policy){aws(inAWS.ID().String())}, "", ok, ok},
+		"a machine of AWS, of the second rule":       {inAWS, []func(*attestv1.Policy){foreignAWS, aws(other)}, "tpm2.nitroRoots[1].machineIds", ok, refused},
+		"a machine of AWS below no listed root":      {inAWS, []func(*attestv1.Policy){foreignAWS}, "", untrusted, untrusted},
+		"a machine of AWS that is revoked":           {inAWS, []func(*attestv1.Policy){aws(other), revoke(inAWS)}, "", untrusted, untrusted},
 		"a rented machine without a rule for clouds": {rented, nil, "", untrusted, untrusted},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -74,7 +88,11 @@ func TestOnlyAMissingPlaceInAListCanBeApproved(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			p := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{model}, tt.changes...)
+			values := model
+			if tt.m == inAWS {
+				values = inAWS
+			}
+			p := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{values}, tt.changes...)
 			list, err := p.AppraiseAsListed(c, attest.Unlocked())
 			if list != tt.list || attest.ReasonOf(err) != tt.want {
 				t.Errorf("list %q, %v; want %q and %s", list, err, tt.list, attest.ReasonName(tt.want))

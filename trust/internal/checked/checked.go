@@ -74,27 +74,27 @@ type Endorsement struct {
 	// EKPublic is the endorsement key's SubjectPublicKeyInfo in DER, of which Machine is the SHA-256;
 	// nil if the machine is known by another key.
 	EKPublic []byte
-	// KeyKind is the kind of the endorsed key, as in [attest.EKKind]: of the endorsement key, or of
-	// the platform's attestation key.
+	// KeyKind is the kind of the endorsed key, as in [attest.EKKind]: of the endorsement key, of the
+	// platform's attestation key, or of the attestation key that a document names.
 	KeyKind string
 	// Root is the root certificate to which the endorsed key's certificate chains; nil if it has none.
 	Root *x509.Certificate
 	// Chain has the certificates from the endorsed key's to Root.
 	Chain []Certificate
-	// Instance is the virtual machine that the certificate names; zero if it names none.
+	// Instance is the virtual machine that the certificate or document names; zero if none is named.
 	Instance Instance
 }
 
 // Instance is a virtual machine of a cloud.
 type Instance struct {
-	// Provider is the cloud: "gcp" or "azure"; empty for the zero value.
+	// Provider is the cloud: "gcp", "azure" or "aws"; empty for the zero value.
 	Provider string
 	// Project and ProjectNumber, Zone and ID are those of gcp.
 	Project       string
 	ProjectNumber uint64
 	Zone          string
 	ID            uint64
-	// Name is its name in the certificate.
+	// Name is its name in the certificate; for aws, the instance's ID.
 	Name string
 }
 

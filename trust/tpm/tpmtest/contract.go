@@ -56,6 +56,11 @@ func contract(t *testing.T, open func(testing.TB) tpm.Device, bare bool) {
 			t.Error("asked again, it is another key")
 		}
 	})
+	t.Run("a TPM that is no NitroTPM makes no document", func(t *testing.T) {
+		if _, err := dev.NitroDocument(ctx, [32]byte{1}); !errors.Is(err, tpm.ErrNoNitroTPM) {
+			t.Errorf("%v, want ErrNoNitroTPM", err)
+		}
+	})
 	t.Run("a TPM without a platform key has none", func(t *testing.T) {
 		if _, err := dev.PlatformCertificates(ctx); !errors.Is(err, tpm.ErrNoPlatformKey) {
 			t.Errorf("%v, want ErrNoPlatformKey", err)

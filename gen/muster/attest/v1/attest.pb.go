@@ -375,7 +375,7 @@ func (*Evidence_Tpm2) isEvidence_Body() {}
 // Tpm2Evidence is one TPM2_Quote with the data needed to verify it. Structures are those
 // of the TPM 2.0 Library Specification, Part 2, as the TPM marshals them. It carries
 // exactly one endorsement of the attestation key, otherwise EVIDENCE_MALFORMED:
-// ek_certificates, ek_public or platform_key.
+// ek_certificates, ek_public, platform_key or nitro_document.
 type Tpm2Evidence struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// X.509 certificates in DER: the endorsement key's first, then its issuers in order,
@@ -417,7 +417,15 @@ type Tpm2Evidence struct {
 	// The report of the processor below a confidential virtual machine; unset if the
 	// machine has none. It adds nothing to the machine's ID. Verified only if the policy has
 	// rules for its kind, and only after everything else was accepted.
-	Hardware      *HardwareReport `protobuf:"bytes,13,opt,name=hardware,proto3" json:"hardware,omitempty"`
+	Hardware *HardwareReport `protobuf:"bytes,13,opt,name=hardware,proto3" json:"hardware,omitempty"`
+	// The attestation document of an AWS NitroTPM about the key of ak_public: a COSE_Sign1
+	// structure (RFC 9052, section 4.2) without a tag, at most 8 KiB, otherwise
+	// EVIDENCE_MALFORMED. Its public_key is the SubjectPublicKeyInfo in DER of that key,
+	// otherwise AK_TEMPLATE; its nonce is the extraData of the quote, and its user_data
+	// "muster-atls/1 nitro-tpm", otherwise BINDING_MISMATCH. It has only PCRs of the bank
+	// SHA-384: a quote of another bank is refused with EVIDENCE_MALFORMED, other values with
+	// SIGNATURE_INVALID.
+	NitroDocument []byte `protobuf:"bytes,14,opt,name=nitro_document,json=nitroDocument,proto3" json:"nitro_document,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -532,6 +540,13 @@ func (x *Tpm2Evidence) GetPlatformKey() *PlatformKey {
 func (x *Tpm2Evidence) GetHardware() *HardwareReport {
 	if x != nil {
 		return x.Hardware
+	}
+	return nil
+}
+
+func (x *Tpm2Evidence) GetNitroDocument() []byte {
+	if x != nil {
+		return x.NitroDocument
 	}
 	return nil
 }
@@ -1460,6 +1475,9 @@ type Tpm2Policy struct {
 	// Set by the owner: clouds whose virtual machines are acceptable by a platform key.
 	// Empty: none is.
 	PlatformRoots []*PlatformRoot `protobuf:"bytes,9,rep,name=platform_roots,json=platformRoots,proto3" json:"platform_roots,omitempty"`
+	// Set by the owner: authorities for attestation documents of AWS NitroTPMs. Empty: no
+	// machine is accepted by such a document.
+	NitroRoots    []*NitroRoot `protobuf:"bytes,10,rep,name=nitro_roots,json=nitroRoots,proto3" json:"nitro_roots,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1546,6 +1564,13 @@ func (x *Tpm2Policy) GetBareMachineIds() []string {
 func (x *Tpm2Policy) GetPlatformRoots() []*PlatformRoot {
 	if x != nil {
 		return x.PlatformRoots
+	}
+	return nil
+}
+
+func (x *Tpm2Policy) GetNitroRoots() []*NitroRoot {
+	if x != nil {
+		return x.NitroRoots
 	}
 	return nil
 }
@@ -2109,6 +2134,67 @@ func (x *PlatformRoot) GetMachineIds() []string {
 	return nil
 }
 
+// NitroRoot is a certificate authority of AWS for attestation documents of NitroTPMs, and
+// which virtual machines are acceptable.
+type NitroRoot struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Exactly one X.509 certificate of a certificate authority in PEM, otherwise
+	// POLICY_INVALID. A document's certificate must chain to one of them, otherwise
+	// EK_UNTRUSTED.
+	Pem string `protobuf:"bytes,1,opt,name=pem,proto3" json:"pem,omitempty"`
+	// Machine IDs that are acceptable, as `muster verify` shows them. A machine that is not
+	// listed is refused with POLICY_REFUSED. A policy with a root without machine_ids needs
+	// insecure.any_machine, otherwise POLICY_INVALID: anybody can rent a machine of AWS, and
+	// documents name no account.
+	MachineIds    []string `protobuf:"bytes,2,rep,name=machine_ids,json=machineIds,proto3" json:"machine_ids,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NitroRoot) Reset() {
+	*x = NitroRoot{}
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NitroRoot) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NitroRoot) ProtoMessage() {}
+
+func (x *NitroRoot) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NitroRoot.ProtoReflect.Descriptor instead.
+func (*NitroRoot) Descriptor() ([]byte, []int) {
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *NitroRoot) GetPem() string {
+	if x != nil {
+		return x.Pem
+	}
+	return ""
+}
+
+func (x *NitroRoot) GetMachineIds() []string {
+	if x != nil {
+		return x.MachineIds
+	}
+	return nil
+}
+
 // PcrValue is the value that one PCR must have.
 type PcrValue struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2123,7 +2209,7 @@ type PcrValue struct {
 
 func (x *PcrValue) Reset() {
 	*x = PcrValue{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[26]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2135,7 +2221,7 @@ func (x *PcrValue) String() string {
 func (*PcrValue) ProtoMessage() {}
 
 func (x *PcrValue) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[26]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2148,7 +2234,7 @@ func (x *PcrValue) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PcrValue.ProtoReflect.Descriptor instead.
 func (*PcrValue) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{26}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *PcrValue) GetIndex() uint32 {
@@ -2195,7 +2281,7 @@ type HardwarePolicy struct {
 
 func (x *HardwarePolicy) Reset() {
 	*x = HardwarePolicy{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[27]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2207,7 +2293,7 @@ func (x *HardwarePolicy) String() string {
 func (*HardwarePolicy) ProtoMessage() {}
 
 func (x *HardwarePolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[27]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2220,7 +2306,7 @@ func (x *HardwarePolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HardwarePolicy.ProtoReflect.Descriptor instead.
 func (*HardwarePolicy) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{27}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *HardwarePolicy) GetRequire() []string {
@@ -2320,7 +2406,7 @@ type SevSnpRules struct {
 
 func (x *SevSnpRules) Reset() {
 	*x = SevSnpRules{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[28]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2332,7 +2418,7 @@ func (x *SevSnpRules) String() string {
 func (*SevSnpRules) ProtoMessage() {}
 
 func (x *SevSnpRules) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[28]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2345,7 +2431,7 @@ func (x *SevSnpRules) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SevSnpRules.ProtoReflect.Descriptor instead.
 func (*SevSnpRules) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{28}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SevSnpRules) GetMinTcb() []*SevSnpTcb {
@@ -2462,7 +2548,7 @@ type SevSnpTcb struct {
 
 func (x *SevSnpTcb) Reset() {
 	*x = SevSnpTcb{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[29]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2474,7 +2560,7 @@ func (x *SevSnpTcb) String() string {
 func (*SevSnpTcb) ProtoMessage() {}
 
 func (x *SevSnpTcb) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[29]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2487,7 +2573,7 @@ func (x *SevSnpTcb) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SevSnpTcb.ProtoReflect.Descriptor instead.
 func (*SevSnpTcb) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{29}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *SevSnpTcb) GetProduct() string {
@@ -2563,7 +2649,7 @@ type TdxRules struct {
 
 func (x *TdxRules) Reset() {
 	*x = TdxRules{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[30]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2575,7 +2661,7 @@ func (x *TdxRules) String() string {
 func (*TdxRules) ProtoMessage() {}
 
 func (x *TdxRules) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[30]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2588,7 +2674,7 @@ func (x *TdxRules) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TdxRules.ProtoReflect.Descriptor instead.
 func (*TdxRules) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{30}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *TdxRules) GetStatuses() []string {
@@ -2653,7 +2739,7 @@ type TdxModule struct {
 
 func (x *TdxModule) Reset() {
 	*x = TdxModule{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[31]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2665,7 +2751,7 @@ func (x *TdxModule) String() string {
 func (*TdxModule) ProtoMessage() {}
 
 func (x *TdxModule) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[31]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2678,7 +2764,7 @@ func (x *TdxModule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TdxModule.ProtoReflect.Descriptor instead.
 func (*TdxModule) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{31}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *TdxModule) GetMajor() uint32 {
@@ -2721,7 +2807,7 @@ type Collateral struct {
 
 func (x *Collateral) Reset() {
 	*x = Collateral{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[32]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2733,7 +2819,7 @@ func (x *Collateral) String() string {
 func (*Collateral) ProtoMessage() {}
 
 func (x *Collateral) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[32]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2746,7 +2832,7 @@ func (x *Collateral) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Collateral.ProtoReflect.Descriptor instead.
 func (*Collateral) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{32}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Collateral) GetAmdCrls() [][]byte {
@@ -2811,7 +2897,7 @@ type InsecureSwitches struct {
 
 func (x *InsecureSwitches) Reset() {
 	*x = InsecureSwitches{}
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[33]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2823,7 +2909,7 @@ func (x *InsecureSwitches) String() string {
 func (*InsecureSwitches) ProtoMessage() {}
 
 func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_attest_v1_attest_proto_msgTypes[33]
+	mi := &file_muster_attest_v1_attest_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2836,7 +2922,7 @@ func (x *InsecureSwitches) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InsecureSwitches.ProtoReflect.Descriptor instead.
 func (*InsecureSwitches) Descriptor() ([]byte, []int) {
-	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{33}
+	return file_muster_attest_v1_attest_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *InsecureSwitches) GetAnyMachine() bool {
@@ -2886,7 +2972,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\x06format\x18\x01 \x01(\x0e2\x18.muster.attest.v1.FormatR\x06format\x124\n" +
 	"\x04tpm2\x18\x02 \x01(\v2\x1e.muster.attest.v1.Tpm2EvidenceH\x00R\x04tpm2\x12C\n" +
 	"\rsigned_policy\x18\x03 \x01(\v2\x1e.muster.attest.v1.SignedPolicyR\fsignedPolicyB\x06\n" +
-	"\x04body\"\xab\x03\n" +
+	"\x04body\"\xd2\x03\n" +
 	"\fTpm2Evidence\x12'\n" +
 	"\x0fek_certificates\x18\x01 \x03(\fR\x0eekCertificates\x12\x1b\n" +
 	"\tak_public\x18\x02 \x01(\fR\bakPublic\x12\x16\n" +
@@ -2901,7 +2987,8 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	" \x01(\fR\x06events\x12\x1b\n" +
 	"\tek_public\x18\v \x01(\fR\bekPublic\x12@\n" +
 	"\fplatform_key\x18\f \x01(\v2\x1d.muster.attest.v1.PlatformKeyR\vplatformKey\x12<\n" +
-	"\bhardware\x18\r \x01(\v2 .muster.attest.v1.HardwareReportR\bhardwareJ\x04\b\t\x10\n" +
+	"\bhardware\x18\r \x01(\v2 .muster.attest.v1.HardwareReportR\bhardware\x12%\n" +
+	"\x0enitro_document\x18\x0e \x01(\fR\rnitroDocumentJ\x04\b\t\x10\n" +
 	"R\tevent_log\"g\n" +
 	"\vPlatformKey\x12\"\n" +
 	"\fcertificates\x18\x01 \x03(\fR\fcertificates\x12\x16\n" +
@@ -2956,7 +3043,7 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"node_cidrs\x18\x05 \x03(\tR\tnodeCidrs\x12>\n" +
 	"\binsecure\x18\x06 \x01(\v2\".muster.attest.v1.InsecureSwitchesR\binsecure\x12%\n" +
 	"\x0econtrol_planes\x18\a \x03(\tR\rcontrolPlanes\x12<\n" +
-	"\bhardware\x18\b \x01(\v2 .muster.attest.v1.HardwarePolicyR\bhardware\"\x93\x03\n" +
+	"\bhardware\x18\b \x01(\v2 .muster.attest.v1.HardwarePolicyR\bhardware\"\xd1\x03\n" +
 	"\n" +
 	"Tpm2Policy\x12\x1f\n" +
 	"\vmachine_ids\x18\x01 \x03(\tR\n" +
@@ -2967,7 +3054,10 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\aclasses\x18\x06 \x03(\v2\x1e.muster.attest.v1.MachineClassR\aclasses\x123\n" +
 	"\arevoked\x18\a \x01(\v2\x19.muster.attest.v1.RevokedR\arevoked\x12(\n" +
 	"\x10bare_machine_ids\x18\b \x03(\tR\x0ebareMachineIds\x12E\n" +
-	"\x0eplatform_roots\x18\t \x03(\v2\x1e.muster.attest.v1.PlatformRootR\rplatformRootsJ\x04\b\x04\x10\x05R\x04pcrs\"g\n" +
+	"\x0eplatform_roots\x18\t \x03(\v2\x1e.muster.attest.v1.PlatformRootR\rplatformRoots\x12<\n" +
+	"\vnitro_roots\x18\n" +
+	" \x03(\v2\x1b.muster.attest.v1.NitroRootR\n" +
+	"nitroRootsJ\x04\b\x04\x10\x05R\x04pcrs\"g\n" +
 	"\aRevoked\x12\x12\n" +
 	"\x04keys\x18\x01 \x03(\tR\x04keys\x12H\n" +
 	"\fcertificates\x18\x02 \x03(\v2$.muster.attest.v1.RevokedCertificateR\fcertificates\"K\n" +
@@ -3002,6 +3092,10 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\bprojects\x18\x04 \x03(\tR\bprojects\x12\x14\n" +
 	"\x05zones\x18\x05 \x03(\tR\x05zones\x12\x1f\n" +
 	"\vmachine_ids\x18\x06 \x03(\tR\n" +
+	"machineIds\">\n" +
+	"\tNitroRoot\x12\x10\n" +
+	"\x03pem\x18\x01 \x01(\tR\x03pem\x12\x1f\n" +
+	"\vmachine_ids\x18\x02 \x03(\tR\n" +
 	"machineIds\"6\n" +
 	"\bPcrValue\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x14\n" +
@@ -3084,7 +3178,7 @@ func file_muster_attest_v1_attest_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_attest_v1_attest_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
+var file_muster_attest_v1_attest_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(Format)(0),                 // 0: muster.attest.v1.Format
 	(*Frame)(nil),               // 1: muster.attest.v1.Frame
@@ -3113,16 +3207,17 @@ var file_muster_attest_v1_attest_proto_goTypes = []any{
 	(*SecureBootRule)(nil),      // 24: muster.attest.v1.SecureBootRule
 	(*EkRoot)(nil),              // 25: muster.attest.v1.EkRoot
 	(*PlatformRoot)(nil),        // 26: muster.attest.v1.PlatformRoot
-	(*PcrValue)(nil),            // 27: muster.attest.v1.PcrValue
-	(*HardwarePolicy)(nil),      // 28: muster.attest.v1.HardwarePolicy
-	(*SevSnpRules)(nil),         // 29: muster.attest.v1.SevSnpRules
-	(*SevSnpTcb)(nil),           // 30: muster.attest.v1.SevSnpTcb
-	(*TdxRules)(nil),            // 31: muster.attest.v1.TdxRules
-	(*TdxModule)(nil),           // 32: muster.attest.v1.TdxModule
-	(*Collateral)(nil),          // 33: muster.attest.v1.Collateral
-	(*InsecureSwitches)(nil),    // 34: muster.attest.v1.InsecureSwitches
-	(Reason)(0),                 // 35: muster.attest.v1.Reason
-	(*durationpb.Duration)(nil), // 36: google.protobuf.Duration
+	(*NitroRoot)(nil),           // 27: muster.attest.v1.NitroRoot
+	(*PcrValue)(nil),            // 28: muster.attest.v1.PcrValue
+	(*HardwarePolicy)(nil),      // 29: muster.attest.v1.HardwarePolicy
+	(*SevSnpRules)(nil),         // 30: muster.attest.v1.SevSnpRules
+	(*SevSnpTcb)(nil),           // 31: muster.attest.v1.SevSnpTcb
+	(*TdxRules)(nil),            // 32: muster.attest.v1.TdxRules
+	(*TdxModule)(nil),           // 33: muster.attest.v1.TdxModule
+	(*Collateral)(nil),          // 34: muster.attest.v1.Collateral
+	(*InsecureSwitches)(nil),    // 35: muster.attest.v1.InsecureSwitches
+	(Reason)(0),                 // 36: muster.attest.v1.Reason
+	(*durationpb.Duration)(nil), // 37: google.protobuf.Duration
 }
 var file_muster_attest_v1_attest_proto_depIdxs = []int32{
 	2,  // 0: muster.attest.v1.Frame.offer:type_name -> muster.attest.v1.Offer
@@ -3141,35 +3236,36 @@ var file_muster_attest_v1_attest_proto_depIdxs = []int32{
 	8,  // 13: muster.attest.v1.HardwareReport.tdx:type_name -> muster.attest.v1.TdxQuote
 	9,  // 14: muster.attest.v1.HardwareReport.azure:type_name -> muster.attest.v1.AzureReport
 	11, // 15: muster.attest.v1.EventLog.events:type_name -> muster.attest.v1.MeasuredEvent
-	35, // 16: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
-	36, // 17: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
-	35, // 18: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
-	36, // 19: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
+	36, // 16: muster.attest.v1.Verdict.reason:type_name -> muster.attest.v1.Reason
+	37, // 17: muster.attest.v1.Verdict.retry_after:type_name -> google.protobuf.Duration
+	36, // 18: muster.attest.v1.ErrorInfo.reason:type_name -> muster.attest.v1.Reason
+	37, // 19: muster.attest.v1.ErrorInfo.retry_after:type_name -> google.protobuf.Duration
 	18, // 20: muster.attest.v1.Policy.tpm2:type_name -> muster.attest.v1.Tpm2Policy
-	34, // 21: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
-	28, // 22: muster.attest.v1.Policy.hardware:type_name -> muster.attest.v1.HardwarePolicy
+	35, // 21: muster.attest.v1.Policy.insecure:type_name -> muster.attest.v1.InsecureSwitches
+	29, // 22: muster.attest.v1.Policy.hardware:type_name -> muster.attest.v1.HardwarePolicy
 	25, // 23: muster.attest.v1.Tpm2Policy.ek_roots:type_name -> muster.attest.v1.EkRoot
 	21, // 24: muster.attest.v1.Tpm2Policy.images:type_name -> muster.attest.v1.Image
 	22, // 25: muster.attest.v1.Tpm2Policy.classes:type_name -> muster.attest.v1.MachineClass
 	19, // 26: muster.attest.v1.Tpm2Policy.revoked:type_name -> muster.attest.v1.Revoked
 	26, // 27: muster.attest.v1.Tpm2Policy.platform_roots:type_name -> muster.attest.v1.PlatformRoot
-	20, // 28: muster.attest.v1.Revoked.certificates:type_name -> muster.attest.v1.RevokedCertificate
-	27, // 29: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
-	27, // 30: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
-	23, // 31: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
-	24, // 32: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
-	29, // 33: muster.attest.v1.HardwarePolicy.sev_snp:type_name -> muster.attest.v1.SevSnpRules
-	31, // 34: muster.attest.v1.HardwarePolicy.tdx:type_name -> muster.attest.v1.TdxRules
-	29, // 35: muster.attest.v1.HardwarePolicy.azure_sev_snp:type_name -> muster.attest.v1.SevSnpRules
-	31, // 36: muster.attest.v1.HardwarePolicy.azure_tdx:type_name -> muster.attest.v1.TdxRules
-	33, // 37: muster.attest.v1.HardwarePolicy.collateral:type_name -> muster.attest.v1.Collateral
-	30, // 38: muster.attest.v1.SevSnpRules.min_tcb:type_name -> muster.attest.v1.SevSnpTcb
-	32, // 39: muster.attest.v1.TdxRules.modules:type_name -> muster.attest.v1.TdxModule
-	40, // [40:40] is the sub-list for method output_type
-	40, // [40:40] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	27, // 28: muster.attest.v1.Tpm2Policy.nitro_roots:type_name -> muster.attest.v1.NitroRoot
+	20, // 29: muster.attest.v1.Revoked.certificates:type_name -> muster.attest.v1.RevokedCertificate
+	28, // 30: muster.attest.v1.Image.pcrs:type_name -> muster.attest.v1.PcrValue
+	28, // 31: muster.attest.v1.MachineClass.pcrs:type_name -> muster.attest.v1.PcrValue
+	23, // 32: muster.attest.v1.MachineClass.event_log:type_name -> muster.attest.v1.EventLogRules
+	24, // 33: muster.attest.v1.EventLogRules.secure_boot:type_name -> muster.attest.v1.SecureBootRule
+	30, // 34: muster.attest.v1.HardwarePolicy.sev_snp:type_name -> muster.attest.v1.SevSnpRules
+	32, // 35: muster.attest.v1.HardwarePolicy.tdx:type_name -> muster.attest.v1.TdxRules
+	30, // 36: muster.attest.v1.HardwarePolicy.azure_sev_snp:type_name -> muster.attest.v1.SevSnpRules
+	32, // 37: muster.attest.v1.HardwarePolicy.azure_tdx:type_name -> muster.attest.v1.TdxRules
+	34, // 38: muster.attest.v1.HardwarePolicy.collateral:type_name -> muster.attest.v1.Collateral
+	31, // 39: muster.attest.v1.SevSnpRules.min_tcb:type_name -> muster.attest.v1.SevSnpTcb
+	33, // 40: muster.attest.v1.TdxRules.modules:type_name -> muster.attest.v1.TdxModule
+	41, // [41:41] is the sub-list for method output_type
+	41, // [41:41] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_muster_attest_v1_attest_proto_init() }
@@ -3199,7 +3295,7 @@ func file_muster_attest_v1_attest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_attest_v1_attest_proto_rawDesc), len(file_muster_attest_v1_attest_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   34,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

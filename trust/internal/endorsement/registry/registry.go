@@ -6,6 +6,7 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/endorsement"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/bareek"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/ekcert"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/nitrotpm"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/platformak"
 )
 
@@ -14,6 +15,7 @@ var All = []endorsement.Endorsement{
 	ekcert.Endorsement{},
 	bareek.Endorsement{},
 	platformak.Endorsement{},
+	nitrotpm.Endorsement{},
 }
 
 // Of returns the one endorsement that the evidence carries. It refuses with EVIDENCE_MALFORMED if
