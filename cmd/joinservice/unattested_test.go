@@ -43,6 +43,7 @@ func TestMachinesThatGetNoSession(t *testing.T) {
 		"a TPM that no root certifies":  {machine: attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a TPM without a certificate":   {machine: machine(attesttest.Options{Bare: true}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a platform key without a rule": {machine: machine(attesttest.Options{Platform: &attesttest.Platform{Project: "ours", Zone: "a"}}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a NitroTPM without a rule":     {machine: machine(attesttest.Options{Nitro: &attesttest.Nitro{}}), reason: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a machine of another cluster":  {machine: elsewhere, reason: attestv1.Reason_REASON_LOCK_FOREIGN},
 		"a joinservice's evidence":      {machine: good, purpose: attest.PurposeJoinservice, reason: attestv1.Reason_REASON_BINDING_MISMATCH},
 		"public evidence":               {machine: good, purpose: attest.PurposePublic, reason: attestv1.Reason_REASON_BINDING_MISMATCH},

@@ -28,6 +28,7 @@ type policyFlags struct {
 	control, classes, bare    []string
 	platforms                 []string
 	platform                  attestv1.PlatformRoot
+	nitro, nitroMachines      []string
 	operator                  bool
 	key, out                  string
 	builder                   string
@@ -46,6 +47,8 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.StringSliceVar(&p.platform.Projects, "platform-project", nil, "ID of a GCP project whose virtual machines are accepted")
 	f.StringSliceVar(&p.platform.Zones, "platform-zone", nil, "GCP zone whose virtual machines are accepted (default: all zones)")
 	f.StringSliceVar(&p.platform.MachineIds, "platform-machine-id", nil, "machine ID of a virtual machine to be accepted (default: all of the projects)")
+	f.StringSliceVar(&p.nitro, "nitro-root", nil, "PEM file with one or more CA certificates of AWS, which certify the attestation documents of NitroTPMs")
+	f.StringSliceVar(&p.nitroMachines, "nitro-machine-id", nil, "machine ID of a virtual machine of AWS to be accepted")
 	f.StringSliceVar(&p.control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
 	f.StringArrayVar(&p.classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
 	f.StringSliceVar(&p.networks, "node-cidr", nil, "network of node addresses")
@@ -196,25 +199,40 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 	return image.ReadProgram(own, size)
 }
 
+// eachAuthority calls add with each certificate, in PEM, of the files that a flag names.
+func eachAuthority(flag string, paths []string, add func(string)) error {
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return usagef("%s: %w", flag, err)
+		}
+		certificates, err := policyfile.SplitPEM(text)
+		if err != nil {
+			return usagef("%s %s: %w", flag, path, err)
+		}
+		for _, c := range certificates {
+			add(c)
+		}
+	}
+	return nil
+}
+
 // writePolicy writes the policy from the measurements and the flags.
 func (a *app) writePolicy(p *policyFlags) error {
 	if err := fill(&p.t, p.roots, p.machines, p.networks, p.operator, attest.EKKind(p.key)); err != nil {
 		return err
 	}
-	for _, path := range p.platforms {
-		text, err := os.ReadFile(path)
-		if err != nil {
-			return usagef("--platform-root: %w", err)
-		}
-		certificates, err := policyfile.SplitPEM(text)
-		if err != nil {
-			return usagef("--platform-root %s: %w", path, err)
-		}
-		for _, c := range certificates {
-			r := proto.CloneOf(&p.platform)
-			r.Pem = c
-			p.t.Platforms = append(p.t.Platforms, r)
-		}
+	if err := eachAuthority("--platform-root", p.platforms, func(c string) {
+		r := proto.CloneOf(&p.platform)
+		r.Pem = c
+		p.t.Platforms = append(p.t.Platforms, r)
+	}); err != nil {
+		return err
+	}
+	if err := eachAuthority("--nitro-root", p.nitro, func(c string) {
+		p.t.Nitro = append(p.t.Nitro, &attestv1.NitroRoot{Pem: c, MachineIds: p.nitroMachines})
+	}); err != nil {
+		return err
 	}
 	for _, s := range p.bare {
 		id, err := attest.ParseMachineID(s)

@@ -78,6 +78,9 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 			add(Warning, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i), "empty: whoever may create a virtual machine in the projects can let it join as a worker, if it boots an accepted image")
 		}
 	}
+	if len(m.GetTpm2().GetNitroRoots()) > 0 && m.GetTpm2().GetBank() != "sha384" {
+		add(Warning, "tpm2.nitroRoots", "AWS's documents have PCRs of the bank sha384 alone, and tpm2.bank is %s: no machine is accepted by one", m.GetTpm2().GetBank())
+	}
 	if len(m.GetTpm2().GetMachineIds()) == 0 && len(m.GetTpm2().GetEkRoots()) > 0 {
 		add(Warning, "tpm2.machineIds", "empty: every machine that a root certifies and that booted an accepted image may join as a worker")
 	}

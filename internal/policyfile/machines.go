@@ -14,36 +14,38 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Listing is a machine with the field of a policy that lists it: "tpm2.machineIds", "tpm2.bareMachineIds" or
-// "tpm2.platformRoots[N].machineIds".
+// Listing is a machine with the field of a policy that lists it: "tpm2.machineIds", "tpm2.bareMachineIds",
+// "tpm2.platformRoots[N].machineIds" or "tpm2.nitroRoots[N].machineIds".
 type Listing struct {
 	Field   string           `json:"list"`
 	Machine attest.MachineID `json:"machine"`
 }
 
-var platformList = regexp.MustCompile(`^tpm2\.platformRoots\[(0|[1-9][0-9]{0,2})\]\.machineIds$`)
+var rootList = regexp.MustCompile(`^tpm2\.(platformRoots|nitroRoots)\[(0|[1-9][0-9]{0,2})\]\.machineIds$`)
 
-// platformRoot returns the index of the platform root whose list a field is; -1 if it is none.
-func platformRoot(name string) int {
-	m := platformList.FindStringSubmatch(name)
+// rootOf returns the field of the authorities, and the index of the one whose list a field is; an empty name if it is none.
+func rootOf(name string) (string, int) {
+	m := rootList.FindStringSubmatch(name)
 	if m == nil {
-		return -1
+		return "", -1
 	}
-	i, _ := strconv.Atoi(m[1]) // at most three digits
-	return i
+	i, _ := strconv.Atoi(m[2]) // at most three digits
+	return m[1], i
 }
 
 // listOf returns the list of that name; nil if the policy can't have it.
 func listOf(t *attestv1.Tpm2Policy, name string) *[]string {
-	switch i := platformRoot(name); {
+	switch roots, i := rootOf(name); {
 	case t == nil:
 		return nil
 	case name == "tpm2.machineIds":
 		return &t.MachineIds
 	case name == "tpm2.bareMachineIds":
 		return &t.BareMachineIds
-	case i >= 0 && i < len(t.GetPlatformRoots()):
+	case roots == "platformRoots" && i < len(t.GetPlatformRoots()):
 		return &t.PlatformRoots[i].MachineIds
+	case roots == "nitroRoots" && i < len(t.GetNitroRoots()):
+		return &t.NitroRoots[i].MachineIds
 	}
 	return nil
 }
@@ -109,11 +111,11 @@ func ListMachines(text []byte, serial uint64, add []Listing) ([]byte, error) {
 
 // listNode returns the node of a list of the policy's file.
 func listNode(tpm *yaml.Node, name string) (*yaml.Node, error) {
-	i := platformRoot(name)
-	if i < 0 {
+	of, i := rootOf(name)
+	if of == "" {
 		return field(tpm, name[len("tpm2."):]), nil
 	}
-	roots := field(tpm, "platformRoots")
+	roots := field(tpm, of)
 	if roots.Kind != yaml.SequenceNode || i >= len(roots.Content) || roots.Content[i].Kind != yaml.MappingNode {
 		return nil, fmt.Errorf("policy: %s can't be changed in this file: write the machine IDs by hand", name)
 	}
@@ -137,6 +139,9 @@ func MoreMachines(before, after []byte) (more []Listing, only bool, err error) {
 	names := []string{"tpm2.machineIds", "tpm2.bareMachineIds"}
 	for i := range next.GetTpm2().GetPlatformRoots() {
 		names = append(names, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i))
+	}
+	for i := range next.GetTpm2().GetNitroRoots() {
+		names = append(names, fmt.Sprintf("tpm2.nitroRoots[%d].machineIds", i))
 	}
 	for _, name := range names {
 		have, list := listOf(old.GetTpm2(), name), listOf(next.GetTpm2(), name)

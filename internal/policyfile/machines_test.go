@@ -10,13 +10,17 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-const machines, bare, platform = "tpm2.machineIds", "tpm2.bareMachineIds", "tpm2.platformRoots[0].machineIds"
+const (
+	machines, bare  = "tpm2.machineIds", "tpm2.bareMachineIds"
+	platform, nitro = "tpm2.platformRoots[0].machineIds", "tpm2.nitroRoots[0].machineIds"
+)
 
-// withPlatform returns a policy that also has a rule for virtual machines.
+// withPlatform returns a policy that also has rules for virtual machines.
 func withPlatform(t *testing.T) []byte {
 	t.Helper()
 	tp := template(t)
 	tp.Platforms = []*attestv1.PlatformRoot{{Pem: tp.Roots[0].PEM, Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}}}
+	tp.Nitro = []*attestv1.NitroRoot{{Pem: tp.Roots[0].PEM, MachineIds: []string{attest.MachineID{99}.String()}}}
 	tp.Roots[0].Key = attest.EKP256
 	made, err := policyfile.Build(tp)
 	if err != nil {
@@ -26,7 +30,7 @@ func withPlatform(t *testing.T) []byte {
 }
 
 func TestMachinesAreListedInPlace(t *testing.T) {
-	one, two, three := attest.MachineID{1}, attest.MachineID{2}, attest.MachineID{3}
+	one, two, three, four := attest.MachineID{1}, attest.MachineID{2}, attest.MachineID{3}, attest.MachineID{4}
 	made := withPlatform(t)
 	json, err := policyfile.ToJSON(made)
 	if err != nil {
@@ -34,7 +38,7 @@ func TestMachinesAreListedInPlace(t *testing.T) {
 	}
 	for name, text := range map[string][]byte{"as made": made, "as JSON": json} {
 		t.Run(name, func(t *testing.T) {
-			add := []policyfile.Listing{{Field: bare, Machine: one}, {Field: machines, Machine: two}, {Field: platform, Machine: three}}
+			add := []policyfile.Listing{{Field: bare, Machine: one}, {Field: machines, Machine: two}, {Field: platform, Machine: three}, {Field: nitro, Machine: four}}
 			out, err := policyfile.ListMachines(text, 9, add)
 			if err != nil {
 				t.Fatal(err)
@@ -58,7 +62,7 @@ func TestMachinesAreListedInPlace(t *testing.T) {
 				t.Errorf("what is listed already was changed: %v\n%s", err, again)
 			}
 			more, only, err := policyfile.MoreMachines(text, out)
-			want := []policyfile.Listing{add[1], add[0], add[2]}
+			want := []policyfile.Listing{add[1], add[0], add[2], add[3]}
 			if err != nil || !only || !slices.Equal(more, want) {
 				t.Errorf("%v, %v, %v", more, only, err)
 			}
@@ -77,6 +81,9 @@ func TestMachinesAreNotListedWhereThePolicyHasNoPlace(t *testing.T) {
 		"a list of the policy":          {good, policyfile.Listing{Field: machines, Machine: one}, ""},
 		"the first platform root":       {good, policyfile.Listing{Field: platform, Machine: one}, ""},
 		"a platform root that it lacks": {good, policyfile.Listing{Field: "tpm2.platformRoots[1].machineIds", Machine: one}, "no tpm2.platformRoots[1]"},
+		"the first root of AWS":         {good, policyfile.Listing{Field: nitro, Machine: one}, ""},
+		"a root of AWS that it lacks":   {good, policyfile.Listing{Field: "tpm2.nitroRoots[1].machineIds", Machine: one}, "no tpm2.nitroRoots[1]"},
+		"roots of no kind":              {good, policyfile.Listing{Field: "tpm2.otherRoots[0].machineIds", Machine: one}, "no tpm2.otherRoots[0]"},
 		"control planes":                {good, policyfile.Listing{Field: "controlPlanes", Machine: one}, "no controlPlanes"},
 		"no list":                       {good, policyfile.Listing{Machine: one}, "it has no"},
 		"a machine that is revoked":     {good + "  revoked: {keys: [\"" + one.String() + "\"]}\n", policyfile.Listing{Field: bare, Machine: one}, "revoked"},

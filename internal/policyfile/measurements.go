@@ -102,6 +102,8 @@ type Template struct {
 	BareMachineIDs []attest.MachineID
 	// Platforms are rules for virtual machines of clouds.
 	Platforms []*attestv1.PlatformRoot
+	// Nitro are rules for virtual machines of AWS, by NitroTPM's documents.
+	Nitro []*attestv1.NitroRoot
 	// ControlPlanes may be empty: muster init and muster enroll list them.
 	ControlPlanes []ControlPlane
 	NodeCIDRs     []netip.Prefix
@@ -162,6 +164,9 @@ func Build(t Template) ([]byte, error) {
 		}
 	}
 	if err := writePlatforms(line, t.Platforms); err != nil {
+		return nil, err
+	}
+	if err := writeNitro(line, t.Nitro); err != nil {
 		return nil, err
 	}
 	line("  bank: %s", t.Measurements[0].Bank)
@@ -262,32 +267,63 @@ func writePlatforms(line func(string, ...any), list []*attestv1.PlatformRoot) er
 	line("  # one, so projects (gcp) or machineIds say which are yours. key: the one kind of key, ecc-p256 or rsa-2048.")
 	line("  platformRoots:")
 	for _, r := range list {
-		block, _ := pem.Decode([]byte(r.GetPem()))
-		if block == nil {
-			return errors.New("policy: a platform root is no PEM certificate")
+		if err := writeAuthority(line, r.GetPem()); err != nil {
+			return err
 		}
-		c, err := x509.ParseCertificate(block.Bytes)
-		if err != nil {
-			return fmt.Errorf("policy: platform root: %w", err)
-		}
-		line("    # %q, valid until %s, SHA-256 %x", c.Subject.String(), c.NotAfter.UTC().Format("2006-01-02"), sha256.Sum256(c.Raw))
 		line("    - provider: %q", r.GetProvider())
 		line("      key: %q", r.GetKey())
-		for _, l := range []struct {
-			name   string
-			values []string
-		}{{"projects", r.GetProjects()}, {"zones", r.GetZones()}, {"machineIds", r.GetMachineIds()}} {
-			if len(l.values) == 0 {
-				continue
-			}
-			line("      %s:", l.name)
-			for _, v := range l.values {
-				line("        - %q", v)
-			}
+		writeNames(line, "projects", r.GetProjects())
+		writeNames(line, "zones", r.GetZones())
+		writeNames(line, "machineIds", r.GetMachineIds())
+		writePEM(line, r.GetPem())
+	}
+	return nil
+}
+
+// writeNitro writes the rules for virtual machines of AWS, if there are any.
+func writeNitro(line func(string, ...any), list []*attestv1.NitroRoot) error {
+	if len(list) == 0 {
+		return nil
+	}
+	line("  # Authorities of AWS for the attestation documents of NitroTPMs, and which machines are accepted: anybody can")
+	line("  # rent one, and documents name no account.")
+	line("  nitroRoots:")
+	for _, r := range list {
+		if err := writeAuthority(line, r.GetPem()); err != nil {
+			return err
+		}
+		line("    - machineIds:")
+		for _, id := range r.GetMachineIds() {
+			line("        - %q", id)
 		}
 		writePEM(line, r.GetPem())
 	}
 	return nil
+}
+
+// writeAuthority describes a cloud's authority in a comment.
+func writeAuthority(line func(string, ...any), text string) error {
+	block, _ := pem.Decode([]byte(text))
+	if block == nil {
+		return errors.New("policy: an authority of a cloud is no PEM certificate")
+	}
+	c, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return fmt.Errorf("policy: authority of a cloud: %w", err)
+	}
+	line("    # %q, valid until %s, SHA-256 %x", c.Subject.String(), c.NotAfter.UTC().Format("2006-01-02"), sha256.Sum256(c.Raw))
+	return nil
+}
+
+// writeNames writes a list of a rule, unless it is empty.
+func writeNames(line func(string, ...any), name string, values []string) {
+	if len(values) == 0 {
+		return
+	}
+	line("      %s:", name)
+	for _, v := range values {
+		line("        - %q", v)
+	}
 }
 
 func writeBoot(line func(string, ...any), name string, pcrs []*attestv1.PcrValue) {

@@ -93,6 +93,7 @@ func TestBuildWritesTheFilesInTestdata(t *testing.T) {
 		Pem: full.Roots[0].PEM, Provider: "gcp", Key: "ecc-p256", Projects: []string{"our-project"}, Zones: []string{"europe-west3-a"},
 		MachineIds: []string{attest.MachineID{7, 8, 9}.String()},
 	}}
+	full.Nitro = []*attestv1.NitroRoot{{Pem: full.Roots[0].PEM, MachineIds: []string{attest.MachineID{10, 11, 12}.String()}}}
 	full.AllowPlainState, full.AnyMachine, full.AnyFirmware, full.Serial = true, true, true, 7
 	full.Classes = nil
 	other := full.Measurements[0]
@@ -217,6 +218,7 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	p := template(t)
 	p.BareMachineIDs = []attest.MachineID{{2}}
 	p.Platforms = []*attestv1.PlatformRoot{{Pem: root(t, now.Add(-48*time.Hour), now.Add(24*time.Hour)), Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}}}
+	p.Nitro = []*attestv1.NitroRoot{{Pem: root(t, now.Add(-48*time.Hour), now.AddDate(10, 0, 0)), MachineIds: []string{attest.MachineID{3}.String()}}}
 	p.AllowPlainState, p.Roles, p.NodeCIDRs = true, nil, []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}
 	p.Roots = []policyfile.Root{
 		{PEM: root(t, now.Add(-48*time.Hour), now.Add(-24*time.Hour)), Operator: true, Key: attest.EKP256},
@@ -238,7 +240,7 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	for _, f := range found {
 		got = append(got, string(f.Level)+" "+f.Field)
 	}
-	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.classes[1], warning tpm2.classes[1], warning tpm2.bareMachineIds, warning tpm2.platformRoots[0].machineIds, warning tpm2.machineIds, " +
+	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.classes[1], warning tpm2.classes[1], warning tpm2.bareMachineIds, warning tpm2.platformRoots[0].machineIds, warning tpm2.nitroRoots, warning tpm2.machineIds, " +
 		"warning tpm2.ekRoots[0], warning tpm2.ekRoots[1], warning tpm2.ekRoots[2], warning tpm2.platformRoots[0]"
 	if s := strings.Join(got, ", "); s != want {
 		t.Errorf("found %s\nwant  %s", s, want)

@@ -180,6 +180,13 @@ func (d *doctor) tpm(ctx context.Context) {
 	case "platform-ak":
 		d.OK(CheckEK, "not used: the cloud's platform key endorses machine %s (platform-ak), by a rule in tpm2.platformRoots of the policy", id)
 		return
+	case "nitro-tpm":
+		if d.bank != tpm.SHA384 {
+			d.Add(CheckEK, checkup.Fail, "Set tpm.bank of image.yaml to sha384, build the image, and take its measurements and machine classes in this bank.", "AWS's documents have PCRs of the bank sha384 alone, so this machine (nitro-tpm, %s) can't attest with %s", id, d.bank)
+			return
+		}
+		d.OK(CheckEK, "not used: NitroTPM's document endorses machine %s (nitro-tpm), by a rule in tpm2.nitroRoots of the policy", id)
+		return
 	case "bare-ek":
 		d.Add(CheckEK, checkup.Warn, "List the machine in tpm2.bareMachineIds of the policy, if you know that this is its ID; or have the TPM's maker or your own authority issue a certificate and write it into the TPM's NV memory (TCG EK Credential Profile, section 2.2.1).", "the TPM holds none (bare-ek, machine %s): only a policy that lists the machine accepts it", id)
 		return

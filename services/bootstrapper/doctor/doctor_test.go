@@ -60,6 +60,16 @@ func (wrongPlatform) PlatformCertificates(context.Context) ([][]byte, error) {
 	return nil, errors.New("the platform key's certificate is for another key")
 }
 
+// nitro is a NitroTPM.
+type nitro struct {
+	TPM
+	machine *attesttest.Machine
+}
+
+func (n nitro) NitroDocument(ctx context.Context, nonce [32]byte) ([]byte, error) {
+	return n.machine.NitroDocument(ctx, nonce)
+}
+
 // machine is a machine without faults.
 type machine struct {
 	*attesttest.Machine
@@ -153,8 +163,11 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"a TPM that does not answer":       {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
 		"a TPM without an EK certificate":  {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
 		"a TPM with a broken platform key": {CheckEK, checkup.Fail, "platform", func(_ *testing.T, m *machine) { m.opens(wrongPlatform{m.Machine}) }},
-		"a TPM without an EK":              {CheckEK, checkup.Fail, "endorsement key", func(_ *testing.T, m *machine) { m.opens(keyless{m.Machine}) }},
-		"an EK that no root certifies":     {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
+		"a NitroTPM that quotes SHA-256": {CheckEK, checkup.Fail, "sha384", func(t *testing.T, m *machine) {
+			m.opens(nitro{m.Machine, attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Nitro: &attesttest.Nitro{}})})
+		}},
+		"a TPM without an EK":          {CheckEK, checkup.Fail, "endorsement key", func(_ *testing.T, m *machine) { m.opens(keyless{m.Machine}) }},
+		"an EK that no root certifies": {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
 		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *machine) {
 			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))
 		}},
