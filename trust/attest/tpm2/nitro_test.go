@@ -260,10 +260,11 @@ func TestNitroDocumentsThatAreRefused(t *testing.T) {
 		"bytes behind it":          {nitro(func(n *attesttest.Nitro) { n.Document = func(b []byte) []byte { return append(b, 0) } }), malformed},
 		"bytes behind the payload": {nitro(func(n *attesttest.Nitro) { n.Encoded = func(b []byte) []byte { return append(b, 0) } }), malformed},
 		"a payload of indefinite length, as AWS has": {nitro(func(n *attesttest.Nitro) { n.Encoded = func(b []byte) []byte { b[0] = 0xBF; return append(b, 0xFF) } }), accepted},
-		"more than 8 KiB":             {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.NitroDocument = make([]byte, 8<<10+1) }), malformed},
-		"an EK certificate beside it": {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkCertificates = ek.Certificates }), malformed},
-		"a bare EK beside it":         {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkPublic = []byte{1} }), malformed},
-		"a platform key beside it":    {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.PlatformKey = &attestv1.PlatformKey{} }), malformed},
+		"a field more, within 8 KiB":                 {nitroField("new", make([]byte, 4<<10)), accepted},
+		"more than 8 KiB":                            {nitroField("new", make([]byte, 8<<10)), malformed},
+		"an EK certificate beside it":                {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkCertificates = ek.Certificates }), malformed},
+		"a bare EK beside it":                        {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkPublic = []byte{1} }), malformed},
+		"a platform key beside it":                   {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.PlatformKey = &attestv1.PlatformKey{} }), malformed},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := attesttest.NewMachine(t, ca, tt.opts)

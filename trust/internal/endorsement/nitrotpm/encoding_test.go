@@ -29,6 +29,15 @@ func sign1(t testing.TB, protected []byte, unprotected any, payload, signature [
 	return encode(t, []any{protected, unprotected, payload, signature})
 }
 
+// entries returns a map of n entries.
+func entries(n int) map[int]int {
+	out := map[int]int{}
+	for i := range n {
+		out[i] = i
+	}
+	return out
+}
+
 func TestEncodingsThatAreRefused(t *testing.T) {
 	raw := read(t, "nitrotpm.cbor")
 	good, _, err := parse(raw)
@@ -91,6 +100,8 @@ func TestEncodingsThatAreRefused(t *testing.T) {
 		"an array as payload":            {inner([]byte{0x80}), "malformed"},
 		"deep nesting":                   {with([]byte{0x63, 'n', 'e', 'w', 0x81, 0x81, 0x81, 0x81, 0x81, 0x00}), "nested"},
 		"a long array":                   {with(pair(t, "new", make([]int, 17))), "array"},
+		"a map of many entries":          {with(pair(t, "new", entries(65))), "exceeded"},
+		"a map of fewer entries":         {with(pair(t, "new", entries(64))), ""},
 		"a text as module":               {alone(pair(t, "module_id", "i-1")), ""},
 		"bytes as module":                {alone(pair(t, "module_id", []byte("i-1"))), "malformed"},
 		"a text as nonce":                {alone(pair(t, "nonce", "nonce")), "malformed"},
