@@ -113,6 +113,8 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 		}
 		return b.linger(ctx)
 	}
+	// The owner compares it with what comes over the network: an address proves nothing.
+	b.node.Console.Print("this machine's ID is " + b.node.MachineID.String())
 	joined := make(chan error, 1)
 	if !rec.Kind.ByOwner() {
 		joining.Go(func() { joined <- b.join.Run(ctx) })
