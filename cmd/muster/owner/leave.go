@@ -187,7 +187,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
 	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace is not finished
 		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and this would give it what it has already", name),
-			fmt.Sprintf(`If you trust the machine again, lift the ban: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":false}}'. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.`, name))
+			fmt.Sprintf("If you trust the machine again, lift the ban: muster unban %s. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.", name))
 	}
 	if sameMachine && sameDisk && !have.Banned {
 		if out.resets = to.MachineID != "" && clusterapi.HasBoots(&p.Enrollment.Status); out.resets {
