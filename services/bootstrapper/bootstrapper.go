@@ -113,8 +113,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 		}
 		return b.linger(ctx)
 	}
-	// The owner compares it with what comes over the network: an address proves nothing.
-	b.node.Console.Print("this machine's ID is " + b.node.MachineID.String())
+	b.node.Console.Print("this machine has the ID " + b.node.MachineID.String()) // the owner compares it with the one that is signed (A7)
 	joined := make(chan error, 1)
 	if !rec.Kind.ByOwner() {
 		joining.Go(func() { joined <- b.join.Run(ctx) })

@@ -38,12 +38,17 @@ func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.Att
 	if err := kube.Free(ctx, name, spec); err != nil {
 		return false, err
 	}
-	l, err := enrollListing(name, spec)
+	l, err := enrollListing(d, name, spec)
 	if err != nil {
 		return false, err
 	}
 	if err := l.apply(ctx, d, kube, report); err != nil {
 		return false, err
+	}
+	for _, c := range l.add {
+		if err := d.RecordControlPlane(name, &c.Machine); err != nil {
+			return false, err
+		}
 	}
 	return kube.Enroll(ctx, name, spec, keys.DiskSalt{})
 }

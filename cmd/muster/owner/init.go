@@ -373,6 +373,7 @@ func (i *initializer) keep(r *initv1.InitResult) error {
 	c.Stage = ownerdir.StageInitialized
 	c.ClusterID = i.clusterID.String()
 	c.FirstMachine.NodeName, c.FirstMachine.DiskID, c.FirstMachine.Addresses = r.GetNodeName(), r.GetDiskId(), r.GetAddresses()
+	c.ControlPlanes = map[string]attest.MachineID{r.GetNodeName(): c.FirstMachine.ID} // A7: the only one, also of a cluster that is restored
 	return i.Dir.Save(c)
 }
 

@@ -76,6 +76,9 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			eventually(t, "the console shows "+want, func() bool {
 				return slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasPrefix(l, want) })
 			})
+			if id := "muster: this machine has the ID " + w.machine.ID().String(); !slices.Contains(w.lines(), id) {
+				t.Errorf("the console does not show %q: %q", id, w.lines())
+			}
 			s, err := owner.AskMachine(t.Context(), owner.VerifyConfig{Target: peerdial.Target{
 				Addr: addr, Purpose: attest.PurposeMachine, Policy: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.machine}), Locks: []attest.Lock{attest.Unlocked()},
 			}})
