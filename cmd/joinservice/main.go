@@ -37,7 +37,8 @@ func main() {
 	}
 }
 
-func run(ctx context.Context, args []string, stderr io.Writer) error {
+// run is the program. Changes are made to what its flags say.
+func run(ctx context.Context, args []string, stderr io.Writer, changes ...func(*joinservice.Options)) error {
 	if len(args) > 0 && args[0] == "probe" {
 		return serve.Probe(ctx, args[1:])
 	}
@@ -84,7 +85,11 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 		return err
 	}
 	defer func() { _ = auditLog.Close() }()
-	return joinservice.Run(ctx, joinservice.Options{
+	o := joinservice.Options{
 		Listener: p.Listener, ProxiesFrom: from, Limits: limits, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *kmsToken, VerdictMaxAge: *maxAge, CertificateLife: *life, Leases: enroll.Leases{First: *first, Watch: *watch}, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
-	})
+	}
+	for _, change := range changes {
+		change(&o)
+	}
+	return joinservice.Run(ctx, o)
 }

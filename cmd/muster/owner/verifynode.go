@@ -120,16 +120,16 @@ func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 // readEvidence reads the evidence for an order from the node. At most one byte more is read than evidence may have.
 func readEvidence(ctx context.Context, kube *clusterapi.Client, name string, signed ownerorder.SignedMachineOrder) ([]byte, error) {
 	var err error
-	for range evidenceTries {
+	for try := range evidenceTries {
+		if try > 0 && retry.Wait(ctx, reportPoll) != nil {
+			break
+		}
 		var r io.ReadCloser
 		if r, err = kube.NodeLog(ctx, name, ownerorder.EvidenceFolder, signed.EvidenceFile()); err == nil {
 			var b []byte
 			if b, err = io.ReadAll(io.LimitReader(r, ownerorder.MaxEvidence+1)); errors.Join(err, r.Close()) == nil {
 				return b, nil
 			}
-		}
-		if retry.Wait(ctx, reportPoll) != nil {
-			break
 		}
 	}
 	return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "%s has made evidence, and its kubelet does not give it: %w", name, err),

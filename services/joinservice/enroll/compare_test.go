@@ -108,6 +108,11 @@ func TestALeaseThatLastsLongerIsWatchedLonger(t *testing.T) {
 			t.Errorf("one of %d s: %s, want %s", seconds, got, want)
 		}
 	}
+	for l, want := range map[Leases]time.Duration{DefaultLeases: time.Second, {Watch: 2 * time.Second}: 500 * time.Millisecond, {}: leastPoll} {
+		if got := l.poll(); got != want {
+			t.Errorf("a Lease that is watched for %s is read every %s, want %s", l.Watch, got, want)
+		}
+	}
 	if got := DefaultLeases.watch(nil); got != DefaultLeases.Watch {
 		t.Errorf("one that is not there: %s", got)
 	}

@@ -23,8 +23,8 @@ import (
 const (
 	// maxWatch bounds how long a Lease with a long duration is watched: less than the maximum age of evidence at its use.
 	maxWatch = 45 * time.Second
-	// leasePoll is the pause between two reads.
-	leasePoll = time.Second
+	// leasePoll is the pause between two reads. A shorter watch has shorter ones, but none below leastPoll.
+	leasePoll, leastPoll = time.Second, 50 * time.Millisecond
 	// maxLeaseWaits bounds how many machines wait at the same time.
 	maxLeaseWaits = 64
 	// retryWait is the pause that is sent to a machine if no such place is free.
@@ -120,7 +120,7 @@ func (es *Enrollments) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m
 	}
 	defer es.waits.end(m)
 	es.state.Log.InfoContext(ctx, "a machine has booted anew; waiting whether its kubelet still renews its Lease", "node", n.Name, "machine", m.String(), "boot", b.String())
-	tick := time.NewTicker(leasePoll)
+	tick := time.NewTicker(es.leases.poll())
 	defer tick.Stop()
 	for {
 		select {
@@ -150,6 +150,9 @@ func (l Leases) watch(lease *coordinationv1.Lease) time.Duration {
 	}
 	return max(l.Watch, min(time.Duration(*lease.Spec.LeaseDurationSeconds)*time.Second*3/8, maxWatch))
 }
+
+// poll returns the pause between two reads of a Lease: four or more of them fit into a watch.
+func (l Leases) poll() time.Duration { return min(leasePoll, max(l.Watch/4, leastPoll)) }
 
 // comesUp returns how long no boot later than the last one is accepted, since the last one's kubelet has not had the time
 // to write its Lease (J11).

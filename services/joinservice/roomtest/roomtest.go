@@ -68,7 +68,7 @@ func New(t *testing.T, with ...func(*Rooms)) *Rooms {
 	if r.Requests, err = certificates.Watch(r.State, r.List); err != nil {
 		t.Fatal(err)
 	}
-	if r.Enrollments, err = enroll.New(r.State, r.List, r.Requests, enroll.Leases{Watch: 2 * time.Second}); err != nil {
+	if r.Enrollments, err = enroll.New(r.State, r.List, r.Requests, enroll.Leases{Watch: 300 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	for _, change := range with {
