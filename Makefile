@@ -84,8 +84,8 @@ test: deps check ## Everything that CI runs: checks, unit and integration tests,
 	$(MAKE) --no-print-directory -k e2e unit 2>&1 | tee $(BIN)/test.log || \
 	  { echo; echo 'What failed, of $(BIN)/test.log:'; grep -E '^(FAIL|panic:|WARNING: DATA RACE|goleak:|the tests cannot start:|after the tests:)|--- FAIL:|_test\.go:[0-9]+: |\.go:[0-9]+: Error' $(BIN)/test.log | cut -c1-400 | tail -40; exit 1; }
 
-# Without what a debugger needs, binaries are linked quicker, and without paths, one tree's packages are compiled for all; vet is the linter's.
-GOTEST := go test -race -vet=off -trimpath -ldflags=-w
+# Without what a debugger needs, binaries are linked quicker; vet is the linter's.
+GOTEST := go test -race -vet=off -ldflags=-w
 # By default, each process with the race detector sleeps for a second when it ends, in case goroutines are left that could race. Tests look for goroutines
 # that are left, and hundreds of these processes are commands of scripts.
 export GORACE ?= atexit_sleep_ms=10
