@@ -193,7 +193,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 		if out.resets = to.MachineID != "" && clusterapi.HasBoots(&p.Enrollment.Status); out.resets {
 			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
 			if c := meta.FindStatusCondition(p.Enrollment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
-				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+c.Message)
+				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+printable(c.Message))
 			}
 		}
 		out.Nothing = !out.resets
