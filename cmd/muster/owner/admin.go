@@ -76,8 +76,8 @@ func signText(d *ownerdir.Dir, text []byte) (*attest.Policy, *attestv1.SignedPol
 
 // ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
 // refuses a policy that running nodes do not match. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
-// folder's policy in force as well.
-func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool) (*v1alpha1.AttestationPolicy, error) {
+// folder's policy in force as well. leaveOut are names that the cluster has as control planes, and that are none of the owner's.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
 	var err error
 	replaces := text != nil
 	if !replaces {
@@ -100,7 +100,7 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool) 
 	if err := higher(d, have, p, string(signed.GetPolicy())); err != nil {
 		return nil, err
 	}
-	if err := mustList(ctx, d, kube, p); err != nil {
+	if err := mustList(ctx, d, kube, p, leaveOut); err != nil {
 		return nil, err
 	}
 	if !expel {

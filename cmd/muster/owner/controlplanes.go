@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -107,20 +108,35 @@ func missingFrom(ctx context.Context, kube *clusterapi.Client, p *attest.Policy)
 }
 
 // mustList refuses a policy that leaves out a control plane of the cluster, with SERVER_NOT_LISTED: no machine would
-// trust its joinservice and kms. The remedy shows the cluster's entry, for the owner to compare.
-func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *attest.Policy) error {
+// trust its joinservice and kms. leaveOut are names that the owner knows to be none of theirs: whoever may write enrollments can make one. The remedy shows
+// only entries that the folder records as lines to add.
+func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *attest.Policy, leaveOut []string) error {
+	recorded := d.Cluster().ControlPlanes
+	for _, name := range leaveOut {
+		if id, ok := recorded[name]; ok {
+			return withRemedy(fmt.Errorf("%s can't be left out: your folder records it as a control plane, with machine %s", name, id), "Nothing was changed. If it is one no longer: muster forget "+name+".")
+		}
+	}
 	missing, err := missingFrom(ctx, kube, p)
-	if err != nil || len(missing) == 0 {
+	if err != nil {
 		return err
+	}
+	missing = slices.DeleteFunc(missing, func(c policyfile.ControlPlane) bool { return slices.Contains(leaveOut, c.Name) })
+	if len(missing) == 0 {
+		return nil
 	}
 	var names, lines []string
 	for _, c := range missing {
 		names = append(names, c.Name)
-		lines = append(lines, fmt.Sprintf("  - %q # %s", c.Machine.String(), c.Name))
+		if recorded[c.Name] == c.Machine {
+			lines = append(lines, fmt.Sprintf("  - %q # %s", c.Machine.String(), c.Name))
+		} else {
+			lines = append(lines, fmt.Sprintf("  # only the cluster says so: %s is machine %s", c.Name, c.Machine))
+		}
 	}
 	err = attest.Refuse(attestv1.Reason_REASON_SERVER_NOT_LISTED, "the policy does not list the control planes %s", strings.Join(names, ", "))
 	return withRemedy(err, strings.Join(append([]string{
-		"Compare each machine with what muster verify shows of it, add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. One that is no longer yours is let go by muster forget.",
+		"Add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. Compare the ID of one that your folder does not record with its console: whoever can write enrollments has chosen it. One that is no longer yours is let go by muster forget; one that never was is left out by --leave-out NAME.",
 		"controlPlanes:",
 	}, lines...), "\n"))
 }

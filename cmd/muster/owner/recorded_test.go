@@ -25,7 +25,13 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 	defined(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 2*patience)
 	defer cancel()
-	t.Cleanup(func() { fresh(t) })
+	t.Cleanup(func() {
+		ctx := context.WithoutCancel(t.Context())
+		for _, name := range []string{"cp1", "cp2", "w1"} {
+			unenroll(ctx, name)
+		}
+		_ = shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}})
+	})
 	access(t, nil)
 	ca := attesttest.NewCA(t)
 	o := own(t, &firstMachine{addr: "192.0.2.1:9000"}, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}))
@@ -262,6 +268,29 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 		}
 		if have := signed(t); !slices.Equal(have, []attest.MachineID{machine(1)}) {
 			t.Errorf("the policy lists %v", have)
+		}
+	})
+	t.Run("a control plane that only the cluster has", func(t *testing.T) {
+		begin(t)
+		unenroll(ctx, "w1")
+		becomes(t, "w1", 9, v1alpha1.RoleControlPlane)
+		kube, err := Connect(o.Dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, p, _, err := folderPolicy(o.Dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = mustList(ctx, o.Dir, kube, p, nil)
+		refused(t, err, "SERVER_NOT_LISTED", "w1")
+		if r := Explain(err).Remedy; strings.Contains(r, "- \""+machine(9).String()) || !strings.Contains(r, "only the cluster says so: w1") {
+			t.Errorf("its line is ready to paste: %s", r)
+		}
+		refused(t, mustList(ctx, o.Dir, kube, p, []string{"w2"}), "SERVER_NOT_LISTED", "w1")
+		refused(t, mustList(ctx, o.Dir, kube, p, []string{"w1", "cp2"}), "", "your folder records it as a control plane")
+		if err := mustList(ctx, o.Dir, kube, p, []string{"w1"}); err != nil {
+			t.Error(err)
 		}
 	})
 	t.Run("a machine or name that the folder has is not enrolled again", func(t *testing.T) {
