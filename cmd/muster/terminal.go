@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"sync"
 	"unicode"
 	"unicode/utf16"
@@ -42,7 +43,7 @@ func fileBelow(w io.Writer) (*os.File, bool) {
 func (v *visibleWriter) Write(b []byte) (int, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	text := append(v.rest, b...)
+	text := slices.Concat(v.rest, b)
 	out := make([]byte, 0, len(text))
 	for len(text) > 0 && utf8.FullRune(text) {
 		r, n := utf8.DecodeRune(text)

@@ -117,7 +117,7 @@ func passedOver(refused []error) error {
 	if len(refused) == 0 {
 		return nil
 	}
-	return withRemedy(fmt.Errorf("a newer backup was refused, and an older one fetched: %s", errors.Join(refused...)), cmp.Or(Explain(refused[0]).Remedy, "Look at that control plane, also at its clock, before you trust it again."))
+	return withRemedy(fmt.Errorf("a newer backup was refused, and an older one fetched: %s", errors.Join(refused...)), cmp.Or(Explain(refused[0]).Remedy, "Look at that control plane, also at its clock, before you trust it again.")) //nolint:errorlint // a refused copy's reason is not that of the command
 }
 
 // inTurn fetches a backup within the first of that many equal parts of the time that is left.
