@@ -97,7 +97,7 @@ unit: deps kube ## Unit, property and integration tests, attacks and oracles wit
 	@# More at once than two processors: packages with an API server wait most of the time, and so do tests that are parallel.
 	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p $(UNIT_PACKAGES) -parallel 8 -timeout 40m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/... $(E2E_UNIT)
 
-# Those that `make test` runs; CONTRIBUTING.md says why the others are in E2E_LONG. Those of E2E_UNIT have no cluster, and patience: they run beside unit tests.
+# Those that `make test` runs; CONTRIBUTING.md says why the others are in E2E_LONG. Those of E2E_UNIT have no cluster, and long time limits: they run beside unit tests.
 E2E := ./e2e/demo ./e2e/attack/floods
 E2E_UNIT = ./e2e/attack ./e2e/tpmoracle
 E2E_LONG := ./e2e/controlplane ./e2e/crash ./e2e/lab ./e2e/leave ./e2e/observe ./e2e/operate ./e2e/token ./e2e/upgrade

@@ -112,7 +112,7 @@ func (e *expected) verify(ctx context.Context, a *app, machine string, inCluster
 		err = s.Err
 	}
 	if err != nil {
-		return fmt.Errorf("the machine at %s is not machine %s, in a state in which the owner lets it in: %w", e.endpoint, id, err)
+		return fmt.Errorf("the machine at %s was not verified as machine %s: %w", e.endpoint, id, err)
 	}
 	return nil
 }

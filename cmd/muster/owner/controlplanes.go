@@ -215,7 +215,7 @@ func leaveListing(d *ownerdir.Dir, name string, n *v1alpha1.AttestedNode, to *cl
 	return l, nil
 }
 
-// sameAsRecorded refuses an enrollment that is not that of the control plane in the folder's record. One that is being deleted has no say any more.
+// sameAsRecorded refuses an enrollment that is not that of the control plane in the folder's record. One that is being deleted is not compared.
 func sameAsRecorded(n *v1alpha1.AttestedNode, had attest.MachineID, resumes bool) error {
 	if n == nil || n.Leaving() {
 		return nil
