@@ -70,7 +70,7 @@ type Options struct {
 	// signer gives when a kubelet renews.
 	CertificateLife time.Duration
 	// Leases are the waits for kubelets' Leases.
-	Leases enroll.Leases
+	Leases enroll.LeaseTimings
 	// Timing has no flags: the defaults fit each cluster.
 	Timing Timing
 	// VanishedAfter and ReleaseAfter define when nodes have vanished, see [sweeping.Config].

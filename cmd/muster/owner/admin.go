@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
@@ -25,6 +26,15 @@ func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 		return nil, err
 	}
 	return clusterapi.Connect(kubeconfig)
+}
+
+// Unanswered returns err, or API_UNAVAILABLE if it says that nothing answered at the API server's address.
+func Unanswered(server string, err error) error {
+	if _, network := errors.AsType[*net.OpError](err); !network && !errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("ask the cluster at %s: %w", server, err)
+	}
+	return withRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's API server does not answer at %s: %w", server, err),
+		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at once, they wait for you: muster recover (docs/recovery.md). muster status --endpoint HOST asks a machine that is no node.")
 }
 
 // Enroll enrolls a machine under a name before it joins, as control planes need it. It first lists a control plane in

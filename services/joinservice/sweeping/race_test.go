@@ -168,9 +168,9 @@ func (r *trial) run(ctx context.Context) {
 		return
 	}
 	r.enrolled = true
-	salt, err := r.k.SaltOf(ctx, r.claim)
+	salt, err := r.k.SaltOrNew(ctx, r.claim)
 	if err == nil {
-		err = r.k.ClaimDisk(ctx, r.claim, salt)
+		err = r.k.AssignDisk(ctx, r.claim, salt)
 	}
 	if err != nil || r.fails {
 		return
@@ -180,7 +180,7 @@ func (r *trial) run(ctx context.Context) {
 	}
 	r.issued = true
 	if r.returns {
-		_, err := r.k.Withdraw(ctx, r.claim.Machine, r.id)
+		_, err := r.k.ReturnTicket(ctx, r.claim.Machine, r.id)
 		r.returned = err == nil
 	}
 }

@@ -235,11 +235,11 @@ func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how strin
 		return "", nil // nothing ends before the clocks are known
 	}
 	switch {
-	case s.enrollments.Vacant(n) && s.enrollments.Begun(n):
+	case s.enrollments.Expired(n) && s.enrollments.Unfinished(n):
 		return "", s.drop(ctx, n, "its ticket failed, and every certificate that was asked for with it has expired")
-	case s.enrollments.Vacant(n):
+	case s.enrollments.Expired(n):
 		return "", s.drop(ctx, n, "its machine's certificates have expired since it was released")
-	case s.enrollments.Begun(n) || n.Status.ReleasedAt != nil:
+	case s.enrollments.Unfinished(n) || n.Status.ReleasedAt != nil:
 		return "", nil
 	}
 	if s.state.HasNode(n.Name) {
@@ -286,7 +286,7 @@ func (s *Sweeper) howVanished(n *v1alpha1.AttestedNode, now time.Time) (how, why
 
 // lastSign returns when any activity of the machine was last seen.
 func lastSign(n *v1alpha1.AttestedNode) time.Time {
-	last := enroll.LastAsked(n)
+	last := enroll.LastTicketActivity(n)
 	if t := n.Status.Ticket; t != nil && t.IssuedAt.After(last) {
 		last = t.IssuedAt.Time
 	}
