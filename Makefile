@@ -22,7 +22,7 @@ COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
 DATE ?= $(or $(shell git log -1 --format=%ct 2>/dev/null),1767225600)
 BUILDINFO := github.com/muster-k8s/muster/internal/buildinfo
 LDFLAGS := -s -w -X $(BUILDINFO).version=$(VERSION) -X $(BUILDINFO).commit=$(COMMIT)
-COMMANDS := muster bootstrapper joinservice kms
+COMMANDS := muster bootstrapper joinservice kms probe
 
 .PHONY: help
 help: ## List the targets
@@ -31,7 +31,7 @@ help: ## List the targets
 ##### Build
 
 .PHONY: build
-build: ## Build muster, bootstrapper, joinservice and kms, static, into bin/
+build: ## Build muster, bootstrapper, joinservice, kms and probe, static, into bin/
 	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/ $(COMMANDS:%=./cmd/%)
 
 .PHONY: lab-bin

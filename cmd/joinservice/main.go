@@ -39,9 +39,6 @@ func main() {
 
 // run is the program. Changes are made to what its flags say.
 func run(ctx context.Context, args []string, stderr io.Writer, changes ...func(*joinservice.Options)) error {
-	if len(args) > 0 && args[0] == "probe" {
-		return serve.Probe(ctx, args[1:])
-	}
 	flags := flag.NewFlagSet("joinservice", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	common := service.NewFlags(flags, attest.PurposeJoinservice, ":9090")

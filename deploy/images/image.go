@@ -33,25 +33,27 @@ type imageSpec struct {
 	Entrypoint string // absolute path of the binary in the image
 }
 
-// platformBinary is the static binary of one architecture.
-type platformBinary struct{ Arch, Path string }
+// platformBinary has the static binaries of one architecture: that of the entry point, and that of /probe.
+type platformBinary struct{ Arch, Path, Probe string }
 
 // machines are the ELF machines of the architectures.
 var machines = map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
 
-// buildImage returns an image of one layer with one file. It does not depend on the time or the place of the build.
+// buildImage returns an image of one layer with two files. It does not depend on the time or the place of the build.
 func buildImage(spec imageSpec, from platformBinary) (v1.Image, error) {
-	binary, err := os.ReadFile(from.Path)
-	if err != nil {
-		return nil, err
-	}
-	if err := checkStatic(binary, from.Arch); err != nil {
-		return nil, fmt.Errorf("%s: %w", from.Path, err)
-	}
 	var layer bytes.Buffer
 	w := tar.NewWriter(&layer)
-	if err := putFile(w, strings.TrimPrefix(spec.Entrypoint, "/"), 0o555, binary); err != nil {
-		return nil, err
+	for _, f := range []struct{ from, to string }{{from.Path, spec.Entrypoint}, {from.Probe, "/probe"}} {
+		binary, err := os.ReadFile(f.from)
+		if err != nil {
+			return nil, err
+		}
+		if err := checkStatic(binary, from.Arch); err != nil {
+			return nil, fmt.Errorf("%s: %w", f.from, err)
+		}
+		if err := putFile(w, strings.TrimPrefix(f.to, "/"), 0o555, binary); err != nil {
+			return nil, err
+		}
 	}
 	if err := w.Close(); err != nil {
 		return nil, err

@@ -32,7 +32,7 @@ func spec(t *testing.T, archs ...string) imageSpec {
 	}
 	s := imageSpec{Name: "registry.example/muster/kms", Tag: "v0.1.0", Entrypoint: "/kms"}
 	for _, arch := range archs {
-		from := platformBinary{arch, binary + "-" + arch}
+		from := platformBinary{arch, binary + "-" + arch, binary + "-" + arch}
 		if err := compile(t.Context(), os.Stderr, source, from.Path, arch, "v0.1.0", ""); err != nil {
 			t.Fatal(err)
 		}
@@ -166,14 +166,15 @@ func TestABinaryThatNeedsALinkerIsRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := buildImage(s, platformBinary{"amd64", shell}); err == nil {
+	if _, err := buildImage(s, platformBinary{"amd64", shell, shell}); err == nil {
 		t.Error("an image of a shell without its libraries was built")
 	}
 }
 
 func TestABinaryOfAnotherArchitectureIsRefused(t *testing.T) {
 	s := spec(t, "amd64", "arm64")
-	for _, wrong := range []platformBinary{{"amd64", s.Binaries[1].Path}, {"arm64", s.Binaries[0].Path}, {"riscv64", s.Binaries[0].Path}} {
+	amd64, arm64 := s.Binaries[0].Path, s.Binaries[1].Path
+	for _, wrong := range []platformBinary{{"amd64", arm64, amd64}, {"arm64", amd64, arm64}, {"amd64", amd64, arm64}, {"riscv64", amd64, amd64}} {
 		if _, err := buildImage(s, wrong); err == nil {
 			t.Errorf("%+v was taken", wrong)
 		}

@@ -1,5 +1,5 @@
-// Images builds the OCI images of Muster's services: one static binary on nothing, without
-// a container engine. The same source and toolchain give the same digests.
+// Images builds the OCI images of Muster's services: its static binary and that of probe on
+// nothing, without a container engine. The same source and toolchain give the same digests.
 //
 //	go run ./deploy/images -o dist/images -repository ghcr.io/muster-k8s -version v0.1.0
 //
@@ -69,18 +69,21 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	for _, name := range services {
 		spec := imageSpec{Name: *repository + "/" + name, Tag: *version, Revision: *commit, Entrypoint: "/" + name}
 		for _, arch := range platforms {
-			binary, list := filepath.Join(*bin, name), name+".spdx.json"
+			dir, list := *bin, name+".spdx.json"
 			if len(platforms) > 1 {
-				binary, list = filepath.Join(*bin, arch, name), name+"."+arch+".spdx.json"
+				dir, list = filepath.Join(*bin, arch), name+"."+arch+".spdx.json"
 			}
 			if *bin == "" {
-				binary = filepath.Join(*out, "bin", arch, name)
-				if err := compile(ctx, stderr, "./cmd/"+name, binary, arch, *version, *commit); err != nil {
-					return err
+				dir = filepath.Join(*out, "bin", arch)
+				for _, c := range []string{name, "probe"} {
+					if err := compile(ctx, stderr, "./cmd/"+c, filepath.Join(dir, c), arch, *version, *commit); err != nil {
+						return err
+					}
 				}
 			}
-			spec.Binaries = append(spec.Binaries, platformBinary{Arch: arch, Path: binary})
-			made, err := bill.Of(binary, *version)
+			binary := filepath.Join(dir, name)
+			spec.Binaries = append(spec.Binaries, platformBinary{Arch: arch, Path: binary, Probe: filepath.Join(dir, "probe")})
+			made, err := bill.Of(binary, *version) // probe has modules of the service only
 			if err != nil {
 				return err
 			}

@@ -162,7 +162,14 @@ func verifyEvidence(ctx context.Context, policy *attest.Policy, challenge *tpm2.
 	if err != nil {
 		return none, err
 	}
-	return pending.Complete(nil) // refused, if the evidence has other keys than those that were challenged
+	c, err := pending.Complete(nil) // refused, if the evidence has another endorsement key than the challenged one, or another attestation key
+	if err != nil {
+		return none, err
+	}
+	if c.Machine() != challenge.Machine() { // A1: a platform key is not challenged, so this is the evidence of another machine
+		return none, attest.Refuse(attestv1.Reason_REASON_BINDING_MISMATCH, "the evidence is that of machine %s, and machine %s answered the challenge", c.Machine(), challenge.Machine())
+	}
+	return c, nil
 }
 
 // recordOf returns what the cluster says of a node.

@@ -213,7 +213,8 @@ func (s *Sweeper) settle(ctx context.Context) {
 // make a node count refusals, but not this process.
 func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.refused.Reset()
-	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK} {
+	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK,
+		attestv1.Reason_REASON_HARDWARE_UNTRUSTED, attestv1.Reason_REASON_HARDWARE_COLLATERAL, attestv1.Reason_REASON_HARDWARE_TCB} {
 		s.refused.WithLabelValues(attest.ReasonName(r)).Set(0) // 0 is a value too: it shows that this joinservice counts
 	}
 	cloned := 0.0
