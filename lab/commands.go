@@ -190,9 +190,9 @@ func kubeBinariesCommand() *cobra.Command {
 
 func depsCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "deps", Short: "Install the Debian packages that the lab and the tests use, if any is missing", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			return driver.EnsurePackages(cmd.Context(), cmd.ErrOrStderr())
+		Use: "deps [PACKAGE…]", Short: "Install the Debian packages that the lab and the tests use, and the named ones, if any is missing", Args: cobra.ArbitraryArgs,
+		RunE: func(cmd *cobra.Command, more []string) error {
+			return driver.EnsurePackages(cmd.Context(), cmd.ErrOrStderr(), more...)
 		},
 	}
 }

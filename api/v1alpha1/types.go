@@ -467,7 +467,7 @@ type AttestedDiskSpec struct {
 	// +kubebuilder:validation:Minimum=1
 	RootVersion int32 `json:"rootVersion"`
 	// Erased means that the salt was deleted, so the key cannot be derived any more: no machine gets it, and no
-	// machine can enroll the disk (K4). It cannot be undone.
+	// machine can enroll the disk (K4). No update undoes it.
 	//
 	// +optional
 	Erased bool `json:"erased,omitempty"`

@@ -119,7 +119,7 @@ listen: {init: "127.0.0.1:0", metrics: "127.0.0.1:0", attesterMetrics: "127.0.0.
 `, dir, e.Socket, dir))
 }
 
-// shows waits until a machine's console begins with the text.
+// shows waits until a machine's console has the text.
 func shows(t *testing.T, screen, want string) {
 	t.Helper()
 	deadline := time.After(5 * time.Minute)
@@ -130,7 +130,7 @@ func shows(t *testing.T, screen, want string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if strings.HasPrefix(string(b), want) {
+		if strings.Contains(string(b), want) {
 			return
 		}
 		select {

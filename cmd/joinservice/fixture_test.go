@@ -22,6 +22,7 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -38,6 +39,7 @@ import (
 	"github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	attesterservice "github.com/muster-k8s/muster/services/bootstrapper/attester"
+	"github.com/muster-k8s/muster/services/joinservice"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -82,6 +84,7 @@ type fixture struct {
 	sockets   string
 	kubeconf  string
 	flags     []string              // beside the usual ones
+	timing    joinservice.Timing    // which no flag sets
 	apart     bool                  // no joinservice runs in this process
 	image     string                // that cp1 boots; empty: the usual one
 	listed    []*attesttest.Machine // the policy's control planes: cp1, and planned
@@ -92,6 +95,12 @@ type option func(*fixture)
 
 // auditAt sets the path of the audit log.
 func auditAt(path string) option { return func(s *fixture) { s.audit = path } }
+
+// recordsSoon and signsSoon are for tests that wait until joinservice has written what the owner sees, or has given up a
+// certificate request.
+func recordsSoon(s *fixture) { s.timing.Record = 200 * time.Millisecond }
+
+func signsSoon(s *fixture) { s.timing.Sign = 4 * time.Second }
 
 // booting makes cp1 boot an image of that name.
 func booting(image string) option { return func(s *fixture) { s.image = image } }
@@ -228,7 +237,7 @@ func (s *fixture) serveJoin(t *testing.T) {
 		if err := errors.Join(rpcs.Close(), probes.Close()); err != nil {
 			return err
 		}
-		return run(ctx, s.joinFlags(t, rpcs.Addr(), probes.Addr()), stderr)
+		return run(ctx, s.joinFlags(t, rpcs.Addr(), probes.Addr()), stderr, func(o *joinservice.Options) { o.Timing = s.timing })
 	})
 }
 
@@ -239,7 +248,7 @@ func (s *fixture) joinFlags(t *testing.T, rpcs, probes net.Addr) []string {
 		"--listen=" + rpcs.String(), "--metrics=" + probes.String(), "--node-name=cp1",
 		"--attester=" + attester.Socket(s.sockets, attest.PurposeJoinservice), "--owner-keys=" + base64.StdEncoding.EncodeToString(s.Public), "--image=" + image(t),
 		"--kms=https://" + s.kms.Addr, "--kms-token=" + s.token, "--pki=" + s.pki, "--audit=" + s.audit, "--kubeconfig=" + s.kubeconf,
-		"--first-lease-within=0s", "--lease-watch=2s", // machines here boot several times a second, few have a kubelet, and those renew their Leases each second
+		"--first-lease-within=0s", "--lease-watch=300ms", // machines here boot several times a second, and have no kubelet; see watching for those that have one
 	}, s.flags...)
 }
 

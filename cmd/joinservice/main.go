@@ -37,10 +37,8 @@ func main() {
 	}
 }
 
-func run(ctx context.Context, args []string, stderr io.Writer) error {
-	if len(args) > 0 && args[0] == "probe" {
-		return serve.Probe(ctx, args[1:])
-	}
+// run is the program. Changes are made to what its flags say.
+func run(ctx context.Context, args []string, stderr io.Writer, changes ...func(*joinservice.Options)) error {
 	flags := flag.NewFlagSet("joinservice", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	common := service.NewFlags(flags, attest.PurposeJoinservice, ":9090")
@@ -52,8 +50,8 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 	life := flags.Duration("certificate-life", state.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")
-	first := flags.Duration("first-lease-within", enroll.DefaultLeases.First, "how long a kubelet may take to write its first Lease after its machine got a ticket or the key of its disk; a later boot of the same machine within this time is refused with BUSY, since it may be a copy of the machine; 0: no such boot is refused")
-	watch := flags.Duration("lease-watch", enroll.DefaultLeases.Watch, "how long joinservice watches a node's Lease when its machine asks in a later boot; a Lease that is still renewed shows that the machine that asks is a copy. Use more than a quarter of the nodeLeaseDurationSeconds of your kubelets, their pause between two renewals")
+	first := flags.Duration("first-lease-within", enroll.DefaultLeaseTimings.First, "how long a kubelet may take to write its first Lease after its machine got a ticket or the key of its disk; a later boot of the same machine within this time is refused with BUSY, since it may be a copy of the machine; 0: no such boot is refused")
+	watch := flags.Duration("lease-watch", enroll.DefaultLeaseTimings.Watch, "how long joinservice watches a node's Lease when its machine asks in a later boot; a Lease that is still renewed shows that the machine that asks is a copy. Use more than a quarter of the nodeLeaseDurationSeconds of your kubelets, their pause between two renewals")
 	proxies := flags.String("proxy-protocol-from", "", "networks and addresses of load balancers in front of this listener, separated by commas, which send a header of the PROXY protocol, version 2: its client is then the source of the connection; empty: none")
 	limits := joinservice.Limits
 	flags.Float64Var(&limits.Rate, "source-rate", 16, "how many new connections a second one source may open (an IPv4 address, or an IPv6 /64); more for a load balancer that hides its clients and sends no header")
@@ -84,7 +82,11 @@ func run(ctx context.Context, args []string, stderr io.Writer) error {
 		return err
 	}
 	defer func() { _ = auditLog.Close() }()
-	return joinservice.Run(ctx, joinservice.Options{
-		Listener: p.Listener, ProxiesFrom: from, Limits: limits, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *kmsToken, VerdictMaxAge: *maxAge, CertificateLife: *life, Leases: enroll.Leases{First: *first, Watch: *watch}, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
-	})
+	o := joinservice.Options{
+		Listener: p.Listener, ProxiesFrom: from, Limits: limits, Metrics: p.Metrics, Probes: p.Probes, Attester: p.Attester, Owner: p.Owner, LowestSerial: p.LowestSerial, API: p.API, KMS: *kms, Token: *kmsToken, VerdictMaxAge: *maxAge, CertificateLife: *life, Leases: enroll.LeaseTimings{First: *first, Watch: *watch}, VanishedAfter: *vanished, ReleaseAfter: *release, Credential: join, PKI: *pki, Audit: auditLog, Log: p.Log,
+	}
+	for _, change := range changes {
+		change(&o)
+	}
+	return joinservice.Run(ctx, o)
 }

@@ -164,7 +164,7 @@ func TestARebootedMachineIsToldWhatItIsToBe(t *testing.T) {
 
 // J2: each request succeeds when only the offending input is repaired.
 func TestRefusedRejoins(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, recordsSoon)
 	neighbour := s.machine(t)
 	s.ticketFor(t, neighbour, worker(t, named("w2", disk2, "192.168.77.20"), encrypted))
 	plain := s.machine(t)

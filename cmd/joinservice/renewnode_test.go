@@ -68,7 +68,7 @@ func (s *fixture) booted(t *testing.T) *attesttest.Machine {
 
 // The machine has no credentials that the API server would accept; it gets new ones only by its evidence.
 func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, recordsSoon)
 	m := s.booted(t)
 	s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-100 * time.Hour) })
 	r, before := renewingAs(t), time.Now()

@@ -15,7 +15,7 @@ import (
 )
 
 func TestASignerThatDoesNotSign(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, signsSoon)
 	m := s.machine(t)
 	binding := &rbacv1.ClusterRoleBinding{}
 	if err := s.Client.Get(t.Context(), client.ObjectKey{Name: "system:controller:certificate-controller"}, binding); err != nil {

@@ -26,7 +26,7 @@ func (s *fixture) twin(t *testing.T, m *attesttest.Machine) *attesttest.Machine 
 func asW2() func(*requestOptions) { return named("w2", disk2, "192.168.77.13") }
 
 func TestOneTPMIsEnrolledOnce(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, recordsSoon)
 	m := s.machine(t)
 	twin := s.twin(t, m)
 	s.ticketFor(t, m, worker(t))

@@ -8,7 +8,7 @@ import (
 
 // Certificate requests of a ticket are deleted after their use.
 func TestUsedCertificateRequestsAreDeleted(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, signsSoon)
 	filed := func() (n int) {
 		for _, r := range s.Requests(t, "muster-joinservice/") {
 			if r.Verb == "create" && r.Object.Resource == "certificatesigningrequests" {

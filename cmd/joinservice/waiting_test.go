@@ -51,7 +51,7 @@ func (s *fixture) expiries(t *testing.T, node string) (out *v1alpha1.NodeCertifi
 // A machine that is refused although its evidence is genuine is in the owner's list, with the one reason (R1), until it is
 // admitted. A peer without genuine evidence is never listed.
 func TestTheOwnerSeesWhoWaits(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, recordsSoon)
 	changed := attesttest.NewMachine(t, s.ca, attesttest.Options{Image: "tampered"})
 	untrusted := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{})
 	late := s.controlMachine(t)
@@ -101,7 +101,7 @@ func TestTheOwnerSeesWhoWaits(t *testing.T) {
 // A machine that a list of the policy lacks is in a list of its own, with what it booted; the owner sees whether listing it is enough. Once the policy
 // lists it, it is refused for nothing.
 func TestTheOwnerSeesWhoLacksAList(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, recordsSoon)
 	bare, tampered := attesttest.NewMachine(t, s.ca, attesttest.Options{Bare: true}), attesttest.NewMachine(t, s.ca, attesttest.Options{Bare: true, Image: "tampered"})
 	ask := func(m *attesttest.Machine) attestv1.Reason {
 		_, err := s.dial(t, m.Attester(attest.PurposeMachine)).IssueJoinTicket(t.Context(), worker(t).IssueJoinTicketRequest)
@@ -129,7 +129,7 @@ func TestTheOwnerSeesWhoLacksAList(t *testing.T) {
 
 // A node that was refused for a while, by a policy that its owner has corrected since, is no longer listed.
 func TestAMachineThatIsAcceptedAgainWaitsNoLonger(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, recordsSoon)
 	m := s.machine(t)
 	s.ticketFor(t, m, worker(t))
 	m.LockTo(s.ID)
@@ -158,7 +158,7 @@ func TestAMachineThatIsAcceptedAgainWaitsNoLonger(t *testing.T) {
 
 // The end of a node's certificates is known from the ticket, and later from its machine, which reports those that it has.
 func TestTheEndsOfCertificatesAreNoted(t *testing.T) {
-	s := setUp(t)
+	s := setUp(t, recordsSoon)
 	m := s.machine(t)
 	ticket := s.ticketFor(t, m, worker(t))
 	m.LockTo(s.ID)

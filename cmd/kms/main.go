@@ -13,7 +13,6 @@ import (
 	"syscall"
 
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/serve"
 	"github.com/muster-k8s/muster/internal/service"
 	"github.com/muster-k8s/muster/services/kms"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -34,9 +33,6 @@ func main() {
 
 // run writes audit records to stdout and its log to stderr.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	if len(args) > 0 && args[0] == "probe" {
-		return serve.Probe(ctx, args[1:])
-	}
 	flags := flag.NewFlagSet("kms", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	common := service.NewFlags(flags, attest.PurposeKMS, ":9001")

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"time"
@@ -29,7 +30,7 @@ func (a *app) backupCommand() *cobra.Command {
 through the API server, decrypted and verified to its end. The machine gets the order with its next attestation, within five minutes.
 
 With --latest, no backup is made: the newest one is fetched that control planes have made by themselves (backup.every in image.yaml) or by
-an earlier order. This needs no signature.
+an earlier order. This needs no signature. If a backup is refused, the next newest one is fetched, and the command fails with the reason.
 
 A backup is as good as the owner's folder beside it: without owner.key nobody can read it. Keep copies of both, in different places.`,
 		Args: cobra.NoArgs,
@@ -49,16 +50,19 @@ func (a *app) backup(ctx context.Context, f backupFlags) error {
 	defer cancel()
 	return a.withFolder(func(d *ownerdir.Dir) error {
 		report := func(step string) { fmt.Fprintln(a.stderr, step) }
-		get := owner.MakeBackup
-		if f.latest {
-			get = owner.LatestBackup
-		}
-		node, stored, err := get(ctx, d, f.from, report)
-		if err != nil {
-			return err
-		}
 		if f.to == "" {
 			f.to = filepath.Join(d.Path(), "backups")
+		}
+		if f.latest {
+			info, err := owner.FetchLatest(ctx, d, f.from, f.to, report)
+			if info == nil {
+				return err
+			}
+			return errors.Join(err, a.showBackup(info)) // an older one, if err is not nil
+		}
+		node, stored, err := owner.MakeBackup(ctx, d, f.from, report)
+		if err != nil {
+			return err
 		}
 		report(fmt.Sprintf("%s: reading %s, %.1f MiB", node, stored.Name, float64(stored.Size)/(1<<20)))
 		info, err := owner.FetchBackup(ctx, d, node, stored, f.to)

@@ -57,7 +57,7 @@ discard the class, remove it from the file.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&from, "from", "", "the machine, HOST:PORT of its bootstrapper")
+	f.StringVar(&from, "from", "", "the machine: HOST, or HOST:PORT of its bootstrapper (default port 9000)")
 	f.StringVar(&machine, "machine-id", "", "the machine that must answer there, as bootstrapper doctor and the machine's console show it (default: any that the policy's TPM roots certify)")
 	f.StringVar(&policy, "policy", "", "policy to change (default: that of the owner's folder)")
 	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: no drivers but those that it has now, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not checked")

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -18,6 +19,7 @@ import (
 func (a *app) enrollCommand() *cobra.Command {
 	var (
 		role, machine, disk string
+		at                  expected
 		addresses           []string
 		timeout             time.Duration
 	)
@@ -28,7 +30,8 @@ func (a *app) enrollCommand() *cobra.Command {
 cluster's keys, so you say which machine that is. muster verify shows a machine's ID.
 
 A control plane is also listed in the policy, which is signed anew with the next serial: no machine believes a joinservice or
-kms on a machine that the policy does not list. After an interruption the same command finishes.`,
+kms on a machine that the policy does not list. The owner's folder records the name, too: enroll a control plane of a folder that lacks the
+record again. Take the ID from the machine's console, not from the cluster. After an interruption the same command finishes.`,
 		Args:              cobra.ExactArgs(1),
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -47,6 +50,9 @@ kms on a machine that the policy does not list. After an interruption the same c
 			defer func() { _ = dir.Close() }()
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
+			if err := at.verify(ctx, a, spec.MachineID, false); err != nil { // in a cluster already, it is no new machine
+				return err
+			}
 			created, err := owner.Enroll(ctx, dir, args[0], spec, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", args[0], step) })
 			if err != nil {
 				return err
@@ -69,12 +75,46 @@ kms on a machine that the policy does not list. After an interruption the same c
 	f.StringVar(&disk, "disk-id", "", "UUID of its state disk; the one that it first comes with if left out")
 	f.StringSliceVar(&addresses, "address", nil, "address that its node may have; those that it first comes with if left out")
 	f.DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the API server")
+	at.flag(f)
 	for _, name := range []string{"role", "machine-id"} {
 		if err := cmd.MarkFlagRequired(name); err != nil {
 			panic(err)
 		}
 	}
 	return cmd
+}
+
+// expected is the address of a machine that must be the named one, and accepted by the policy, before anything is signed.
+type expected struct{ endpoint string }
+
+func (e *expected) flag(f *pflag.FlagSet) {
+	f.StringVar(&e.endpoint, "endpoint", "", "address of the machine: first verify that this machine answers there, and that the policy accepts it")
+}
+
+// verify refuses another machine than the one with that ID, and one that the policy refuses. inCluster: it may be locked to the folder's cluster.
+func (e *expected) verify(ctx context.Context, a *app, machine string, inCluster bool) error {
+	if e.endpoint == "" {
+		return nil
+	}
+	id, err := attest.ParseMachineID(machine)
+	if err != nil {
+		return usagef("--endpoint: which machine? %w", err)
+	}
+	cfg, err := a.target(e.endpoint, "", string(attest.PurposeMachine), "")
+	if err != nil {
+		return err
+	}
+	if cfg.Only = &id; !inCluster {
+		cfg.Locks = []attest.Lock{attest.Unlocked()}
+	}
+	s, err := owner.Verify(ctx, cfg)
+	if err == nil {
+		err = s.Err
+	}
+	if err != nil {
+		return fmt.Errorf("the machine at %s was not verified as machine %s: %w", e.endpoint, id, err)
+	}
+	return nil
 }
 
 func enrollment(name, role, machine, disk string, addresses []string) (v1alpha1.AttestedNodeSpec, error) {

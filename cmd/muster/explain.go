@@ -171,7 +171,7 @@ func (a *app) showExplanation(e *owner.Explanation) error {
 		fmt.Fprintln(a.stdout, "      Nothing of it is verified: whoever wrote it chose it.")
 	}
 	if r := e.Refusal; r != nil {
-		fmt.Fprintf(a.stdout, "      Refused with %s: %s\n", r.Reason, printable(r.Message))
+		fmt.Fprintf(a.stdout, "      Refused with %s: %s\n", r.Reason, r.Message)
 	}
 	for _, f := range e.Fits {
 		if len(f.PCRs) == 0 {
@@ -193,7 +193,7 @@ func (a *app) showExplanation(e *owner.Explanation) error {
 		fmt.Fprintln(a.stdout, "\nCompared with the image, measurement by measurement:")
 	}
 	for _, d := range e.Differences {
-		fmt.Fprintf(a.stdout, "  PCR %-2d  measurement %d: %s\n", d.PCR, d.Position, printable(d.String()))
+		fmt.Fprintf(a.stdout, "  PCR %-2d  measurement %d: %s\n", d.PCR, d.Position, d.String())
 		for _, side := range []struct {
 			name string
 			step *explain.Step
@@ -207,7 +207,7 @@ func (a *app) showExplanation(e *owner.Explanation) error {
 		fmt.Fprintln(a.stdout, "\nThe machine's event log has in the PCRs that differ:")
 	}
 	for _, s := range e.Log {
-		fmt.Fprintf(a.stdout, "  PCR %-2d  %s, digest %s\n", s.PCR, printable(s.What), hex.EncodeToString(s.Digest))
+		fmt.Fprintf(a.stdout, "  PCR %-2d  %s, digest %s\n", s.PCR, s.What, hex.EncodeToString(s.Digest))
 	}
 	if !differs {
 		fmt.Fprintln(a.stdout, "\nNothing differs.")

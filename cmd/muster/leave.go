@@ -70,12 +70,13 @@ func (a *app) replaceCommand() *cobra.Command {
 	var (
 		l  leaving
 		to clusterapi.Replacement
+		at expected
 	)
 	cmd := &cobra.Command{
 		Use:   "replace NODE --tpm MACHINE-ID | --disk UUID",
 		Short: "Give a node's name to another machine or disk, after a repair",
 		Long: `A mainboard was exchanged, and with it the TPM: --tpm names the new machine, which keeps name, role and disk key. A disk was
-exchanged: --disk names the new one. At no moment is the name free for others. The machine then joins anew; muster verify shows its
+exchanged: --disk names the new one. At no moment is the name free for others. The machine then joins anew; its console shows its
 ID. If the TPM was cleared only, --tpm names the same machine, which may then attest again as the node that it is, without joining anew.
 A ban is no obstacle for another machine, and ends with this; for the machine that is enrolled, lift it first. What will be done is shown first. After an interruption the same command finishes.`,
 		Args:              cobra.ExactArgs(1),
@@ -97,12 +98,16 @@ A ban is no obstacle for another machine, and ends with this; for the machine th
 				}
 			}
 			return a.leave(cmd, l, draining{}, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+				if err := at.verify(ctx, a, to.MachineID, true); err != nil { // with a state disk that is not encrypted, it is locked to the cluster again
+					return nil, err
+				}
 				return owner.PlanReplace(ctx, d, args[0], to)
 			})
 		},
 	}
 	l.flags(cmd)
-	cmd.Flags().StringVar(&to.MachineID, "tpm", "", "ID of the machine with its new TPM, as muster verify shows it")
+	cmd.Flags().StringVar(&to.MachineID, "tpm", "", "ID of the machine with its new TPM, as its console shows it")
+	at.flag(cmd.Flags())
 	cmd.Flags().StringVar(&to.DiskID, "disk", "", "UUID of the new state disk")
 	return cmd
 }

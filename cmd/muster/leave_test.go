@@ -15,13 +15,22 @@ import (
 )
 
 // TestLeaving runs the scripts in testdata/leave.
-func TestLeaving(t *testing.T) { withCluster(t, "leave") }
+func TestLeaving(t *testing.T) {
+	t.Parallel()
+	withCluster(t, "leave")
+}
 
 // TestUninstall runs the scripts in testdata/uninstall, in a cluster of its own.
-func TestUninstall(t *testing.T) { withCluster(t, "uninstall") }
+func TestUninstall(t *testing.T) {
+	t.Parallel()
+	withCluster(t, "uninstall")
+}
 
 // TestRotate runs the scripts in testdata/rotate, in a cluster of its own.
-func TestRotate(t *testing.T) { withCluster(t, "rotate") }
+func TestRotate(t *testing.T) {
+	t.Parallel()
+	withCluster(t, "rotate")
+}
 
 // withCluster runs the scripts of a folder against a real API server, with an owner's folder for it. Machines are only
 // objects: no kubelet and no joinservice runs.

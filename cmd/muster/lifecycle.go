@@ -58,7 +58,7 @@ func (a *app) withFolder(f func(*ownerdir.Dir) error) error {
 
 // steps returns a function that prints the steps of a command on one node.
 func (a *app) steps(name string) func(string) {
-	return func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, printable(step)) }
+	return func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) }
 }
 
 // result prints the end of a command on one node.

@@ -10,9 +10,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"strings"
 	"syscall"
-	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -49,6 +47,7 @@ type app struct {
 
 func (a *app) run(ctx context.Context, args []string) error {
 	quietLibraries()
+	a.stdout, a.stderr = visible(a.stdout), visible(a.stderr)
 	root := a.command()
 	a.mark(root)
 	root.SetArgs(args)
@@ -126,21 +125,11 @@ func (a *app) complain(err error) {
 		}
 		return
 	}
-	fmt.Fprintf(a.stderr, "Error: %s\n", printable(p.Message))
+	fmt.Fprintf(a.stderr, "Error: %s\n", p.Message)
 	if p.Reason != "" {
 		fmt.Fprintf(a.stderr, "Reason: %s\n", p.Reason)
 	}
 	if p.Remedy != "" {
-		fmt.Fprintf(a.stderr, "What to do: %s\n", printable(p.Remedy))
+		fmt.Fprintf(a.stderr, "What to do: %s\n", p.Remedy)
 	}
-}
-
-// printable makes text harmless for a terminal that has parts which the API server or a machine has chosen. Lines stay.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
-			return r
-		}
-		return '?'
-	}, s)
 }

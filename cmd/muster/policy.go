@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
@@ -83,6 +84,7 @@ func (a *app) applyCommand() *cobra.Command {
 	var (
 		timeout time.Duration
 		expel   bool
+		out     []string
 	)
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
@@ -108,7 +110,7 @@ muster policy diff has the cluster appraise them by it, with everything else tha
 			}
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
 			defer cancel()
-			p, err := owner.ApplyPolicy(ctx, dir, text, expel)
+			p, err := owner.ApplyPolicy(ctx, dir, text, expel, out...)
 			if err != nil {
 				return err
 			}
@@ -121,8 +123,14 @@ muster policy diff has the cluster appraise them by it, with everything else tha
 		},
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
+	leaveOut(cmd.Flags(), &out)
 	cmd.Flags().BoolVar(&expel, "expel", false, "also if running nodes do not match the policy: they get no key and no certificate from then on")
 	return cmd
+}
+
+// leaveOut adds the flag for control planes of the cluster that are none of the owner's.
+func leaveOut(f *pflag.FlagSet, names *[]string) {
+	f.StringSliceVar(names, "leave-out", nil, "a node that the cluster has as a control plane, and that is none of yours: it may be missing in the policy")
 }
 
 // nextPolicy reads the policy that is to replace the folder's. One from from-measurements gets the control planes, classes and rules about TPMs of the

@@ -137,12 +137,12 @@ func (a *app) report(steps int) progress.Reporter {
 	if a.output == outputJSON {
 		return progress.New(progress.Config{Out: a.stdout, Format: progress.JSON, Steps: steps})
 	}
-	if f, ok := a.stderr.(*os.File); ok && a.output == outputAuto && term.IsTerminal(int(f.Fd())) {
+	if f, ok := fileBelow(a.stderr); ok && a.output == outputAuto && term.IsTerminal(int(f.Fd())) {
 		width, _, err := term.GetSize(int(f.Fd()))
 		if err != nil {
 			width = 0
 		}
-		return progress.New(progress.Config{Out: a.stderr, Format: progress.Bar, Steps: steps, Width: width})
+		return progress.New(progress.Config{Out: f, Format: progress.Bar, Steps: steps, Width: width})
 	}
 	return progress.New(progress.Config{Out: a.stderr, Format: progress.Plain, Steps: steps})
 }

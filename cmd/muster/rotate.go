@@ -118,6 +118,6 @@ func showRotationPlan(w io.Writer, p *owner.RotationPlan) {
 		fmt.Fprintf(w, "  %-30s  accepts %d, uses %-16.16s  phases done: %s\n", n.Name, n.Accepts, dash(n.Uses), has)
 	}
 	for _, n := range p.Notes {
-		fmt.Fprintf(w, "Note: %s\n", printable(n))
+		fmt.Fprintf(w, "Note: %s\n", n)
 	}
 }

@@ -147,6 +147,6 @@ func showOwnerKeyPlan(w io.Writer, p *owner.OwnerKeyPlan) {
 		fmt.Fprintf(w, "  %-30s  %-11s  %d keys in its image; the new one: %t, the old one: %t\n", n.Name, state, len(n.Keys), n.New, n.Old)
 	}
 	for _, n := range p.Notes {
-		fmt.Fprintf(w, "Note: %s\n", printable(n))
+		fmt.Fprintf(w, "Note: %s\n", n)
 	}
 }

@@ -51,7 +51,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			defer cancel()
 			s, err := kube.Status(ctx, slog.New(slog.DiscardHandler))
 			if err != nil {
-				return fmt.Errorf("ask the cluster at %s: %w", kube.Server(), err)
+				return owner.Unanswered(kube.Server(), err)
 			}
 			keys, err := dir.KeyRotation()
 			if err != nil {

@@ -105,10 +105,10 @@ func (a *app) limited(ctx context.Context, d time.Duration) (context.Context, co
 // showUninstall shows what will be done.
 func (a *app) showUninstall(p *owner.UninstallPlan) {
 	for i, s := range p.Steps {
-		fmt.Fprintf(a.stderr, "%d. %s: %s\n", i+1, s.Name, printable(s.Detail))
+		fmt.Fprintf(a.stderr, "%d. %s: %s\n", i+1, s.Name, s.Detail)
 	}
 	for _, n := range p.Notes {
-		fmt.Fprintf(a.stderr, "Note: %s.\n", printable(n))
+		fmt.Fprintf(a.stderr, "Note: %s.\n", n)
 	}
 }
 
@@ -121,7 +121,7 @@ func (a *app) uninstalled(p *owner.UninstallPlan, text string) error {
 	fmt.Fprintf(a.stdout, "If a machine still has Muster's units, run the block uninstall-machine of %s there, and don't restart the machine before:\n", owner.UninstallRunbook)
 	rows := [][]string{{"NODE", "ROLE"}}
 	for _, m := range p.Machines {
-		rows = append(rows, []string{printable(m.Node), string(m.Role)})
+		rows = append(rows, []string{m.Node, string(m.Role)})
 	}
 	return a.table(rows)
 }

@@ -17,6 +17,7 @@ type upgradeFlags struct {
 	images            imageFlags
 	dryRun, downgrade bool
 	patience, timeout time.Duration
+	leaveOut          []string
 }
 
 func (a *app) upgradeCommand() *cobra.Command {
@@ -33,6 +34,7 @@ Values that are not named stay as they are.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.upgrade(cmd.Context(), f) },
 	}
 	flags := cmd.Flags()
+	leaveOut(flags, &f.leaveOut)
 	f.images.add(flags)
 	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would change, and change nothing")
 	flags.BoolVar(&f.downgrade, "allow-downgrade", false, "go back to the older chart of this program; definitions stay")
@@ -61,7 +63,7 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 	report := a.report(owner.UpgradeSteps)
 	defer report.Close()
 	cfg := owner.UpgradeConfig{
-		Dir: dir, Values: values, AllowDowngrade: f.downgrade, Patience: f.patience, Report: report, Log: slog.New(slog.DiscardHandler),
+		Dir: dir, Values: values, AllowDowngrade: f.downgrade, LeaveOut: f.leaveOut, Patience: f.patience, Report: report, Log: slog.New(slog.DiscardHandler),
 	}
 	if f.dryRun {
 		plan, err := owner.PlanUpgrade(ctx, cfg)

@@ -107,6 +107,6 @@ func showKubernetesPlan(w io.Writer, p *owner.KubernetesPlan) {
 		fmt.Fprintf(w, "  %-30s  %-13s  %-10s  %s\n", n.Name, n.Role, dash(n.Kubelet), n.Will)
 	}
 	for _, n := range p.Notes {
-		fmt.Fprintf(w, "Note: %s\n", printable(n))
+		fmt.Fprintf(w, "Note: %s\n", n)
 	}
 }

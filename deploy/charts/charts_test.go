@@ -286,7 +286,7 @@ func checkContainer(t *testing.T, name string, c corev1.Container) {
 	}
 	// Not on a port: a client that reaches it could keep the kubelet from its answer.
 	asks := func(p *corev1.Probe, path string) bool {
-		return p != nil && p.Exec != nil && slices.Equal(p.Exec.Command, []string{"/" + c.Name, "probe", path})
+		return p != nil && p.Exec != nil && slices.Equal(p.Exec.Command, []string{"/probe", path})
 	}
 	if !asks(c.StartupProbe, "/healthz") || !asks(c.LivenessProbe, "/healthz") || !asks(c.ReadinessProbe, "/readyz") {
 		t.Errorf("%s: container %s lacks a probe", name, c.Name)

@@ -28,25 +28,32 @@ const nonRoot = "65532:65532"
 type imageSpec struct {
 	Name       string // without tag and digest
 	Tag        string
-	Arch       string
 	Revision   string // Git commit, may be empty
-	Binary     string // path of the static binary
-	Entrypoint string // absolute path of it in the image
+	Binaries   []platformBinary
+	Entrypoint string // absolute path of the binary in the image
 }
 
-// buildImage returns an image of one layer with one file. It does not depend on the time or the place of the build.
-func buildImage(spec imageSpec) (v1.Image, error) {
-	binary, err := os.ReadFile(spec.Binary)
-	if err != nil {
-		return nil, err
-	}
-	if err := checkStatic(binary); err != nil {
-		return nil, fmt.Errorf("%s: %w", spec.Binary, err)
-	}
+// platformBinary has the static binaries of one architecture: that of the entry point, and that of /probe.
+type platformBinary struct{ Arch, Path, Probe string }
+
+// machines are the ELF machines of the architectures.
+var machines = map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
+
+// buildImage returns an image of one layer with two files. It does not depend on the time or the place of the build.
+func buildImage(spec imageSpec, from platformBinary) (v1.Image, error) {
 	var layer bytes.Buffer
 	w := tar.NewWriter(&layer)
-	if err := putFile(w, strings.TrimPrefix(spec.Entrypoint, "/"), 0o555, binary); err != nil {
-		return nil, err
+	for _, f := range []struct{ from, to string }{{from.Path, spec.Entrypoint}, {from.Probe, "/probe"}} {
+		binary, err := os.ReadFile(f.from)
+		if err != nil {
+			return nil, err
+		}
+		if err := checkStatic(binary, from.Arch); err != nil {
+			return nil, fmt.Errorf("%s: %w", f.from, err)
+		}
+		if err := putFile(w, strings.TrimPrefix(f.to, "/"), 0o555, binary); err != nil {
+			return nil, err
+		}
 	}
 	if err := w.Close(); err != nil {
 		return nil, err
@@ -66,7 +73,7 @@ func buildImage(spec imageSpec) (v1.Image, error) {
 		return nil, err
 	}
 	config = config.DeepCopy()
-	config.OS, config.Architecture = "linux", spec.Arch
+	config.OS, config.Architecture = "linux", from.Arch
 	config.Created = v1.Time{Time: time.Unix(0, 0).UTC()}
 	for i := range config.History {
 		config.History[i].Created = config.Created
@@ -86,11 +93,18 @@ func buildImage(spec imageSpec) (v1.Image, error) {
 	return mutate.ConfigFile(img, config)
 }
 
-// checkStatic refuses a binary that could not start in an image without other files.
-func checkStatic(binary []byte) error {
+// checkStatic refuses a binary that could not start on this architecture, in an image without other files.
+func checkStatic(binary []byte, arch string) error {
 	f, err := elf.NewFile(bytes.NewReader(binary))
 	if err != nil {
 		return fmt.Errorf("want a Linux binary: %w", err)
+	}
+	want, known := machines[arch]
+	if !known {
+		return fmt.Errorf("the architecture is amd64 or arm64, not %q", arch)
+	}
+	if f.Machine != want {
+		return fmt.Errorf("it is for %s, not for %s", f.Machine, arch)
 	}
 	for _, p := range f.Progs {
 		if p.Type == elf.PT_INTERP {
@@ -103,11 +117,7 @@ func checkStatic(binary []byte) error {
 // writeImage writes the image as an OCI image layout in a tar (OCI Image Format, image-layout) and returns its
 // reference by digest.
 func writeImage(spec imageSpec, path string) (string, error) {
-	img, err := buildImage(spec)
-	if err != nil {
-		return "", err
-	}
-	archive, ref, err := ociArchive(spec, img)
+	archive, ref, err := ociArchive(spec)
 	if err != nil {
 		return "", err
 	}
@@ -119,41 +129,67 @@ func writeImage(spec imageSpec, path string) (string, error) {
 	return ref, os.Rename(tmp, path)
 }
 
-func ociArchive(spec imageSpec, img v1.Image) ([]byte, string, error) {
+// blobsOf returns the manifest's descriptor of an image, and all its blobs, the manifest first.
+func blobsOf(img v1.Image, arch string) (v1.Descriptor, [][]byte, error) {
 	manifest, err := img.RawManifest()
 	if err != nil {
-		return nil, "", err
+		return v1.Descriptor{}, nil, err
 	}
 	config, err := img.RawConfigFile()
 	if err != nil {
-		return nil, "", err
+		return v1.Descriptor{}, nil, err
 	}
 	blobs := [][]byte{manifest, config}
 	layers, err := img.Layers()
 	if err != nil {
-		return nil, "", err
+		return v1.Descriptor{}, nil, err
 	}
 	for _, l := range layers {
 		r, err := l.Compressed()
 		if err != nil {
-			return nil, "", err
+			return v1.Descriptor{}, nil, err
 		}
 		b, err := io.ReadAll(r)
 		if err != nil {
-			return nil, "", err
+			return v1.Descriptor{}, nil, err
 		}
 		blobs = append(blobs, b)
 	}
-	desc := v1.Descriptor{
-		MediaType: types.OCIManifestSchema1,
-		Size:      int64(len(manifest)),
-		Digest:    v1.Hash{Algorithm: "sha256", Hex: fmt.Sprintf("%x", sha256.Sum256(manifest))},
-		Platform:  &v1.Platform{OS: "linux", Architecture: spec.Arch},
+	d := describe(types.OCIManifestSchema1, manifest)
+	d.Platform = &v1.Platform{OS: "linux", Architecture: arch}
+	return d, blobs, nil
+}
+
+func describe(kind types.MediaType, content []byte) v1.Descriptor {
+	return v1.Descriptor{MediaType: kind, Size: int64(len(content)), Digest: v1.Hash{Algorithm: "sha256", Hex: fmt.Sprintf("%x", sha256.Sum256(content))}}
+}
+
+func ociArchive(spec imageSpec) ([]byte, string, error) {
+	var blobs [][]byte
+	var images []v1.Descriptor
+	for _, from := range spec.Binaries {
+		img, err := buildImage(spec, from)
+		if err != nil {
+			return nil, "", err
+		}
+		d, more, err := blobsOf(img, from.Arch)
+		if err != nil {
+			return nil, "", err
+		}
+		images, blobs = append(images, d), append(blobs, more...)
+	}
+	desc := images[0]
+	if len(images) > 1 {
+		index, err := json.Marshal(v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: images})
+		if err != nil {
+			return nil, "", err
+		}
+		desc, blobs = describe(types.OCIImageIndex, index), append(blobs, index)
 	}
 	byDigest := spec.Name + "@" + desc.Digest.String()
 	// Listed twice: containerd assigns the names that it finds here to an imported image, and serves a pod's image by
 	// digest from the node only if the image has that name.
-	index, err := json.Marshal(v1.IndexManifest{
+	top, err := json.Marshal(v1.IndexManifest{
 		SchemaVersion: 2, MediaType: types.OCIImageIndex,
 		Manifests: []v1.Descriptor{named(desc, spec.Name+":"+spec.Tag, spec.Tag), named(desc, byDigest, "")},
 	})
@@ -165,7 +201,7 @@ func ociArchive(spec imageSpec, img v1.Image) ([]byte, string, error) {
 	if err := putFile(w, "oci-layout", 0o644, []byte(`{"imageLayoutVersion":"1.0.0"}`)); err != nil {
 		return nil, "", err
 	}
-	if err := putFile(w, "index.json", 0o644, index); err != nil {
+	if err := putFile(w, "index.json", 0o644, top); err != nil {
 		return nil, "", err
 	}
 	for _, b := range blobs {

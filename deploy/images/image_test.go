@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -22,21 +23,27 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // spec returns an image of a program that was compiled as the services are.
-func spec(t *testing.T) imageSpec {
+func spec(t *testing.T, archs ...string) imageSpec {
 	t.Helper()
 	dir := t.TempDir()
 	source, binary := filepath.Join(dir, "main.go"), filepath.Join(dir, "kms")
 	if err := os.WriteFile(source, []byte("package main\n\nfunc main() { println(1) }\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := compile(t.Context(), os.Stderr, source, binary, "amd64", "v0.1.0", ""); err != nil {
-		t.Fatal(err)
+	s := imageSpec{Name: "registry.example/muster/kms", Tag: "v0.1.0", Entrypoint: "/kms"}
+	for _, arch := range archs {
+		from := platformBinary{arch, binary + "-" + arch, binary + "-" + arch}
+		if err := compile(t.Context(), os.Stderr, source, from.Path, arch, "v0.1.0", ""); err != nil {
+			t.Fatal(err)
+		}
+		s.Binaries = append(s.Binaries, from)
 	}
-	return imageSpec{Name: "registry.example/muster/kms", Tag: "v0.1.0", Arch: "amd64", Binary: binary, Entrypoint: "/kms"}
+	return s
 }
 
 func TestAnImageIsValidAndRunsAsNobody(t *testing.T) {
-	img, err := buildImage(spec(t))
+	s := spec(t, "amd64")
+	img, err := buildImage(s, s.Binaries[0])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -55,7 +62,7 @@ func TestTheSameBinaryGivesTheSameArchive(t *testing.T) {
 	var refs []string
 	for i := range 2 {
 		path := filepath.Join(dir, fmt.Sprint(i))
-		ref, err := writeImage(spec(t), path)
+		ref, err := writeImage(spec(t, "amd64", "arm64"), path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -74,8 +81,15 @@ func TestTheSameBinaryGivesTheSameArchive(t *testing.T) {
 }
 
 func TestAnArchiveIsAWholeLayoutWithBothNames(t *testing.T) {
+	for _, archs := range [][]string{{"amd64"}, {"amd64", "arm64"}} {
+		t.Run(strings.Join(archs, " and "), func(t *testing.T) { layoutOf(t, archs) })
+	}
+}
+
+func layoutOf(t *testing.T, archs []string) {
+	t.Helper()
 	path := filepath.Join(t.TempDir(), "kms.tar")
-	ref, err := writeImage(spec(t), path)
+	ref, err := writeImage(spec(t, archs...), path)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -111,6 +125,34 @@ func TestAnArchiveIsAWholeLayoutWithBothNames(t *testing.T) {
 	if len(names) != 2 || names[0] != "registry.example/muster/kms:v0.1.0" || names[1] != ref {
 		t.Errorf("names %q, reference %s", names, ref)
 	}
+	var platforms []string
+	inner := read
+	if len(archs) > 1 {
+		if inner, err = read.ImageIndex(index.Manifests[0].Digest); err != nil {
+			t.Fatal(err)
+		}
+	}
+	all, err := inner.IndexManifest()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range all.Manifests[:len(archs)] {
+		img, err := inner.Image(d.Digest)
+		if err != nil {
+			t.Fatal(err)
+		}
+		config, err := img.ConfigFile()
+		if err != nil {
+			t.Fatal(err)
+		}
+		platforms = append(platforms, config.Architecture)
+		if d.Platform.Architecture != config.Architecture {
+			t.Errorf("an image for %s is listed for %s", config.Architecture, d.Platform.Architecture)
+		}
+	}
+	if !slices.Equal(platforms, archs) {
+		t.Errorf("images for %q", platforms)
+	}
 	for name, b := range files {
 		if sum, ok := strings.CutPrefix(name, "blobs/sha256/"); ok && fmt.Sprintf("%x", sha256.Sum256(b)) != sum {
 			t.Errorf("%s has other content", name)
@@ -119,14 +161,28 @@ func TestAnArchiveIsAWholeLayoutWithBothNames(t *testing.T) {
 }
 
 func TestABinaryThatNeedsALinkerIsRefused(t *testing.T) {
-	s := spec(t)
+	s := spec(t, "amd64")
 	shell, err := filepath.EvalSymlinks("/bin/sh")
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.Binary = shell
-	if _, err := buildImage(s); err == nil {
+	if _, err := buildImage(s, platformBinary{"amd64", shell, shell}); err == nil {
 		t.Error("an image of a shell without its libraries was built")
+	}
+}
+
+func TestABinaryOfAnotherArchitectureIsRefused(t *testing.T) {
+	s := spec(t, "amd64", "arm64")
+	amd64, arm64 := s.Binaries[0].Path, s.Binaries[1].Path
+	for _, wrong := range []platformBinary{{"amd64", arm64, amd64}, {"arm64", amd64, arm64}, {"amd64", amd64, arm64}, {"riscv64", amd64, amd64}} {
+		if _, err := buildImage(s, wrong); err == nil {
+			t.Errorf("%+v was taken", wrong)
+		}
+	}
+	for _, right := range s.Binaries {
+		if _, err := buildImage(s, right); err != nil {
+			t.Errorf("%+v: %v", right, err)
+		}
 	}
 }
 

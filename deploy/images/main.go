@@ -1,11 +1,12 @@
-// Images builds the OCI images of Muster's services: one static binary on nothing, without
-// a container engine. The same source and toolchain give the same digests.
+// Images builds the OCI images of Muster's services: its static binary and that of probe on
+// nothing, without a container engine. The same source and toolchain give the same digests.
 //
 //	go run ./deploy/images -o dist/images -repository ghcr.io/muster-k8s -version v0.1.0
 //
 // builds the binaries, or takes those of -bin, and writes, for each service, NAME.tar (an OCI image layout in a tar, which `ctr images
 // import` and `skopeo copy oci-archive:` read) and NAME.spdx.json (what it is made of), and digests.json, which maps NAME to
-// REPOSITORY/NAME@sha256:…, the reference that the chart wants.
+// REPOSITORY/NAME@sha256:…, the reference that the chart wants. With several architectures, an image is an index of one for each, its
+// reference is that of the index, and the lists are NAME.ARCH.spdx.json.
 package main
 
 import (
@@ -48,8 +49,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	repository := flags.String("repository", "ghcr.io/muster-k8s", "registry and folder of the image names")
 	version := flags.String("version", "dev", "version to stamp, and the tag")
 	commit := flags.String("commit", "", "Git commit to stamp")
-	bin := flags.String("bin", "", "folder with static linux binaries to take; empty: build them")
-	arch := flags.String("arch", "amd64", "GOARCH of the images; the system is always linux")
+	bin := flags.String("bin", "", "folder with static linux binaries to take, for several architectures in folders of their names; empty: build them")
+	archs := flags.String("arch", "amd64", "GOARCH of the images, or several, separated by commas; the system is always linux")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -64,30 +65,37 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		return err
 	}
 	digests := map[string]string{}
+	platforms := strings.Split(*archs, ",")
 	for _, name := range services {
-		binary := filepath.Join(*bin, name)
-		if *bin == "" {
-			binary = filepath.Join(*out, "bin", *arch, name)
-			if err := compile(ctx, stderr, "./cmd/"+name, binary, *arch, *version, *commit); err != nil {
+		spec := imageSpec{Name: *repository + "/" + name, Tag: *version, Revision: *commit, Entrypoint: "/" + name}
+		for _, arch := range platforms {
+			dir, list := *bin, name+".spdx.json"
+			if len(platforms) > 1 {
+				dir, list = filepath.Join(*bin, arch), name+"."+arch+".spdx.json"
+			}
+			if *bin == "" {
+				dir = filepath.Join(*out, "bin", arch)
+				for _, c := range []string{name, "probe"} {
+					if err := compile(ctx, stderr, "./cmd/"+c, filepath.Join(dir, c), arch, *version, *commit); err != nil {
+						return err
+					}
+				}
+			}
+			binary := filepath.Join(dir, name)
+			spec.Binaries = append(spec.Binaries, platformBinary{Arch: arch, Path: binary, Probe: filepath.Join(dir, "probe")})
+			made, err := bill.Of(binary, *version) // probe has modules of the service only
+			if err != nil {
 				return err
 			}
-		}
-		spec := imageSpec{
-			Name: *repository + "/" + name, Tag: *version, Arch: *arch, Revision: *commit,
-			Binary: binary, Entrypoint: "/" + name,
+			if err := os.WriteFile(filepath.Join(*out, list), made, 0o644); err != nil {
+				return err
+			}
 		}
 		ref, err := writeImage(spec, filepath.Join(*out, name+".tar"))
 		if err != nil {
 			return fmt.Errorf("image %s: %w", name, err)
 		}
 		digests[name] = ref
-		made, err := bill.Of(binary, *version)
-		if err != nil {
-			return err
-		}
-		if err := os.WriteFile(filepath.Join(*out, name+".spdx.json"), made, 0o644); err != nil {
-			return err
-		}
 	}
 	b, err := json.MarshalIndent(digests, "", "  ")
 	if err != nil {

@@ -2,8 +2,10 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"context"
+	"debug/elf"
 	"embed"
 	"fmt"
 	"os"
@@ -28,6 +30,8 @@ type file struct {
 // contents collects the contents of the packages.
 type contents struct {
 	source, bin, version string
+	arch                 string // GOARCH, which Debian names in the same way
+	native               string // a muster that runs here; empty: the one to be packed
 	date                 time.Time
 	level                int // of compression
 }
@@ -42,18 +46,19 @@ func (c contents) cli(ctx context.Context) (debian, error) {
 	if err := c.program(ctx, &p, muster); err != nil {
 		return p, err
 	}
+	runs := cmp.Or(c.native, muster)
 	for shell, path := range map[string]string{
 		"bash": "/usr/share/bash-completion/completions/muster",
 		"zsh":  "/usr/share/zsh/vendor-completions/_muster",
 		"fish": "/usr/share/fish/vendor_completions.d/muster.fish",
 	} {
-		script, err := output(ctx, muster, "completion", shell)
+		script, err := output(ctx, runs, "completion", shell)
 		if err != nil {
 			return p, err
 		}
 		p.files = append(p.files, file{path, 0o644, script})
 	}
-	help, err := output(ctx, muster, "--help")
+	help, err := output(ctx, runs, "--help")
 	if err != nil {
 		return p, err
 	}
@@ -99,6 +104,9 @@ func (c contents) program(ctx context.Context, p *debian, path string) error {
 	if err != nil {
 		return fmt.Errorf("%w; `make build` builds it", err)
 	}
+	if err := c.check(path, binary); err != nil {
+		return err
+	}
 	bill, err := sbom.Local(ctx, c.date)
 	if err != nil {
 		return err
@@ -122,6 +130,25 @@ func (c contents) program(ctx context.Context, p *debian, path string) error {
 		file{doc + "/copyright", 0o644, copyright},
 	)
 	return p.compressed(doc+"/changelog.gz", changes)
+}
+
+// machines are the ELF machines of the architectures.
+var machines = map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
+
+// check refuses a program of another architecture.
+func (c contents) check(path string, binary []byte) error {
+	want, known := machines[c.arch]
+	if !known {
+		return fmt.Errorf("the architecture is amd64 or arm64, not %q", c.arch)
+	}
+	f, err := elf.NewFile(bytes.NewReader(binary))
+	if err != nil {
+		return fmt.Errorf("%s: want a Linux binary: %w", path, err)
+	}
+	if f.Machine != want {
+		return fmt.Errorf("%s is for %s, not for %s", path, f.Machine, c.arch)
+	}
+	return nil
 }
 
 // compressed adds a file in gzip without name and time (gzip -n9).

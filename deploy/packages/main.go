@@ -4,7 +4,9 @@
 //	go run ./deploy/packages -bin bin -version v0.1.0 -date 1767225600 -o dist/packages
 //
 // The same programs, version and date give the same bytes. dpkg-deb packs them; apart from it
-// nothing of Debian's tools is needed.
+// nothing of Debian's tools is needed. For several architectures, the programs are in folders of their names:
+//
+//	go run ./deploy/packages -bin bin -arch amd64,arm64 -native bin/muster …
 package main
 
 import (
@@ -36,7 +38,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags := flag.NewFlagSet("packages", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	source := flags.String("source", ".", "the checkout")
-	bin := flags.String("bin", "bin", "folder with the static linux/amd64 programs muster and bootstrapper")
+	bin := flags.String("bin", "bin", "folder with the static programs muster and bootstrapper, for several architectures in folders of their names")
+	archs := flags.String("arch", "amd64", "GOARCH of the programs, or several, separated by commas: amd64, arm64")
+	native := flags.String("native", "", "a muster that runs on this machine, for its completions and manual; empty: that of -bin")
 	version := flags.String("version", "dev", "their version")
 	date := flags.Int64("date", 1767225600, "time of all files, in seconds since 1970")
 	level := flags.Int("compression", 6, "1, quick, to 9, small; 0: none")
@@ -47,28 +51,45 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err := os.MkdirAll(*out, 0o755); err != nil {
 		return err
 	}
-	c := contents{source: *source, bin: *bin, version: *version, date: time.Unix(*date, 0), level: *level}
+	var written []string
+	platforms := strings.Split(*archs, ",")
+	for _, arch := range platforms {
+		c := contents{source: *source, bin: *bin, arch: arch, native: *native, version: *version, date: time.Unix(*date, 0), level: *level}
+		if len(platforms) > 1 {
+			c.bin = filepath.Join(*bin, arch)
+		}
+		names, err := c.write(ctx, *out)
+		if err != nil {
+			return err
+		}
+		written = append(written, names...)
+	}
+	return sums(*out, written, stdout)
+}
+
+// write writes the packages and the tarball of one architecture, and returns their names.
+func (c contents) write(ctx context.Context, out string) ([]string, error) {
 	cli, err := c.cli(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	machine, err := c.machine(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	var written []string
 	for _, p := range []debian{cli, machine} {
-		name := fmt.Sprintf("%s_%s_amd64.deb", p.name, debianVersion(*version))
-		if err := p.write(ctx, filepath.Join(*out, name), debianVersion(*version), c); err != nil {
-			return fmt.Errorf("%s: %w", name, err)
+		name := fmt.Sprintf("%s_%s_%s.deb", p.name, debianVersion(c.version), c.arch)
+		if err := p.write(ctx, filepath.Join(out, name), debianVersion(c.version), c); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
 		}
 		written = append(written, name)
 	}
-	top := fmt.Sprintf("muster_%s_linux_amd64", *version)
-	if err := writeTarball(filepath.Join(*out, top+".tar.gz"), top, append(cli.files, machine.files...), c); err != nil {
-		return err
+	top := fmt.Sprintf("muster_%s_linux_%s", c.version, c.arch)
+	if err := writeTarball(filepath.Join(out, top+".tar.gz"), top, append(cli.files, machine.files...), c); err != nil {
+		return nil, err
 	}
-	return sums(*out, append(written, top+".tar.gz"), stdout)
+	return append(written, top+".tar.gz"), nil
 }
 
 // debianVersion returns a version that dpkg accepts and that sorts below releases unless it is one: it

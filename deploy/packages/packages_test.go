@@ -120,6 +120,14 @@ func TestPackages(t *testing.T) {
 			t.Errorf("%v\n%s", err, out)
 		}
 	})
+	t.Run("a program of another architecture is refused", func(t *testing.T) {
+		for _, arch := range []string{"arm64", "riscv64"} {
+			err := run(t.Context(), []string{"-source", source, "-bin", bin, "-arch", arch, "-o", t.TempDir()}, io.Discard, os.Stderr)
+			if err == nil || !strings.Contains(err.Error(), arch) {
+				t.Errorf("%s: %v", arch, err)
+			}
+		}
+	})
 	t.Run("the manual has every command", func(t *testing.T) {
 		page := manual(command(t, filepath.Join(bin, "muster"), "--help"))
 		for _, name := range []string{"init", "status", "policy", "verify"} {

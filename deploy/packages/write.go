@@ -44,7 +44,7 @@ func (p debian) write(ctx context.Context, to, version string, c contents) error
 		size += (len(f.content) + 1023) / 1024                                                 // in KiB, each file rounded up (deb-control(5))
 		fmt.Fprintf(&md5sums, "%x  %s\n", md5.Sum(f.content), strings.TrimPrefix(f.path, "/")) //nolint:gosec // as above
 	}
-	control := []file{{"/DEBIAN/control", 0o644, p.controlFile(version, size)}, {"/DEBIAN/md5sums", 0o644, []byte(md5sums.String())}}
+	control := []file{{"/DEBIAN/control", 0o644, p.controlFile(version, c.arch, size)}, {"/DEBIAN/md5sums", 0o644, []byte(md5sums.String())}}
 	for name, script := range p.control {
 		control = append(control, file{"/DEBIAN/" + name, 0o755, script})
 	}
@@ -69,7 +69,7 @@ func (p debian) write(ctx context.Context, to, version string, c contents) error
 	return nil
 }
 
-func (p debian) controlFile(version string, size int) []byte {
+func (p debian) controlFile(version, arch string, size int) []byte {
 	var b bytes.Buffer
 	field := func(name, value string) {
 		if value != "" {
@@ -78,7 +78,7 @@ func (p debian) controlFile(version string, size int) []byte {
 	}
 	field("Package", p.name)
 	field("Version", version)
-	field("Architecture", "amd64")
+	field("Architecture", arch)
 	field("Maintainer", "The Muster authors <noreply@muster.dev>")
 	field("Installed-Size", fmt.Sprint(size))
 	field("Depends", p.depends)

@@ -1,6 +1,7 @@
 package sbom
 
 import (
+	"crypto/sha256"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -20,6 +21,20 @@ import (
 type licenses struct{ cache, goroot string }
 
 var classify = sync.OnceValues(assets.DefaultClassifier)
+
+// classified has the licenses of each text, by its hash. Most modules have one of a few texts, and to classify one takes long.
+var classified sync.Map
+
+// namesIn returns the licenses of a text.
+func namesIn(c *classifier.Classifier, text []byte) []string {
+	sum := sha256.Sum256(text)
+	if known, ok := classified.Load(sum); ok {
+		return known.([]string) //nolint:forcetypeassert // nothing else is put in
+	}
+	found := names(c.Match(text))
+	classified.Store(sum, found)
+	return found
+}
 
 // licenseFile matches the names of license files.
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
@@ -58,7 +73,7 @@ func (l licenses) of(m *debug.Module) (string, error) {
 		if err != nil {
 			return "", err
 		}
-		found = append(found, names(c.Match(text))...)
+		found = append(found, namesIn(c, text)...)
 	}
 	slices.Sort(found)
 	found = slices.Compact(found)

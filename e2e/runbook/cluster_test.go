@@ -3,6 +3,7 @@
 package runbook
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -121,6 +122,21 @@ func (w *fixture) owner(t *testing.T, title, node string, more ...string) {
 		}
 		t.Logf("block %s for %s, %.1f s: %v\n%s%s", title, node, time.Since(start).Seconds(), err, said, out)
 		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// refuses executes a block that must fail with a text.
+func (w *fixture) refuses(t *testing.T, title, node, variable, want string) {
+	t.Helper()
+	script := labtest.Runbooks(t, w.Root)[title]
+	if err := labtest.Within(t.Context(), blockTime, func(ctx context.Context) error {
+		_, said, err := w.RunBlock(ctx, script, driver.Owner, variable, "NODE="+node, "ADDRESS="+address(node))
+		if err != nil && (strings.Contains(said, want) || strings.Contains(err.Error(), want)) {
+			return nil
+		}
+		return fmt.Errorf("block %s for %s is not refused with %q: %w\n%s", title, node, want, cmp.Or(err, errors.New("it succeeded")), said)
 	}); err != nil {
 		t.Fatal(err)
 	}

@@ -77,8 +77,7 @@ func (w *fixture) firstBoot(t *testing.T) {
 func (w *fixture) newControlPlanes(t *testing.T, nodes ...string) {
 	t.Helper()
 	for _, n := range nodes {
-		w.MachineID(t, address(n)) // its bootstrapper listens
-		w.owner(t, "new-control-plane", n)
+		w.owner(t, "new-control-plane", n, "MACHINE="+w.MachineID(t, address(n))) // its bootstrapper listens
 	}
 	for _, n := range nodes {
 		w.owner(t, "node-ready", n)
@@ -183,7 +182,8 @@ func (w *fixture) lostTPM(t *testing.T, node string) {
 		return err
 	})
 	start := time.Now()
-	w.owner(t, "tpm-replace", node)
+	w.refuses(t, "tpm-replace", node, "MACHINE="+before[node].Spec.MachineID, "is expected at this address")
+	w.owner(t, "tpm-replace", node, "MACHINE="+id)
 	w.owner(t, "tpm-joined", node)
 	w.back(t, start, node)
 	if now := w.known(t)[node].Spec; now.MachineID != id || now.DiskID != before[node].Spec.DiskID {

@@ -270,6 +270,18 @@ func (w *fixture) imageYAML(to string) error {
 			return err
 		}
 	}
+	// On an emulated machine, requests to the API server take so long that both lose their Lease and restart, which takes more of its time. There is
+	// one control plane.
+	for _, part := range []string{"controllerManager", "scheduler"} {
+		path := []string{"kubeadm", "clusterConfiguration", part, "extraArgs"}
+		args, _, err := unstructured.NestedSlice(conf, path...)
+		if err == nil {
+			err = unstructured.SetNestedSlice(conf, append(args, map[string]any{"name": "leader-elect", "value": "false"}), path...)
+		}
+		if err != nil {
+			return err
+		}
+	}
 	if b, err = yaml.Marshal(conf); err != nil {
 		return err
 	}

@@ -52,6 +52,24 @@ func TestNoFileIsTooLong(t *testing.T) {
 	}
 }
 
+// cmd/muster tests the texts of the folders that it lists.
+func TestTheTextsOfEachFolderAreTested(t *testing.T) {
+	list, err := os.ReadFile(filepath.Join(root(t), "cmd", "muster", "texts_test.go"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	entries, err := os.ReadDir(root(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		made := slices.Contains([]string{"bin", "dist", "gen"}, e.Name()) || strings.HasPrefix(e.Name(), "muster-") || strings.HasPrefix(e.Name(), ".")
+		if e.IsDir() && !made && !bytes.Contains(list, []byte(`"`+e.Name()+`"`)) {
+			t.Errorf("cmd/muster/texts_test.go does not read %s", e.Name())
+		}
+	}
+}
+
 // A package comment starts with one sentence on the package's purpose, and is in one file only.
 func TestEachPackageSaysWhatItIsFor(t *testing.T) {
 	docs := map[string][]string{}

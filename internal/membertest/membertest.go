@@ -421,19 +421,18 @@ func (s *Service) Metric(t testing.TB, name string, labels ...string) float64 {
 // Logged reports whether a line of the log has all of the attributes, given as name, value, name, value.
 func (s *Service) Logged(attrs ...string) bool { return refusaltest.HasLine(s.Log.Bytes(), attrs...) }
 
-// Eventually repeats f until it returns nil, and fails the test if that takes too long.
+// Eventually repeats f until it returns nil, and fails the test if that takes too long. Most conditions are those of an
+// informer, a few milliseconds later; the pauses double up to 50 ms.
 func Eventually(t testing.TB, f func() error) {
 	t.Helper()
-	tick := time.NewTicker(50 * time.Millisecond)
-	defer tick.Stop()
 	end := time.After(patience)
-	for {
+	for pause := 3 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
 		err := f()
 		if err == nil {
 			return
 		}
 		select {
-		case <-tick.C:
+		case <-time.After(pause):
 		case <-end:
 			t.Fatalf("after %s: %v", patience, err)
 		case <-t.Context().Done():

@@ -54,6 +54,7 @@ func answerOf(c net.Conn) string {
 }
 
 func TestAPlainRequestIsSmallAndComesSoon(t *testing.T) {
+	t.Parallel()
 	r := run(t, keyService{}, func(c *rpc.Config) { c.Timeout = 2 * patience }) // a whole call may take longer than its request
 	large := halfCheck(t, r.addr, "127.0.0.2", 256<<10, 8<<10)
 	slow := halfCheck(t, r.addr, "127.0.0.3", 1024, 8)

@@ -35,9 +35,9 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "`muster verify HOST` shows the chain and the reason. If `tpm2.revoked` lists a part of it, keep the machine out. Else, if its authority is yours, add it to `tpm2.ekRoots` with the kind of its key; then `muster policy apply`. A machine of yours that only a list of the policy lacks: `muster approve`."},
 	attestv1.Reason_REASON_ACTIVATION_FAILED:    {connect.CodePermissionDenied, false, "Treat it as an attack. If the machine's TPM was exchanged, reboot it."},
 	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine. If it is refused again, `muster verify HOST` says why: its firmware writes a wrong event log, or the log was changed."},
-	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "Reboot the machine. If you cleared its TPM: `muster replace NAME --tpm ID`, with its own ID, which `kubectl get attestednode NAME -o jsonpath='{.spec.machineID}'` prints."},
+	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "Reboot the machine. If you cleared its TPM: `muster replace NAME --tpm ID`, with its own ID, which its console shows."},
 	attestv1.Reason_REASON_POLICY_REFUSED:       {connect.CodePermissionDenied, false, "`muster verify HOST` shows what differs. If it is new firmware of yours: `muster policy add-class NAME --from HOST`. If it is a new image of yours, add it to `tpm2.images`. Then `muster policy apply`. Otherwise do not trust the machine until you know why."},
-	attestv1.Reason_REASON_BANNED:               {connect.CodePermissionDenied, false, "If the ban was a mistake: `kubectl patch attestednode NAME --type merge -p '{\"spec\":{\"banned\":false}}'`, then reboot the machine. If its enrollment is being deleted: wait, or `muster forget NAME`."},
+	attestv1.Reason_REASON_BANNED:               {connect.CodePermissionDenied, false, "If the ban was a mistake: `muster unban NAME`, then reboot the machine. If its enrollment is being deleted: wait, or `muster forget NAME`."},
 	attestv1.Reason_REASON_BUSY:                 {connect.CodeResourceExhausted, false, "Try again later. A machine that reboots twice within two minutes is let in after two minutes, which the log of joinservice says."},
 	attestv1.Reason_REASON_DEADLINE:             {connect.CodeDeadlineExceeded, false, "Try again; if it goes on, look at the load of the TPM and the network."},
 	attestv1.Reason_REASON_INTERNAL:             {connect.CodeInternal, false, "Look into the service's log."},
@@ -50,7 +50,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_HARDWARE_TCB:         {connect.CodePermissionDenied, false, "Update the firmware of the machine's host: the log names the part that is too old. In a cloud, move the VM to a newer host. Otherwise lower the policy's minimum, if you accept the known weaknesses."},
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
-	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again later."},
+	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again: a service that has just started gets ready by itself. If it goes on: `muster status` shows whether a policy is in force; `muster policy apply` brings one."},
 	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If the policy was not changed, the cluster was set back: docs/recovery.md."},
 	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to a key of the image's ownerKeys."},
 

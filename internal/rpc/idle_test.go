@@ -156,15 +156,17 @@ func TestAClosedConnectionHoldsNoMemory(t *testing.T) {
 }
 
 func TestAConnectionWithoutACallIsClosed(t *testing.T) {
+	t.Parallel()
 	const idle = 2 * time.Second
-	var l *accepted
-	r := run(t, keyService{}, func(c *rpc.Config) {
-		l = &accepted{Listener: c.Listener}
-		c.Listener, c.IdleTimeout = l, idle
-	})
-	for name, client := range clients(t, r) {
+	for _, name := range []string{"HTTP/1.1", "HTTP/2", "session", "attested"} {
 		t.Run(name, func(t *testing.T) {
-			c, _ := client()
+			t.Parallel() // they wait, each with a server of its own
+			var l *accepted
+			r := run(t, keyService{}, func(c *rpc.Config) {
+				l = &accepted{Listener: c.Listener}
+				c.Listener, c.IdleTimeout = l, idle
+			})
+			c, _ := clients(t, r)[name]()
 			health := healthv1connect.NewHealthClient(c, r.url)
 			long, err := health.Watch(t.Context(), &healthv1.HealthCheckRequest{})
 			if err != nil {
@@ -299,6 +301,7 @@ func TestACallThatIsCanceledAtOnceHoldsNoMemory(t *testing.T) {
 
 // If a peer opens no window for an answer, its call ends, also if the handler has returned, or if there was none.
 func TestAnAnswerThatIsNotTakenEndsItsCall(t *testing.T) {
+	t.Parallel()
 	r := run(t, keyService{}, func(c *rpc.Config) { c.Timeout = 500 * time.Millisecond })
 	for name, request := range map[string]func(o *opened){
 		"an answer": func(o *opened) {
@@ -319,6 +322,7 @@ func TestAnAnswerThatIsNotTakenEndsItsCall(t *testing.T) {
 
 // A connection is closed if its request was answered before it was complete, and the rest does not arrive.
 func TestARestOfARequestThatDoesNotComeEndsItsConnection(t *testing.T) {
+	t.Parallel()
 	r := run(t, keyService{}, nil)
 	for name, request := range map[string]string{
 		"not found":    "POST /x HTTP/1.1\r\nHost: muster\r\nContent-Length: 10\r\n\r\n",

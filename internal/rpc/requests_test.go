@@ -58,6 +58,7 @@ func (s stalling) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 func TestARequestThatIsTooSlowIsRefused(t *testing.T) {
+	t.Parallel()
 	r := run(t, keyService{}, func(c *rpc.Config) { c.Timeout = time.Second })
 	slow := func(c *http.Client) *http.Client {
 		c.Transport = stalling{c.Transport}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/muster-k8s/muster/internal/probe"
 	"github.com/muster-k8s/muster/internal/serve"
 )
 
@@ -50,15 +51,15 @@ func TestAProbeAsksOnASocketOfItsOwn(t *testing.T) {
 		defer func() { _ = c.Close() }()
 	}
 	for range 100 { // more than one source may ask in a second on the port
-		if err := serve.Probe(t.Context(), []string{"/healthz", socket}); err != nil {
+		if err := probe.Ask(t.Context(), []string{"/healthz", socket}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := serve.Probe(t.Context(), []string{"/readyz", socket}); err == nil || !strings.Contains(err.Error(), "no policy") {
+	if err := probe.Ask(t.Context(), []string{"/readyz", socket}); err == nil || !strings.Contains(err.Error(), "no policy") {
 		t.Errorf("not ready: %v", err)
 	}
-	for _, args := range [][]string{nil, {"healthz"}, {"/healthz", socket, "x"}, {"/healthz", socket + "-none"}, {"/nothing", socket}} {
-		if err := serve.Probe(t.Context(), args); err == nil {
+	for _, args := range [][]string{nil, {"healthz"}, {"/healthz", socket, "x"}, {"/healthz", socket + "-none"}, {"/nothing", socket}, {"/metrics", socket}} {
+		if err := probe.Ask(t.Context(), args); err == nil {
 			t.Errorf("probe %q: no error", args)
 		}
 	}

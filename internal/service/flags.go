@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/buildinfo"
-	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/internal/probe"
 	"github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -33,7 +33,7 @@ func NewFlags(set *flag.FlagSet, service attest.Purpose, listen string) *Flags {
 		service:    string(service),
 		listen:     set.String("listen", listen, "address of the RPCs, over attested TLS"),
 		metrics:    set.String("metrics", ":9464", "address of metrics and probes, in plain HTTP: pod network or loopback only"),
-		probes:     set.String("probes", "", "Unix socket for the command probe, as "+serve.ProbeSocket+"; empty: none"),
+		probes:     set.String("probes", "", "Unix socket for the command probe, as "+probe.Socket+"; empty: none"),
 		socket:     set.String("attester", attester.Socket(attester.Dir, service), "socket of this machine's attester for the purpose "+string(service)),
 		owner:      set.String("owner-keys", "", "the cluster owner's Ed25519 public keys, 32 bytes each in base64, with commas between (required)"),
 		image:      set.String("image", ImagePath, "the measured configuration of this machine's image, for the lowest serial of a policy that it accepts"),

@@ -68,4 +68,6 @@ func kubeBinaries(ctx context.Context, source string, log io.Writer, get func(ct
 
 // EnsurePackages installs the Debian packages that the lab and the project's tests use, if
 // any is missing.
-func EnsurePackages(ctx context.Context, log io.Writer) error { return host.EnsurePackages(ctx, log) }
+func EnsurePackages(ctx context.Context, log io.Writer, more ...string) error {
+	return host.EnsurePackages(ctx, log, more...)
+}

@@ -384,7 +384,7 @@ func (l *Lab) Down(ctx context.Context) error {
 
 // Entries of a lab's folder. Down removes only these, whatever folder it gets.
 var entries = []string{
-	"machines", "image", "tools", "registry", "layouts", "published", "ca", "ca-foreign", "owner", "measurements.json", "firmware.json",
+	"machines", "image", "tools", "registry", "layouts", "published", "ca", "ca-cloud", "ca-foreign", "owner", "measurements.json", "firmware.json",
 	"daemon.sock", "daemon.log", "daemon.json", "owner.log", "lab.json",
 }
 

@@ -22,12 +22,14 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/orders"
 	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 const reattestations = "muster_reattestations_total"
@@ -229,6 +231,38 @@ func TestANodeGoesOnAfterFailures(t *testing.T) {
 	}
 	if got := counter(t, metrics, reattestations); got != 4 {
 		t.Errorf("%v attempts were counted: a machine that is no node yet has not failed\n%s", got, w.logged)
+	}
+}
+
+// notYet is a machine whose bootstrapper extends PCR 15 a little later in this boot.
+type notYet struct {
+	discovery.PCRReader
+	left int
+}
+
+func (n *notYet) ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error) {
+	if pcr == attest.LockPCR && n.left > 0 {
+		n.left--
+		return make([]byte, bank.Size()), nil
+	}
+	return n.PCRReader.ReadPCR(ctx, bank, pcr)
+}
+
+func TestANodeThatIsNotLockedYetInThisBootAsksNobody(t *testing.T) {
+	w, j := node(t)
+	asked := 0
+	j.again = func(n int) (*joinv1.ReattestResponse, error) {
+		asked = n
+		return &joinv1.ReattestResponse{Interval: durationpb.New(time.Hour)}, nil
+	}
+	later := &notYet{left: 3}
+	metrics := w.reattest(func(c *reattestation.Config) {
+		later.PCRReader = c.TPM
+		c.TPM = later
+	})
+	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") == 1 })
+	if got := counter(t, metrics, reattestations); got != 1 || asked != 1 || later.left != 0 {
+		t.Errorf("%v attempts, %d asked, %d looks left", got, asked, later.left)
 	}
 }
 

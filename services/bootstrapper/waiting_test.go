@@ -77,7 +77,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 				if err != nil {
 					t.Fatal(err)
 				}
-				return strings.Contains(string(b), want)
+				return strings.Contains(string(b), want) && strings.Contains(string(b), "muster: this machine has the ID "+w.tpm.ID().String()+"\r\n")
 			})
 			s, err := owner.AskMachine(t.Context(), owner.VerifyConfig{Target: peerdial.Target{
 				Addr: r.addr, Purpose: attest.PurposeMachine, Policy: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.tpm}), Locks: []attest.Lock{attest.Unlocked()},

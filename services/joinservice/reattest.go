@@ -3,6 +3,7 @@ package joinservice
 import (
 	"context"
 	"crypto/ed25519"
+	"errors"
 	"time"
 
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -143,8 +144,7 @@ func reported(req *joinv1.ReattestRequest) *v1alpha1.NodeCertificates {
 
 // undoVerdict writes a refusal that refutes the good verdict before it into the machine's AttestedNode.
 func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer, err error) {
-	reason := attest.ReasonOf(err)
-	if !refutes(reason) {
+	if !refutes(err) {
 		return
 	}
 	v := verdictOf(err, a.began)
@@ -156,6 +156,10 @@ func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer,
 // refutes reports whether a refusal of genuine evidence replaces the verdict before it. A lock that does not fit is not
 // among them here: a machine that gets this far is at worst unlocked, as after a reboot, until its bootstrapper has run.
 // Its verdict expires meanwhile.
-func refutes(r attestv1.Reason) bool {
+func refutes(err error) bool {
+	if _, hardware := errors.AsType[*attest.HardwareError](err); hardware { // A10, J7
+		return true
+	}
+	r := attest.ReasonOf(err)
 	return r == attestv1.Reason_REASON_POLICY_REFUSED || r == attestv1.Reason_REASON_EK_UNTRUSTED || r == attestv1.Reason_REASON_CLOCK_WENT_BACK
 }

@@ -49,10 +49,12 @@ func NewRefusals(appraiser *policy.Appraiser, e *enroll.Enrollments, waiting *re
 // Appraise implements [attest.Appraiser].
 func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
 	a, err := r.appraiser.Appraise(ctx, c)
-	switch reason := attest.ReasonOf(err); reason {
-	case attestv1.Reason_REASON_BANNED: // recorded in its enrollment already
+	reason := attest.ReasonOf(err)
+	_, hardware := errors.AsType[*attest.HardwareError](err)
+	switch {
+	case reason == attestv1.Reason_REASON_BANNED: // recorded in its enrollment already
 		err = &refusedMachine{waiting.Entry{Machine: c.Machine().String()}, err}
-	case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN:
+	case hardware || reason == attestv1.Reason_REASON_POLICY_REFUSED || reason == attestv1.Reason_REASON_EK_UNTRUSTED || reason == attestv1.Reason_REASON_LOCK_FOREIGN:
 		// The evidence is genuine, so it comes from that machine, and not from a client that imitates it.
 		v := badVerdict{c.Machine(), verdictOf(err, time.Now())}
 		err = &refusedMachine{r.describe(c), err}

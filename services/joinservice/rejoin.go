@@ -111,7 +111,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err != nil {
 		return nil, err
 	}
-	if err := rejoining.AwaitEarlier(ctx); err != nil { // J11
+	if err := rejoining.AwaitPreviousBootEnd(ctx); err != nil { // J11
 		return nil, err
 	}
 	end, err := s.limits.granting.Begin(ctx)
@@ -132,7 +132,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.write(a, "rejoin ticket issued"); err != nil { // J3
 		return nil, err
 	}
-	if err := s.cfg.Enrollments.StillHas(ctx, claim, rejoining.Salt); err != nil { // K4: after all steps that take time
+	if err := s.cfg.Enrollments.RecheckDisk(ctx, claim, rejoining.Salt); err != nil { // K4: after all steps that take time
 		return nil, err
 	}
 	s.cfg.Records.Accepted(peer.Machine())

@@ -111,5 +111,5 @@ func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, cl
 		return nil, err
 	}
 	claim.Machine, claim.Boot = peer.Machine(), boot // J1: the peer's
-	return s.cfg.Enrollments.Renewable(ctx, claim, statusOf(a, peer))
+	return s.cfg.Enrollments.BeginRenewal(ctx, claim, statusOf(a, peer))
 }

@@ -33,7 +33,15 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Options are the settings and resources of a joinservice. All fields but Probes and ProxiesFrom are required.
+// Timing are waits of a joinservice; 0: the default.
+type Timing struct {
+	// Sign bounds the wait for Kubernetes' signer, see [certificates.Requests].
+	Sign time.Duration
+	// Record is how often what the owner sees is written, see [records.Records].
+	Record time.Duration
+}
+
+// Options are the settings and resources of a joinservice. All fields but Probes, ProxiesFrom and Timing are required.
 type Options struct {
 	// Listener serves RPCs, Metrics serves metrics and probes in plain HTTP.
 	Listener, Metrics net.Listener
@@ -62,7 +70,9 @@ type Options struct {
 	// signer gives when a kubelet renews.
 	CertificateLife time.Duration
 	// Leases are the waits for kubelets' Leases.
-	Leases enroll.Leases
+	Leases enroll.LeaseTimings
+	// Timing has no flags: the defaults fit each cluster.
+	Timing Timing
 	// VanishedAfter and ReleaseAfter define when nodes have vanished, see [sweeping.Config].
 	VanishedAfter, ReleaseAfter time.Duration
 	// PKI is the folder of the control plane's PKI files.
@@ -109,6 +119,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
+	requests.Sign = cmp.Or(o.Timing.Sign, requests.Sign)
 	enrollments, err := enroll.New(st, list, requests, o.Leases)
 	if err != nil {
 		return err
@@ -126,6 +137,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	waiting := records.New(st, enrollments)
+	waiting.Every = cmp.Or(o.Timing.Record, waiting.Every)
 	parts, tokens := m.Parts(), token.NewIssuer(m.Cluster, o.Log)
 	if o.Credential == token.CredentialToken {
 		sweeper, err := tokens.NewSweeper()

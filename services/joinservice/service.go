@@ -187,7 +187,7 @@ func (s *Service) takeBack(ctx context.Context, a *attempt, id []byte) error {
 	if _, err := s.cfg.JoinLease.End(ctx, peer.Machine(), a.id); attest.ReasonOf(err) == attestv1.Reason_REASON_API_UNAVAILABLE {
 		return err
 	}
-	node, err := s.cfg.Enrollments.Withdraw(ctx, peer.Machine(), a.id)
+	node, err := s.cfg.Enrollments.ReturnTicket(ctx, peer.Machine(), a.id)
 	a.record.Node = node
 	if err != nil {
 		return err
@@ -230,7 +230,7 @@ func (s *Service) write(a *attempt, event string) error {
 func (s *Service) refuse(ctx context.Context, a *attempt, event string, err error) {
 	r := a.record
 	r.Service, r.Event, r.Ticket, r.Reason, r.Detail = "joinservice", event, a.id, reasonOf(err), err.Error()
-	if c, ok := errors.AsType[*enroll.Clone](err); ok { // J11
+	if c, ok := errors.AsType[*enroll.CloneError](err); ok { // J11
 		s.cfg.Enrollments.ReportClone(ctx, c)
 	}
 	s.cfg.Log.WarnContext(ctx, "refused", "event", event, "ticket", a.id, "machine", r.Machine, "node", r.Node, "reason", r.Reason, "err", err)

@@ -120,7 +120,7 @@ func (s *Service) issueTicket(ctx context.Context, a *attempt, req *joinv1.Issue
 	if err != nil {
 		return nil, attest.Refuse(attestv1.Reason_REASON_INTERNAL, "%w", err)
 	}
-	if claim, err = s.cfg.Enrollments.AwaitEarlier(ctx, claim); err != nil { // J11
+	if claim, err = s.cfg.Enrollments.AwaitPreviousBootEnd(ctx, claim); err != nil { // J11
 		return nil, err
 	}
 	done()
@@ -147,7 +147,7 @@ func (s *Service) issueTicket(ctx context.Context, a *attempt, req *joinv1.Issue
 	if err := s.confirmCluster(ctx, info); err != nil {
 		return nil, err
 	}
-	salt, err := s.cfg.Enrollments.SaltOf(ctx, claim)
+	salt, err := s.cfg.Enrollments.SaltOrNew(ctx, claim)
 	if err != nil {
 		return nil, err
 	}
@@ -168,7 +168,7 @@ func (s *Service) issueTicket(ctx context.Context, a *attempt, req *joinv1.Issue
 			return nil, err
 		}
 		done()
-		t.lease, t.controlPlanes = joinlease.Life, s.cfg.Enrollments.OtherControlPlanes(w.node)
+		t.lease, t.controlPlanes = joinlease.Life, s.cfg.Enrollments.OtherControlPlaneAddresses(w.node)
 	}
 	if err := s.admit(ctx, a, t, w, claim, peer); err != nil {
 		if lease != nil {
@@ -187,12 +187,12 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *joinReque
 		return err
 	}
 	// The enrollment comes first: a machine has one at a time, so it can't collect disks.
-	if err := s.cfg.Enrollments.ClaimDisk(ctx, claim, t.salt); err != nil { // J2: before certificates are requested, and long before the key is sent
+	if err := s.cfg.Enrollments.AssignDisk(ctx, claim, t.salt); err != nil { // J2: before certificates are requested, and long before the key is sent
 		return err
 	}
 	done()
 	if err = s.finish(ctx, a, t, w, claim, enrolled, statusOf(a, peer)); err == nil {
-		err = s.cfg.Enrollments.StillHas(ctx, claim, t.salt) // K4: after all steps that take time
+		err = s.cfg.Enrollments.RecheckDisk(ctx, claim, t.salt) // K4: after all steps that take time
 	}
 	if err != nil && t.token != nil {
 		s.cfg.Tokens.Drop(ctx, t.id)
@@ -277,7 +277,7 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 }
 
 // finish gets the certificates signed and the ticket recorded.
-func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *joinRequest, claim enroll.Claim, e *enroll.Enrollment, status v1alpha1.AttestedNodeStatus) error {
+func (s *Service) finish(ctx context.Context, a *attempt, t *ticket, w *joinRequest, claim enroll.Claim, e *enroll.PendingTicket, status v1alpha1.AttestedNodeStatus) error {
 	done := s.stage("certificates")
 	both, issueCtx := errgroup.WithContext(ctx)
 	both.Go(func() (err error) { t.client, err = s.cfg.Certificates.Issue(issueCtx, w.client); return err }) // J5: for keys that never leave the machine

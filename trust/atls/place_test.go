@@ -2,8 +2,11 @@ package atls_test
 
 import (
 	"context"
+	"fmt"
 	"net"
+	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -97,5 +100,48 @@ func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<-
 	waitFor(t, "all newcomers are counted", func() bool { return full.Load() >= attempts })
 	if got := full.Load(); got != attempts {
 		t.Errorf("%d of %d newcomers found no place", got, attempts)
+	}
+}
+
+// busy is an appraiser that takes some time, and counts how many of its calls run at one time.
+type busy struct {
+	attest.Appraiser
+	running, most *atomic.Int64
+	takes         time.Duration
+}
+
+func (b busy) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
+	n := b.running.Add(1)
+	defer b.running.Add(-1)
+	for most := b.most.Load(); n > most && !b.most.CompareAndSwap(most, n); most = b.most.Load() {
+	}
+	time.Sleep(b.takes)
+	return b.Appraiser.Appraise(ctx, c)
+}
+
+// Appraisal may have to verify a hardware report, so it runs for as many unproven peers at one time as
+// there are cores (A10).
+func TestPeersAreAppraisedInTheirQueue(t *testing.T) {
+	w := newFixture(t)
+	sc := w.serverConfig(t)
+	sc.Patient()
+	slow := busy{sc.Appraiser, new(atomic.Int64), new(atomic.Int64), 100 * time.Millisecond}
+	sc.Appraiser = slow
+	s := serve(t, sc, whoami)
+	var wg sync.WaitGroup
+	for i := range 4 * runtime.GOMAXPROCS(0) {
+		cc := w.clientConfig(t)
+		cc.Patient()
+		from(&cc, fmt.Sprintf("127.0.6.%d", 1+i))
+		client := dial(t, cc)
+		wg.Go(func() {
+			if _, err := get(t.Context(), client, s.url); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if most := slow.most.Load(); most > int64(runtime.GOMAXPROCS(0)) || most == 0 {
+		t.Errorf("%d peers were appraised at one time, by %d cores", most, runtime.GOMAXPROCS(0))
 	}
 }

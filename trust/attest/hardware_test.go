@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/rsa"
 	"crypto/x509"
+	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -75,6 +76,10 @@ type scene struct {
 	whole func(*attestv1.Policy)
 	// lent has the report made for another platform key.
 	lent bool
+	// bare leaves the endorsement key without a certificate.
+	bare bool
+	// parsed is the policy of the last appraisal.
+	parsed *attest.Policy
 }
 
 var measured = strings.Repeat("4d", 48)
@@ -95,7 +100,7 @@ func (f *fleet) scene(t testing.TB, kind hwreport.Kind) *scene {
 
 // appraise passes evidence through attester, verifier and policy.
 func (s *scene) appraise() (attest.Appraisal, attest.Claims, error) {
-	opts := attesttest.Options{Tamper: attesttest.Tamper{Certificate: long}}
+	opts := attesttest.Options{Bare: s.bare, Tamper: attesttest.Tamper{Certificate: long}}
 	var m *attesttest.Machine
 	if s.kind != "" {
 		opts.Hardware = report(func(data hardware.ReportData) (*attestv1.HardwareReport, error) { return s.make(m, data), nil })
@@ -124,6 +129,7 @@ func (s *scene) appraise() (attest.Appraisal, attest.Claims, error) {
 	if err != nil {
 		return attest.Appraisal{}, attest.Claims{}, err
 	}
+	s.parsed = policy
 	v, err := tpm2.NewVerifier(tpm2.VerifierConfig{Roots: policy.Roots, Now: func() time.Time { return s.now }})
 	if err != nil {
 		s.t.Fatal(err)
@@ -419,9 +425,31 @@ func TestAReportIsVerifiedAfterEverythingElse(t *testing.T) {
 		s := f.scene(t, hwreport.SevSnp)
 		s.whole = tt.whole
 		s.sent = func(r *attestv1.HardwareReport) *attestv1.HardwareReport { r.GetSevSnp().Report[0x2A0] ^= 1; return r }
-		if _, _, err := s.appraise(); attest.ReasonOf(err) != tt.want || strings.Contains(err.Error(), "SEV-SNP") != (tt.want == hardware.Signature) {
+		_, _, err := s.appraise()
+		if attest.ReasonOf(err) != tt.want || strings.Contains(err.Error(), "SEV-SNP") != (tt.want == hardware.Signature) {
 			t.Errorf("%s: %v", name, err)
 		}
+		if _, only := errors.AsType[*attest.HardwareError](err); only != (tt.want == hardware.Signature) {
+			t.Errorf("%s: the refusal is for the report alone: %t", name, only)
+		}
+	}
+}
+
+// A program without a TPM can make a bare EK, and attach a genuine report of another machine.
+func TestAReportOfAMachineThatIsNotListedIsNotVerified(t *testing.T) {
+	f := newFleet(t)
+	s := f.scene(t, hwreport.SevSnp)
+	s.bare = true
+	s.sent = func(r *attestv1.HardwareReport) *attestv1.HardwareReport { r.GetSevSnp().Report[0x2A0] ^= 1; return r }
+	_, c, err := s.appraise()
+	if attest.ReasonOf(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
+		t.Fatal(err)
+	}
+	if list, err := s.parsed.AppraiseAsListed(c, attest.Unlocked()); list != "tpm2.bareMachineIds" || err != nil {
+		t.Errorf("list %q, %v", list, err)
+	}
+	if err := s.parsed.CheckHardware(c); attest.ReasonOf(err) != hardware.Signature {
+		t.Errorf("the report, which an owner's command verifies before it lists the machine: %v", err)
 	}
 }
 

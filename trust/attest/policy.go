@@ -246,9 +246,44 @@ func (p *Policy) Insecure() []string {
 
 // Appraise checks that the claims are acceptable and that the node lock is in one of the states.
 // Refusals: FORMAT_NONE, EK_UNTRUSTED, POLICY_REFUSED (with a [MismatchError] if PCRs differ),
-// LOCK_FOREIGN; for the hardware report also EVIDENCE_MALFORMED, BINDING_MISMATCH, SIGNATURE_INVALID,
-// HARDWARE_UNTRUSTED, HARDWARE_COLLATERAL, HARDWARE_TCB.
+// LOCK_FOREIGN; for the hardware report, as a [HardwareError], EVIDENCE_MALFORMED, BINDING_MISMATCH,
+// SIGNATURE_INVALID, HARDWARE_UNTRUSTED, HARDWARE_COLLATERAL, HARDWARE_TCB.
 func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
+	a, err := p.appraiseMachine(c, locks)
+	if err != nil {
+		return Appraisal{}, err
+	}
+	if a.Hardware, err = p.hardware.Check(c.hardware()); err != nil { // A10; last: it costs most
+		return Appraisal{}, &HardwareError{err}
+	}
+	return a, nil
+}
+
+// A HardwareError is the refusal of a machine for its hardware report alone. All else of its evidence
+// was accepted, so it is that machine's.
+type HardwareError struct{ err error }
+
+// Error implements error.
+func (e *HardwareError) Error() string { return e.err.Error() }
+
+// Unwrap returns the refusal.
+func (e *HardwareError) Unwrap() error { return e.err }
+
+// CheckHardware appraises the hardware report alone. Use it only for a machine that is accepted
+// otherwise ([Policy.AppraiseAsListed]): it costs most (A10). Refusals are those of [Policy.Appraise]
+// for the report.
+func (p *Policy) CheckHardware(c Claims) error {
+	if !c.valid() || p == nil {
+		return Refuse(attestv1.Reason_REASON_FORMAT_NONE, "there are no claims to appraise, or no policy")
+	}
+	if _, err := p.hardware.Check(c.hardware()); err != nil {
+		return &HardwareError{err}
+	}
+	return nil
+}
+
+// appraiseMachine appraises everything but the hardware report.
+func (p *Policy) appraiseMachine(c Claims, locks []Lock) (Appraisal, error) {
 	if !c.valid() || p == nil || !p.acceptsTPM || c.Format() != attestv1.Format_FORMAT_TPM2 {
 		return Appraisal{}, Refuse(attestv1.Reason_REASON_FORMAT_NONE, "the policy accepts no evidence of format %s", c.Format())
 	}
@@ -287,10 +322,6 @@ func (p *Policy) appraiseBoot(c Claims, locks []Lock) (Appraisal, error) {
 	if err := CheckLock(c, locks...); err != nil {
 		return Appraisal{}, err
 	}
-	var err error
-	if a.Hardware, err = p.hardware.Check(c.hardware()); err != nil { // A10; last: it costs most
-		return Appraisal{}, err
-	}
 	return a, nil
 }
 
@@ -298,6 +329,8 @@ func (p *Policy) appraiseBoot(c Claims, locks []Lock) (Appraisal, error) {
 // [Policy.Appraise], as if the policy listed it. list is the field that would have to, such as
 // "tpm2.bareMachineIds"; empty if the policy lists it already, demands no list, or could not accept it
 // with one. The error is the refusal that remains then. It decides nothing: no machine is accepted by it.
+// The hardware report is not verified: without a place in a list the machine may be any program, and
+// may not cause that work (A10).
 func (p *Policy) AppraiseAsListed(c Claims, locks ...Lock) (list string, err error) {
 	if c.valid() && p != nil && p.acceptsTPM && c.Format() == attestv1.Format_FORMAT_TPM2 {
 		if rules := p.rules.Unlisted(c.Endorsement()); rules != nil && (c.AKKind() == AKECC || !rules.OnlyECC() && !p.OnlyECC()) {
@@ -305,7 +338,7 @@ func (p *Policy) AppraiseAsListed(c Claims, locks ...Lock) (list string, err err
 		}
 	}
 	if list == "" {
-		_, err := p.Appraise(c, locks...)
+		_, err := p.appraiseMachine(c, locks)
 		return "", err
 	}
 	if err := p.revoked.check(c.Machine(), c.Chain()); err != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
@@ -27,6 +28,15 @@ func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	return clusterapi.Connect(kubeconfig)
 }
 
+// Unanswered returns err, or API_UNAVAILABLE if it says that nothing answered at the API server's address.
+func Unanswered(server string, err error) error {
+	if _, network := errors.AsType[*net.OpError](err); !network && !errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("ask the cluster at %s: %w", server, err)
+	}
+	return withRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's API server does not answer at %s: %w", server, err),
+		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at once, they wait for you: muster recover (docs/recovery.md). muster status --endpoint HOST asks a machine that is no node.")
+}
+
 // Enroll enrolls a machine under a name before it joins, as control planes need it. It first lists a control plane in
 // the owner's policy (A7): from the enrollment on it may join, and its services are then trusted. After an
 // interruption the same call finishes. Each step is reported to report.
@@ -38,12 +48,17 @@ func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.Att
 	if err := kube.Free(ctx, name, spec); err != nil {
 		return false, err
 	}
-	l, err := enrollListing(name, spec)
+	l, err := enrollListing(d, name, spec)
 	if err != nil {
 		return false, err
 	}
 	if err := l.apply(ctx, d, kube, report); err != nil {
 		return false, err
+	}
+	for _, c := range l.add {
+		if err := d.RecordControlPlane(name, &c.Machine); err != nil {
+			return false, err
+		}
 	}
 	return kube.Enroll(ctx, name, spec, keys.DiskSalt{})
 }
@@ -71,8 +86,8 @@ func signText(d *ownerdir.Dir, text []byte) (*attest.Policy, *attestv1.SignedPol
 
 // ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
 // refuses a policy that running nodes do not match. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
-// folder's policy in force as well.
-func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool) (*v1alpha1.AttestationPolicy, error) {
+// folder's policy in force as well. leaveOut are names that the cluster has as control planes, and that are none of the owner's.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
 	var err error
 	replaces := text != nil
 	if !replaces {
@@ -95,7 +110,7 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool) 
 	if err := higher(d, have, p, string(signed.GetPolicy())); err != nil {
 		return nil, err
 	}
-	if err := mustList(ctx, d, kube, p); err != nil {
+	if err := mustList(ctx, d, kube, p, leaveOut); err != nil {
 		return nil, err
 	}
 	if !expel {

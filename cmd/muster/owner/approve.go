@@ -234,7 +234,10 @@ func (a *Approver) judge(c *Candidate, claims attest.Claims, named bool) {
 		}
 	}
 	var err error
-	if c.List, err = a.policy.AppraiseAsListed(claims, attest.Unlocked(), attest.LockedTo(a.clusterID)); err != nil {
+	if c.List, err = a.policy.AppraiseAsListed(claims, attest.Unlocked(), attest.LockedTo(a.clusterID)); err == nil {
+		err = a.policy.CheckHardware(claims)
+	}
+	if err != nil {
 		c.Differs = printable(explain.Words(err))
 		a.booted(c, err)
 		return

@@ -24,9 +24,6 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
-// maxLatest bounds the file that names the newest backup, in bytes.
-const maxLatest = 4 << 10
-
 // BackupInfo describes a backup that was read and verified.
 type BackupInfo struct {
 	// File is where it is.
@@ -64,16 +61,24 @@ func MakeBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(s
 			return "", backup.Stored{}, err
 		}
 	}
-	asked := time.Now()
-	r, err := Order(ctx, d, node, ownerorder.ActionBackup, nil, func(s string) { report(node + ": " + s) })
+	signed, r, err := follow(ctx, d, node, asked{action: ownerorder.ActionBackup, args: fixed(nil)}, func(s string) { report(node + ": " + s) })
 	if err != nil {
 		return node, backup.Stored{}, err
 	}
 	stored, err := parseStored([]byte(r.Output))
-	if err == nil && stored.TakenAt.Before(asked.Add(-ownerorder.MaxAge)) {
-		err = fmt.Errorf("%s says that it has made the backup at %s, before it was ordered: its clock is wrong, or the report is not its own", node, stored.TakenAt.UTC().Format(time.RFC3339))
+	if err == nil {
+		err = madeFor(signed, node, stored)
 	}
 	return node, stored, err
+}
+
+// madeFor returns an error if a backup was made before its order was signed. That may have been by an earlier run of the same command.
+func madeFor(signed ownerorder.SignedMachineOrder, node string, s backup.Stored) error {
+	o, err := ownerorder.ParseMachineOrder(signed.Text)
+	if err == nil && s.TakenAt.Before(o.SignedAt.Add(-ownerorder.MaxAge)) {
+		err = fmt.Errorf("%s says that it has made the backup at %s, before it was ordered: its clock is wrong, or the report is not its own", node, s.TakenAt.UTC().Format(time.RFC3339))
+	}
+	return err
 }
 
 func parseStored(text []byte) (s backup.Stored, err error) {
@@ -100,104 +105,6 @@ func readyControlPlane(ctx context.Context, kube *clusterapi.Client) (string, er
 	return "", withRemedy(errors.New("no control plane is Ready"), "muster status shows why. With --from NODE one that is not Ready is asked.")
 }
 
-// LatestBackup returns the newest backup on control planes, and which has it; with node "", of all. A control plane that can't be asked is reported, and
-// left out.
-func LatestBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(string)) (where string, newest backup.Stored, err error) {
-	kube, err := Connect(d)
-	if err != nil {
-		return "", newest, err
-	}
-	names := []string{node}
-	if node == "" {
-		list, err := kube.ControlPlanes(ctx)
-		if err != nil {
-			return "", newest, err
-		}
-		names = names[:0]
-		for _, c := range list {
-			names = append(names, c.Name)
-		}
-	}
-	for _, name := range names {
-		s, err := latestOn(ctx, kube, name)
-		switch {
-		case clusterapi.Absent(err):
-			report(name + ": has no backup")
-		case err != nil:
-			report(fmt.Sprintf("%s: its backups can't be read: %v", name, err))
-		case s.TakenAt.After(newest.TakenAt):
-			where, newest = name, s
-		}
-	}
-	if where == "" {
-		return "", newest, withRemedy(errors.New("no control plane has a backup that can be read"), "muster backup makes one. backup.every in image.yaml has control planes make them by themselves.")
-	}
-	return where, newest, nil
-}
-
-func latestOn(ctx context.Context, kube *clusterapi.Client, node string) (backup.Stored, error) {
-	r, err := kube.NodeLog(ctx, node, backup.LogFolder, backup.Latest)
-	if err != nil {
-		return backup.Stored{}, err
-	}
-	defer r.Close()
-	text, err := io.ReadAll(io.LimitReader(r, maxLatest))
-	if err != nil {
-		return backup.Stored{}, err
-	}
-	return parseStored(text)
-}
-
-// FetchBackup reads a backup from a control plane into a folder, and verifies it. A file that is not whole and genuine does not stay.
-func FetchBackup(ctx context.Context, d *ownerdir.Dir, node string, s backup.Stored, folder string) (_ *BackupInfo, err error) {
-	kube, err := Connect(d)
-	if err != nil {
-		return nil, err
-	}
-	if err := os.MkdirAll(folder, 0o700); err != nil {
-		return nil, err
-	}
-	if err := readable(d, s.OwnerKey); err != nil {
-		return nil, fmt.Errorf("the backup of %s can't be read: %w", node, err)
-	}
-	path := filepath.Join(folder, s.Name)
-	f, err := os.CreateTemp(folder, "."+s.Name+"-*") // 0600
-	if err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, f.Close(), os.Remove(f.Name()))
-		}
-	}()
-	r, err := kube.NodeLog(ctx, node, backup.LogFolder, s.Name)
-	if err != nil {
-		return nil, withRemedy(fmt.Errorf("read %s on %s: %w", s.Name, node, err), "Run the command again: muster backup --latest reads the newest one that is there.")
-	}
-	n, err := io.Copy(f, io.LimitReader(r, s.Size+1))
-	if err := errors.Join(err, r.Close()); err != nil {
-		return nil, withRemedy(fmt.Errorf("read %s on %s: %w", s.Name, node, err), "Run muster backup --latest --from "+node+": the backup is still there.")
-	}
-	info, _, err := readBackup(d, f, path)
-	switch {
-	case err != nil:
-		return nil, withRemedy(fmt.Errorf("the backup of %s is refused: %w", node, err), "Make one on another control plane: muster backup --from NODE. If that is refused, too, do not trust "+node+".")
-	case n != s.Size || info.SHA256 != s.SHA256:
-		return nil, fmt.Errorf("the backup of %s has %d bytes with the SHA-256 %s: the machine said %d and %s", node, n, info.SHA256, s.Size, s.SHA256)
-	case info.Node != node:
-		return nil, fmt.Errorf("the backup of %s says that %s has made it", node, printable(info.Node))
-	case !s.TakenAt.Equal(info.TakenAt) || s.Name != backup.Name(info.Node, info.TakenAt): // a genuine one, of another time
-		return nil, fmt.Errorf("the machine says that %s was taken at %s, and the backup says %s", s.Name, s.TakenAt.UTC().Format(time.RFC3339), info.TakenAt.UTC().Format(time.RFC3339))
-	}
-	if err := errors.Join(f.Sync(), f.Close()); err != nil {
-		return nil, err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return nil, err
-	}
-	return info, syncFolder(folder)
-}
-
 // readable returns an error if the folder does not have the owner's key for which a backup is encrypted.
 func readable(d *ownerdir.Dir, owner string) error {
 	have, err := d.ReadingKeys()
@@ -205,14 +112,6 @@ func readable(d *ownerdir.Dir, owner string) error {
 		return err
 	}
 	return withRemedy(fmt.Errorf("it is encrypted for the owner's key %s, and %s does not have that", owner, d.Path()), "Use the newest copy of the owner's folder: it has the keys before a rotation, too.")
-}
-
-func syncFolder(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
 }
 
 // VerifyBackup reads a backup to its end, and checks that a control plane of the folder's cluster made it.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -14,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// ControlPlanesOf returns the control planes that the policy of an owner's folder lists; none if it is not a valid
-// policy.
+// ControlPlanesOf returns the control planes that the policy of an owner's folder lists, with the names that the folder records; none if it is not a
+// valid policy.
 func ControlPlanesOf(d *ownerdir.Dir) ([]policyfile.ControlPlane, error) {
 	text, err := d.Read(ownerdir.PolicyFile)
 	if err != nil {
@@ -27,7 +28,7 @@ func ControlPlanesOf(d *ownerdir.Dir) ([]policyfile.ControlPlane, error) {
 	}
 	var out []policyfile.ControlPlane
 	for _, id := range p.ControlPlanes() {
-		out = append(out, policyfile.ControlPlane{Machine: id})
+		out = append(out, policyfile.ControlPlane{Machine: id, Name: d.Cluster().ControlPlane(id)})
 	}
 	return out, nil
 }
@@ -107,58 +108,157 @@ func missingFrom(ctx context.Context, kube *clusterapi.Client, p *attest.Policy)
 }
 
 // mustList refuses a policy that leaves out a control plane of the cluster, with SERVER_NOT_LISTED: no machine would
-// trust its joinservice and kms. The remedy shows the cluster's entry, for the owner to compare.
-func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *attest.Policy) error {
+// trust its joinservice and kms. leaveOut are names that the owner knows to be none of theirs: whoever may write enrollments can make one. The remedy shows
+// only entries that the folder records as lines to add.
+func mustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *attest.Policy, leaveOut []string) error {
+	recorded := d.Cluster().ControlPlanes
+	for _, name := range leaveOut {
+		if id, ok := recorded[name]; ok {
+			return withRemedy(fmt.Errorf("%s can't be left out: your folder records it as a control plane, with machine %s", name, id), "Nothing was changed. If it is one no longer: muster forget "+name+".")
+		}
+	}
 	missing, err := missingFrom(ctx, kube, p)
-	if err != nil || len(missing) == 0 {
+	if err != nil {
 		return err
+	}
+	missing = slices.DeleteFunc(missing, func(c policyfile.ControlPlane) bool { return slices.Contains(leaveOut, c.Name) })
+	if len(missing) == 0 {
+		return nil
 	}
 	var names, lines []string
 	for _, c := range missing {
 		names = append(names, c.Name)
-		lines = append(lines, fmt.Sprintf("  - %q # %s", c.Machine.String(), c.Name))
+		if recorded[c.Name] == c.Machine {
+			lines = append(lines, fmt.Sprintf("  - %q # %s", c.Machine.String(), c.Name))
+		} else {
+			lines = append(lines, fmt.Sprintf("  # only the cluster says so: %s is machine %s", c.Name, c.Machine))
+		}
 	}
 	err = attest.Refuse(attestv1.Reason_REASON_SERVER_NOT_LISTED, "the policy does not list the control planes %s", strings.Join(names, ", "))
 	return withRemedy(err, strings.Join(append([]string{
-		"Compare each machine with what muster verify shows of it, add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. One that is no longer yours is let go by muster forget.",
+		"Add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. Compare the ID of one that your folder does not record with its console: whoever can write enrollments has chosen it. One that is no longer yours is let go by muster forget; one that never was is left out by --leave-out NAME.",
 		"controlPlanes:",
 	}, lines...), "\n"))
 }
 
-// enrollListing is the change for the enrollment of a machine: a control plane is listed.
-func enrollListing(name string, spec v1alpha1.AttestedNodeSpec) (listing, error) {
-	if spec.Role != v1alpha1.RoleControlPlane {
-		return listing{}, nil
-	}
+// enrollListing is the change for the enrollment of a machine: a control plane is listed. It refuses what contradicts the folder's record.
+func enrollListing(d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec) (listing, error) {
 	id, err := attest.ParseMachineID(spec.MachineID)
-	return listing{add: []policyfile.ControlPlane{{Machine: id, Name: name}}}, err
-}
-
-// leaveListing is the change when an enrollment is deleted, or gets the machine of to: the old machine is removed
-// from the list, and the new one of a control plane is added.
-func leaveListing(n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing, error) {
-	if n == nil || n.Spec.Role != v1alpha1.RoleControlPlane { // the API says which machine a worker is: it could name a control plane's
+	if err != nil {
+		return listing{}, err
+	}
+	if err := freeInFolder(d, name, id); err != nil {
+		return listing{}, err
+	}
+	had, recorded := d.Cluster().ControlPlanes[name]
+	if spec.Role != v1alpha1.RoleControlPlane {
+		if recorded {
+			return listing{}, withRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "%s is a control plane by your folder, with machine %s", name, had), "Nothing was changed. Forget it first: muster forget "+name+".")
+		}
 		return listing{}, nil
 	}
-	old, err := attest.ParseMachineID(n.Spec.MachineID)
-	if err != nil {
-		return listing{}, fmt.Errorf("enrollment of %s: %w", n.Name, err)
-	}
-	if to == nil {
-		return listing{remove: []attest.MachineID{old}}, nil
-	}
-	next := old
-	if to.MachineID != "" {
-		if next, err = attest.ParseMachineID(to.MachineID); err != nil {
+	if recorded && had != id {
+		_, p, _, err := folderPolicy(d)
+		if err != nil {
 			return listing{}, err
 		}
+		if p.MayServe(had) == nil { // it would stay listed, and no name would lead to it
+			return listing{}, withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%s is machine %s by your folder, whose policy lists that as a control plane", name, had),
+				fmt.Sprintf("Nothing was changed. If its TPM was exchanged: muster replace %s --tpm %s. Otherwise forget it first: muster forget %s.", name, id, name))
+		}
 	}
-	var l listing
-	if next != old {
-		l.remove = []attest.MachineID{old}
+	return listing{add: []policyfile.ControlPlane{{Machine: id, Name: name}}}, nil
+}
+
+// freeInFolder refuses a machine that is a control plane of another name by the folder's record.
+func freeInFolder(d *ownerdir.Dir, name string, id attest.MachineID) error {
+	other := d.Cluster().ControlPlane(id)
+	if other == "" || other == name {
+		return nil
 	}
-	l.add = []policyfile.ControlPlane{{Machine: next, Name: n.Name}}
+	return withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "machine %s is the control plane %s by your folder", id, other), "Nothing was changed. Forget it first: muster forget "+other+".")
+}
+
+// leaveListing is the change when an enrollment is deleted, or gets the machine of to. The folder's record decides which machine is removed, and the
+// owner's argument which one is added (A7): whoever may write enrollments, as root on a control plane may, could otherwise have another control plane
+// removed, or a machine of theirs listed. It refuses an enrollment n that contradicts the record; nil: there is none.
+func leaveListing(d *ownerdir.Dir, name string, n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (listing, error) {
+	var next *attest.MachineID
+	if to != nil && to.MachineID != "" {
+		id, err := attest.ParseMachineID(to.MachineID)
+		if err != nil {
+			return listing{}, err
+		}
+		if err := freeInFolder(d, name, id); err != nil {
+			return listing{}, err
+		}
+		next = &id
+	}
+	had, recorded := d.Cluster().ControlPlanes[name]
+	if !recorded {
+		return listing{}, notRecorded(d, n, to)
+	}
+	resumes := next != nil && *next == had // an interrupted run has recorded the next machine, and the enrollment has the one before
+	if err := sameAsRecorded(n, had, resumes); err != nil {
+		return listing{}, err
+	}
+	switch {
+	case to == nil:
+		return listing{remove: []attest.MachineID{had}}, nil
+	case next == nil:
+		return listing{}, nil // only the disk is another one
+	}
+	l := listing{add: []policyfile.ControlPlane{{Machine: *next, Name: name}}}
+	if !resumes {
+		l.remove = []attest.MachineID{had}
+	}
 	return l, nil
+}
+
+// sameAsRecorded refuses an enrollment that is not that of the control plane in the folder's record. One that is being deleted is not compared.
+func sameAsRecorded(n *v1alpha1.AttestedNode, had attest.MachineID, resumes bool) error {
+	if n == nil || n.Leaving() {
+		return nil
+	}
+	const first = "Nothing was changed. If another copy of this folder is newer, use that one. Otherwise somebody has changed the enrollment: find out who, and see docs/control-planes.md#an-enrollment-that-is-not-yours. "
+	if n.Spec.Role != v1alpha1.RoleControlPlane {
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the cluster says that %s is a %s, and your folder says that it is a control plane, with machine %s", n.Name, n.Spec.Role, had),
+			first+"To go on without that enrollment: kubectl delete attestednode "+n.Name+" --wait=false, then the same command.")
+	}
+	if n.Spec.MachineID != had.String() && !resumes {
+		return withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the cluster says that %s is machine %s, and your folder says %s", n.Name, n.Spec.MachineID, had),
+			first+fmt.Sprintf(`To go on with your folder's: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":true}}', then the same with '{"spec":{"machineID":"%s"}}', then the same command.`, n.Name, had))
+	}
+	return nil
+}
+
+// notRecorded refuses an enrollment that may be a control plane's, by its role or by the policy, and that the folder does not record: it was made by an
+// earlier version, with another copy of the folder, or by somebody else.
+func notRecorded(d *ownerdir.Dir, n *v1alpha1.AttestedNode, to *clusterapi.Replacement) error {
+	if n == nil {
+		return nil
+	}
+	machine, err := attest.ParseMachineID(n.Spec.MachineID)
+	if err != nil {
+		return fmt.Errorf("enrollment of %s: %w", n.Name, err)
+	}
+	_, p, _, err := folderPolicy(d)
+	if err != nil {
+		return err
+	}
+	control := n.Spec.Role == v1alpha1.RoleControlPlane
+	// A worker's enrollment with the machine of a recorded control plane changes no list. Nor does a control plane's that is not listed, if it goes.
+	listed := p.MayServe(machine) == nil && d.Cluster().ControlPlane(machine) == ""
+	if !listed && (!control || to == nil) {
+		return nil
+	}
+	return withRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "by the cluster, %s is a %s with machine %s; your folder records no control plane %s", n.Name, n.Spec.Role, machine, n.Name),
+		"Nothing was changed. If another copy of this folder is newer, use that one. "+RecordIt(n.Name)+" If it is none, somebody has changed the enrollment: see docs/control-planes.md#an-enrollment-that-is-not-yours.")
+}
+
+// RecordIt is the remedy for a control plane that the folder does not record.
+func RecordIt(name string) string {
+	return "If it is a control plane of yours, read its machine ID from its console or from your own records, not from the cluster, and record it: muster enroll " + name + " --role control-plane --machine-id ID."
 }
 
 var errNoFirst = errors.New("cluster.json names no first machine")

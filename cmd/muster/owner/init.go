@@ -88,6 +88,7 @@ type initializer struct {
 	secrets   ownerdir.Secrets
 	clusterID keys.ClusterID
 	backup    *initv1.Backup // nil: the cluster is not restored
+	checked   *checked       // the only machine that a restore may ask; nil: the cluster is not restored
 }
 
 func (i *initializer) dir() ownerdir.Cluster { return i.Dir.Cluster() }
@@ -130,6 +131,9 @@ func (i *initializer) machine(ctx context.Context) error {
 	// same machine.
 	target := peerdial.Target{
 		Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked()}, DialContext: i.DialContext,
+	}
+	if i.checked != nil {
+		target.Only = &i.checked.id
 	}
 	if c.Stage == ownerdir.StageRequested {
 		target.Only = &c.FirstMachine.ID
@@ -187,8 +191,16 @@ func (i *initializer) explainVerdict(err error) error {
 	if c.Adopted && rpc.ReasonFrom(err) == attestv1.Reason_REASON_INIT_NOT_ALLOWED {
 		return withRemedy(err, "The machine must be a control plane, as kubeadm makes one, of the cluster at --control-plane-endpoint, and its metadata must have the role control-plane, its node's name and the init secret's hash. The log of its bootstrapper says what is missing.")
 	}
-	if c.Stage == ownerdir.StageRequested && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0 {
+	if attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED || len(attest.MismatchesOf(err)) > 0 {
+		return err
+	}
+	switch {
+	case c.Stage == ownerdir.StageRequested && c.Restore != nil:
+		return withRemedy(err, fmt.Sprintf("The restore was begun on machine %s, which may hold the cluster's secrets. Go on with that machine. If it can't be used: power it off, erase its state disk, and run the command with --start-over.", c.FirstMachine.ID))
+	case c.Stage == ownerdir.StageRequested:
 		return withRemedy(err, fmt.Sprintf("This cluster was begun on machine %s, which may hold its secrets. Go on with that machine, or begin a new cluster: another --directory, after wiping the old machine.", c.FirstMachine.ID))
+	case i.checked != nil:
+		return withRemedy(err, "Another machine answers at "+c.Endpoint+" than before. Find out which machines have that address, power the wrong one off, and run the same command again.")
 	}
 	return err
 }
@@ -234,6 +246,11 @@ func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 	if err != nil {
 		return nil //nolint:nilerr // the init meets the same error
 	}
+	return i.diskOpen(status)
+}
+
+// diskOpen returns an error while a machine's state disk is not open.
+func (i *initializer) diskOpen(status *initv1.GetStatusResponse) error {
 	switch waits := status.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED; {
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits && i.dir().Restore != nil:
 		return withRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
@@ -346,6 +363,9 @@ func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	if msgs := validation.IsDNS1123Label(r.GetNodeName()); len(msgs) > 0 {
 		return bad("node name %q: %s", r.GetNodeName(), msgs[0])
 	}
+	if i.checked != nil && r.GetNodeName() != i.checked.name {
+		return bad("node name %q: it reported the name %q, which was checked", r.GetNodeName(), i.checked.name)
+	}
 	if _, err := keys.ParseDiskID(r.GetDiskId()); err != nil {
 		return bad("%w", err)
 	}
@@ -373,6 +393,7 @@ func (i *initializer) keep(r *initv1.InitResult) error {
 	c.Stage = ownerdir.StageInitialized
 	c.ClusterID = i.clusterID.String()
 	c.FirstMachine.NodeName, c.FirstMachine.DiskID, c.FirstMachine.Addresses = r.GetNodeName(), r.GetDiskId(), r.GetAddresses()
+	c.ControlPlanes = map[string]attest.MachineID{r.GetNodeName(): c.FirstMachine.ID} // A7: the only one, also of a cluster that is restored
 	return i.Dir.Save(c)
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/hex"
 	"errors"
+	"maps"
 	"net"
 	"os"
 	"strings"
@@ -132,7 +133,7 @@ func TestAMachineThatIsRefusedIsSentNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		c := o.Cluster()
-		if c.Stage != ownerdir.StageInitialized || c.FirstMachine.ID != good.ID() || c.ClusterID != o.clusterID().String() || c.FirstMachine.NodeName != "node1" {
+		if c.Stage != ownerdir.StageInitialized || c.FirstMachine.ID != good.ID() || c.ClusterID != o.clusterID().String() || c.FirstMachine.NodeName != "node1" || !maps.Equal(c.ControlPlanes, map[string]attest.MachineID{"node1": good.ID()}) {
 			t.Errorf("%+v", c)
 		}
 		if o.leaks([]byte(o.out.String())) {

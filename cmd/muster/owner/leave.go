@@ -62,7 +62,11 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	if err != nil {
 		return nil, err
 	}
-	out := &Departure{dir: d, kube: kube, found: p, Nothing: p.Nothing()}
+	_, recorded := d.Cluster().ControlPlanes[name]
+	out := &Departure{dir: d, kube: kube, found: p, Nothing: p.Nothing() && !recorded}
+	if out.listed, err = leaveListing(d, name, p.Enrollment, nil); err != nil {
+		return nil, err
+	}
 	if erase {
 		if out.erase, err = diskToErase(ctx, d, kube, p); err != nil {
 			return nil, err
@@ -75,7 +79,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 		}
 		return out, wasForgotten(ctx, d, kube, p)
 	}
-	if p.ControlPlane && p.Joined() {
+	if (p.ControlPlane || recorded) && p.Joined() {
 		if len(p.OtherControlPlanes) == 0 {
 			return nil, withRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster", name), "Add another control plane first.")
 		}
@@ -88,6 +92,9 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			}
 			out.Plan = append(out.Plan, fmt.Sprintf("have %s remove its etcd member, by a signed order: up to five minutes", out.member))
 		}
+	}
+	if recorded && p.Nothing() {
+		out.Warnings = append(out.Warnings, "the cluster has no node of this name, and your folder has one as a control plane: look whether etcd still has a member of it (docs/control-planes.md)")
 	}
 	if err := out.planListing(); err != nil {
 		return nil, err
@@ -164,7 +171,8 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 			"Wait until joinservice has ended it, or run muster forget "+name+"; then the next machine joins under the name.")
 	}
 	have := p.Enrollment.Spec
-	if have.Role == v1alpha1.RoleControlPlane && to.DiskID != "" && have.DiskID != "" && to.DiskID != have.DiskID {
+	_, recorded := d.Cluster().ControlPlanes[name]
+	if (have.Role == v1alpha1.RoleControlPlane || recorded) && to.DiskID != "" && to.DiskID != have.DiskID {
 		return nil, withRemedy(fmt.Errorf("%s is a control plane, whose etcd member was on the disk", name),
 			"Forget it and let it join anew: muster forget "+name+", then muster enroll "+name+" --role control-plane --machine-id ID.")
 	}
@@ -172,17 +180,20 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 		return nil, err
 	}
 	out := &Departure{dir: d, kube: kube, found: p, to: &to}
+	if out.listed, err = leaveListing(d, name, p.Enrollment, &to); err != nil {
+		return nil, err
+	}
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
 	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace is not finished
 		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and this would give it what it has already", name),
-			fmt.Sprintf(`If you trust the machine again, lift the ban: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":false}}'. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.`, name))
+			fmt.Sprintf("If you trust the machine again, lift the ban: muster unban %s. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.", name))
 	}
 	if sameMachine && sameDisk && !have.Banned {
 		if out.resets = to.MachineID != "" && clusterapi.HasBoots(&p.Enrollment.Status); out.resets {
 			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
 			if c := meta.FindStatusCondition(p.Enrollment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
-				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+c.Message)
+				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+printable(c.Message))
 			}
 		}
 		out.Nothing = !out.resets
@@ -219,10 +230,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 }
 
 // planListing plans the change of the owner's policy.
-func (d *Departure) planListing() (err error) {
-	if d.listed, err = leaveListing(d.found.Enrollment, d.to); err != nil {
-		return err
-	}
+func (d *Departure) planListing() error {
 	if len(d.listed.add)+len(d.listed.remove) == 0 {
 		return nil
 	}
@@ -287,6 +295,11 @@ func (d *Departure) Do(ctx context.Context, report func(string)) (*Removed, erro
 	if err := d.listed.apply(ctx, d.dir, d.kube, note); err != nil {
 		return nil, err
 	}
+	for _, c := range d.listed.add {
+		if err := d.dir.RecordControlPlane(d.found.Name, &c.Machine); err != nil { // A7: before the enrollment changes
+			return nil, err
+		}
+	}
 	var end time.Time
 	var err error
 	if d.to == nil && d.erase != "" && d.found.Enrollment != nil {
@@ -300,7 +313,9 @@ func (d *Departure) Do(ctx context.Context, report func(string)) (*Removed, erro
 		d.erase = ""
 	}
 	if d.to == nil {
-		end, err = d.kube.Forget(ctx, d.found, time.Now(), note)
+		if end, err = d.kube.Forget(ctx, d.found, time.Now(), note); err == nil {
+			err = d.dir.RecordControlPlane(d.found.Name, nil) // last: after an interruption, the same command has to know the machine
+		}
 	} else {
 		end, err = d.kube.Replace(ctx, d.found, *d.to, time.Now(), note)
 		if d.to.MachineID != "" {

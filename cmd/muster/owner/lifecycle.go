@@ -1,6 +1,7 @@
 package owner
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -158,6 +159,9 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 	if out.Departure, err = PlanForget(ctx, d, name, false, true); err != nil {
 		return nil, err
 	}
+	if _, err := out.confirmed(p.Enrollment); err != nil {
+		return nil, err
+	}
 	if !out.begun {
 		if out.member != "" {
 			out.Plan = slices.Insert(out.Plan, 0, "have its machine show that it takes orders, by a signed order: up to five minutes")
@@ -213,12 +217,21 @@ func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
 	return o.Action == ownerorder.ActionReset
 }
 
+// confirmed returns the order's arguments, none, if the enrollment has the machine and the disk of the plan. What the owner has confirmed is signed for no
+// other ones: the enrollment may have changed since.
+func (r *Reset) confirmed(n *v1alpha1.AttestedNode) (map[string]string, error) {
+	if f := r.found.Enrollment; f == nil || n.UID != f.UID || n.Spec.MachineID != f.Spec.MachineID || n.Spec.DiskID != f.Spec.DiskID {
+		return nil, withRemedy(fmt.Errorf("%s was enrolled anew meanwhile, to machine %s with disk %s", r.found.Name, n.Spec.MachineID, cmp.Or(n.Spec.DiskID, "none")), "No order was signed. If you have not changed the enrollment, find out who has; then run the same command again and read its plan.")
+	}
+	return nil, nil //nolint:nilnil // an order without arguments
+}
+
 // Order gives the machine the order, and returns when the machine says that it has begun.
 func (r *Reset) Order(ctx context.Context, report func(string)) error {
 	if r.begun {
 		return nil
 	}
-	if _, _, err := follow(ctx, r.dir, r.found.Name, asked{action: ownerorder.ActionReset, args: fixed(nil), begun: true}, report); err != nil {
+	if _, _, err := follow(ctx, r.dir, r.found.Name, asked{action: ownerorder.ActionReset, args: r.confirmed, begun: true}, report); err != nil {
 		return withRemedy(err, remedy(err)+" If the machine has restarted already, muster forget "+r.found.Name+" --erase completes it.")
 	}
 	return nil

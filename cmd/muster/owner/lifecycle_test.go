@@ -368,6 +368,36 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 		}
 		gone(second)
 	})
+	t.Run("only the machine and disk that its owner has confirmed", func(t *testing.T) {
+		on := l.node(t, "swapped", 58, v1alpha1.RoleWorker)
+		r, err := PlanReset(ctx, l.Dir, "swapped")
+		if err != nil {
+			t.Fatal(err)
+		}
+		edit := func(spec string) {
+			t.Helper()
+			for _, s := range []string{`"banned":true`, spec, `"banned":false`} {
+				n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "swapped"}}
+				if err := shared.Client.Patch(ctx, n, client.RawPatch(types.MergePatchType, []byte(`{"spec":{`+s+`}}`))); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		for mine, theirs := range map[string]string{
+			`"machineID":"` + on.Machine.String() + `"`: `"machineID":"` + strings.Repeat("ee", 32) + `"`,
+			`"diskID":"` + on.Disk + `"`:                `"diskID":"5f0c95b6-2a3d-4c7e-9f10-0000000000ee"`,
+		} {
+			edit(theirs)
+			if err := r.Order(ctx, func(string) {}); err == nil || !strings.Contains(err.Error(), "was enrolled anew meanwhile") || enrollmentOf(t, "swapped").Annotations[v1alpha1.OwnerOrder] != "" {
+				t.Errorf("with %s: %v", theirs, err)
+			}
+			edit(mine)
+		}
+		l.obeys(ctx, t, on, v1alpha1.OrderRunning)
+		if err := r.Order(ctx, func(string) {}); err != nil {
+			t.Error(err)
+		}
+	})
 	t.Run("one that gets no orders, or has another one", func(t *testing.T) {
 		on := l.node(t, "busy", 47, v1alpha1.RoleWorker)
 		ctx := &expiring{Context: t.Context(), done: make(chan struct{})}

@@ -27,8 +27,8 @@ import (
 const OrderLife = 15 * time.Minute
 
 const (
-	// reportPoll is how often the machine's report is read.
-	reportPoll = 2 * time.Second
+	// firstPoll and reportPoll are the first and the longest pause before the machine's report is read again.
+	firstPoll, reportPoll = 100 * time.Millisecond, 2 * time.Second
 	// maxReport bounds a report's output, in bytes.
 	maxReport = 4 << 10
 )
@@ -112,6 +112,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask asked,
 	action := ask.action
 	report(fmt.Sprintf("ordered: %s; the machine gets this with its next attestation, within five minutes", action))
 	var last *v1alpha1.OrderReport
+	pause := retry.Backoff{Min: firstPoll, Max: reportPoll}
 	for {
 		n, err := kube.Enrollment(ctx, name)
 		switch {
@@ -121,6 +122,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask asked,
 		default:
 			if r := n.Status.Order; r != nil && r.Digest == signed.Digest() {
 				if last == nil || last.State != r.State {
+					pause.Reset()
 					report(printable(string(r.State)))
 				}
 				// Root on the machine, and who writes the API, can have written anything.
@@ -132,7 +134,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask asked,
 					return r, nil
 				}
 			}
-			err = retry.Wait(ctx, reportPoll)
+			err = retry.Wait(ctx, pause.Next(0))
 		}
 		if errors.Is(ctx.Err(), context.Canceled) && last == nil { // its owner has changed his mind
 			return nil, withdraw(ctx, kube, name, action, signed)

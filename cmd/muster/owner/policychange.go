@@ -141,7 +141,7 @@ func signedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 	}
 	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
 		return 0, withRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status says that a policy of serial %d was in force, and the newest with the owner's signature, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
-			fmt.Sprintf("If there is a newer copy of this folder, use that one. Otherwise somebody has written the status: correct it (kubectl edit attestationpolicy default --subresource status, serial: %d), and restart the services: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
+			fmt.Sprintf("If there is a newer copy of this folder, use that one: compare the serial in policy.yaml and known.json of every copy, and lowestPolicySerial of your images. Only if none is above %[1]d, somebody has written the status: correct it (kubectl edit attestationpolicy default --subresource status, serial: %[1]d), and restart the services, which then accept a policy that is older than the status says: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
 	}
 	return serial, nil
 }

@@ -157,7 +157,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 		defer cancel()
 		err = errors.Join(err, kube.SetCandidate(ctx, ""))
 	}()
-	seen := map[string]bool{}
+	seen, pause := map[string]bool{}, retry.Backoff{Min: firstPoll, Max: reportPoll}
 	for {
 		all, err := kube.Enrollments(ctx)
 		if err != nil {
@@ -180,7 +180,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 		if len(waits) == 0 {
 			return out, nil
 		}
-		if retry.Wait(ctx, reportPoll) != nil {
+		if retry.Wait(ctx, pause.Next(0)) != nil {
 			for _, name := range slices.Sorted(slices.Values(waits)) {
 				out = append(out, Preview{Node: name})
 				report(Preview{Node: name})

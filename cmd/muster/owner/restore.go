@@ -95,10 +95,7 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 		return withRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is not at its end", c.Restore.SHA256, c.Endpoint), "Go on with that backup and that machine. If the machine can't be used: power it off, erase its state disk, and run the command with --start-over.")
 	}
 	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
-		if err := i.freeMachine(ctx, m, known); err != nil {
-			return err
-		}
-		if err := i.machine(ctx); err != nil {
+		if err := i.restoreOn(ctx, m, known); err != nil {
 			return err
 		}
 	}
@@ -195,10 +192,28 @@ func (i *initializer) beginRestore(cfg RestoreConfig, info *BackupInfo, m *backu
 	return i.Dir.Save(c)
 }
 
+// checked is a machine that may become the first control plane of a restored cluster.
+type checked struct {
+	id   attest.MachineID
+	name string // of its node
+}
+
+// restoreOn checks a machine, and restores the cluster on that one.
+func (i *initializer) restoreOn(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
+	if err := i.freeMachine(ctx, m, known); err != nil {
+		return err
+	}
+	return i.machine(ctx)
+}
+
 // freeMachine refuses a machine with the name of a node in the backup, or of one that the folder knows: certificates of that node may still be valid. It
-// refuses a banned machine, too.
+// refuses a banned machine, too. The cluster is then restored on the machine that was checked, and on no other one that answers at its address later.
 func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
-	target := peerdial.Target{Addr: i.dir().Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}}
+	c := i.dir()
+	target := peerdial.Target{Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}, DialContext: i.DialContext}
+	if c.Stage == ownerdir.StageRequested {
+		target.Only = &c.FirstMachine.ID
+	}
 	return i.step("ask the machine for its name", func() (name string, err error) {
 		var peer attest.Peer
 		err = i.retry(ctx, func() error {
@@ -211,10 +226,16 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 				return err
 			}
 			status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
-			if err == nil {
-				name = printable(status.GetNodeName())
+			if err != nil {
+				return err
 			}
-			return err
+			if err := i.diskOpen(status); err != nil { // until then it does not know its name
+				return err
+			}
+			if name = printable(status.GetNodeName()); name == "" {
+				return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the machine does not know its name yet (%s)", attest.ReasonName(status.GetLastReason()))
+			}
+			return nil
 		})
 		if err != nil {
 			return "", i.explainVerdict(err)
@@ -223,15 +244,16 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 		if _, there := known.Nodes[name]; taken || there || slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.Name == name }) {
 			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the cluster has, or had, a node %s", name), "Give the machine another name in its metadata.")
 		}
-		id := peer.Machine().String()
-		if bannedMachine(id, m, known) {
+		id := peer.Machine()
+		if bannedMachine(id.String(), m, known) {
 			return "", withRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s is banned, in the backup or in known.json", id), "Restore on another machine.")
 		}
 		for _, n := range m.Nodes {
-			if n.MachineID == id {
+			if n.MachineID == id.String() {
 				i.Report.Update(fmt.Sprintf("the machine was %s: that enrollment is removed", printable(n.Name)))
 			}
 		}
+		i.checked = &checked{id, name}
 		return name, nil
 	})
 }

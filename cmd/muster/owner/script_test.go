@@ -93,7 +93,7 @@ func serveFirst(t *testing.T, m *attesttest.Machine, answers ...answer) *firstMa
 }
 
 // serve runs a server that does not appraise its clients, until the test ends.
-func serve(t *testing.T, l net.Listener, a attest.Attester, s rpc.Service) {
+func serve(t *testing.T, l net.Listener, a attest.Attester, services ...rpc.Service) {
 	t.Helper()
 	metrics, err := rpc.NewMetrics(prometheus.NewRegistry())
 	if err != nil {
@@ -101,7 +101,7 @@ func serve(t *testing.T, l net.Listener, a attest.Attester, s rpc.Service) {
 	}
 	health := rpc.NewHealth()
 	server, err := rpc.NewServer(rpc.Config{
-		Listener: l, ATLS: atls.ServerConfig{Attester: a, Appraiser: atls.NoAppraiser}, Services: []rpc.Service{s},
+		Listener: l, ATLS: atls.ServerConfig{Attester: a, Appraiser: atls.NoAppraiser}, Services: services,
 		Health: health, Metrics: metrics, Log: slog.New(slog.DiscardHandler), Grace: time.Second,
 	})
 	if err != nil {

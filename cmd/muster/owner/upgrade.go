@@ -30,6 +30,8 @@ type UpgradeConfig struct {
 	OwnerKeys attest.OwnerKeys
 	// AllowDowngrade allows an older chart. Definitions then stay unchanged.
 	AllowDowngrade bool
+	// LeaveOut are names that the cluster has as control planes, and that are none of the owner's.
+	LeaveOut []string
 	// Patience is how long the services may take to become ready after the upgrade.
 	Patience time.Duration
 	// Back is the same after a rollback; 0: Patience.
@@ -166,7 +168,7 @@ func (u *upgrader) look(ctx context.Context) error {
 	case err != nil:
 		return err
 	}
-	if err := mustList(ctx, u.Dir, u.kube, u.init.policy); err != nil {
+	if err := mustList(ctx, u.Dir, u.kube, u.init.policy, u.LeaveOut); err != nil {
 		return err
 	}
 	public := u.OwnerKeys

@@ -179,7 +179,7 @@ func (u *upgrades) rolledBack(t *testing.T, err error, before string) {
 func (u *upgrades) notReady(t *testing.T) {
 	before, cfg := u.image(t), u.to("3")
 	cfg.Values.KMSImage = imageOf(unready, "3")
-	cfg.Patience = 30 * time.Second
+	cfg.Patience = 10 * time.Second
 	out, err := Upgrade(u.ctx, cfg)
 	u.rolledBack(t, err, before)
 	if !strings.Contains(err.Error(), "muster-kms 1/1 ready, 0/1 of them new") {
@@ -221,7 +221,7 @@ func (s *stopAt) Update(text string) {
 
 func (u *upgrades) notTrusted(t *testing.T) {
 	before, cfg := u.image(t), u.to("5")
-	cfg.Patience = 30 * time.Second
+	cfg.Patience = 10 * time.Second
 	refused := errors.New("nobody is there")
 	tries := 0
 	cfg.DialContext = func(ctx ctx, network, addr string) (net.Conn, error) {

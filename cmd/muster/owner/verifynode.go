@@ -120,16 +120,16 @@ func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 // readEvidence reads the evidence for an order from the node. At most one byte more is read than evidence may have.
 func readEvidence(ctx context.Context, kube *clusterapi.Client, name string, signed ownerorder.SignedMachineOrder) ([]byte, error) {
 	var err error
-	for range evidenceTries {
+	for try := range evidenceTries {
+		if try > 0 && retry.Wait(ctx, reportPoll) != nil {
+			break
+		}
 		var r io.ReadCloser
 		if r, err = kube.NodeLog(ctx, name, ownerorder.EvidenceFolder, signed.EvidenceFile()); err == nil {
 			var b []byte
 			if b, err = io.ReadAll(io.LimitReader(r, ownerorder.MaxEvidence+1)); errors.Join(err, r.Close()) == nil {
 				return b, nil
 			}
-		}
-		if retry.Wait(ctx, reportPoll) != nil {
-			break
 		}
 	}
 	return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "%s has made evidence, and its kubelet does not give it: %w", name, err),
@@ -162,7 +162,14 @@ func verifyEvidence(ctx context.Context, policy *attest.Policy, challenge *tpm2.
 	if err != nil {
 		return none, err
 	}
-	return pending.Complete(nil) // refused, if the evidence has other keys than those that were challenged
+	c, err := pending.Complete(nil) // refused, if the evidence has another endorsement key than the challenged one, or another attestation key
+	if err != nil {
+		return none, err
+	}
+	if c.Machine() != challenge.Machine() { // A1: a platform key is not challenged, so this is the evidence of another machine
+		return none, attest.Refuse(attestv1.Reason_REASON_BINDING_MISMATCH, "the evidence is that of machine %s, and machine %s answered the challenge", c.Machine(), challenge.Machine())
+	}
+	return c, nil
 }
 
 // recordOf returns what the cluster says of a node.

@@ -363,7 +363,11 @@ func TestAnAnswerIsForItsOrderAndMachine(t *testing.T) {
 	m, other := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
 	vendor := attesttest.NewCA(t)
 	bought := attesttest.NewMachine(t, vendor, attesttest.Options{})
-	policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m})
+	cloud := attesttest.NewCA(t)
+	rented := attesttest.NewMachine(t, ca, attesttest.Options{Platform: &attesttest.Platform{CA: cloud, Project: "ours", Zone: "a"}})
+	policy := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
+		p.Tpm2.PlatformRoots = []*attestv1.PlatformRoot{{Pem: cloud.PEM(), Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}}}
+	})
 	order := func(second int64) ownerorder.SignedMachineOrder {
 		return ownerorder.SignedMachineOrder{Text: time.Unix(second, 0).String(), Signature: make([]byte, 64)}
 	}
@@ -407,6 +411,7 @@ func TestAnAnswerIsForItsOrderAndMachine(t *testing.T) {
 		"public evidence":                   {func(a *answer) { a.evidence = evidence(m, attest.PurposePublic, s) }, attestv1.Reason_REASON_BINDING_MISMATCH},
 		"evidence of a session":             {func(a *answer) { a.evidence = evidence(m, attest.PurposeMachine, s) }, attestv1.Reason_REASON_BINDING_MISMATCH},
 		"another machine's evidence":        {func(a *answer) { a.evidence = evidence(other, attest.PurposeOrder, s) }, attestv1.Reason_REASON_ACTIVATION_FAILED},
+		"a rented machine's evidence":       {func(a *answer) { a.evidence = evidence(rented, attest.PurposeOrder, s) }, attestv1.Reason_REASON_BINDING_MISMATCH},
 		"another order's answer":            {func(a *answer) { a.mac = respond(m, a.challenge, order(2)) }, attestv1.Reason_REASON_ACTIVATION_FAILED},
 		"an answer to another challenge":    {func(a *answer) { a.mac = respond(m, challengeOf(ca, m), s) }, attestv1.Reason_REASON_ACTIVATION_FAILED},
 		"no answer":                         {func(a *answer) { a.mac = "" }, attestv1.Reason_REASON_ACTIVATION_FAILED},
@@ -435,6 +440,13 @@ func TestAnAnswerIsForItsOrderAndMachine(t *testing.T) {
 			}
 		})
 	}
+	t.Run("a machine without a certificate", func(t *testing.T) {
+		bare := attesttest.NewMachine(t, ca, attesttest.Options{Bare: true})
+		c := challengeOf(ca, bare)
+		if claims, err := verifyEvidence(t.Context(), policy, c, s, respond(bare, c, s), evidence(bare, attest.PurposeOrder, s)); err != nil || claims.Machine() != bare.ID() {
+			t.Error(err)
+		}
+	})
 }
 
 func TestAMachinesRefusalKeepsItsReason(t *testing.T) {

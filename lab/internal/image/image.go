@@ -186,6 +186,8 @@ func (b *builder) all(s Spec) {
 	b.symlink("base", Init, "/usr/bin/systemctl")
 	if s.Bootstrapper != "" {
 		b.copy("bootstrapper", s.Bootstrapper, Bootstrapper, firmware.PCRBoot)
+		// Machines without a bootstrapper, an intruder's or a plain kubeadm node, start their kubelet by kubeadm.
+		b.write("bootstrapper", "files/kubelet-condition.conf", Units+"/kubelet.service.d/muster.conf", strings.NewReplacer())
 	}
 	for _, p := range append([]string{"containerd", "containerd-shim-runc-v2", "ctr"}, s.Preinstalled...) {
 		b.link("base", s.Kube, p, "/usr/local/bin/"+p)
@@ -195,12 +197,12 @@ func (b *builder) all(s Spec) {
 		b.copy("base", "/usr/lib/cni/"+p, "/opt/cni/bin/"+p, firmware.PCRLoaded)
 	}
 	vars := strings.NewReplacer("@PAUSE@", s.Release.PauseTag, "@ETCD@", s.Release.EtcdTag, "@COREDNS@", s.Release.CoreDNSTag, "@MIRROR@", s.Mirror)
-	b.write("files/containerd.toml", "/etc/containerd/config.toml", vars)
-	b.write("files/hosts.toml", "/etc/containerd/certs.d/_default/hosts.toml", vars)
+	b.write("base", "files/containerd.toml", "/etc/containerd/config.toml", vars)
+	b.write("base", "files/hosts.toml", "/etc/containerd/certs.d/_default/hosts.toml", vars)
 	units, err := files.ReadDir("files/units")
 	b.fail(err)
 	for _, u := range units {
-		b.write("files/units/"+u.Name(), Units+"/"+u.Name(), vars)
+		b.write("base", "files/units/"+u.Name(), Units+"/"+u.Name(), vars)
 	}
 	if s.Audit {
 		b.put("base", strings.NewReader("apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules: [{level: Metadata}]\n"), auditPolicy, 0o644, firmware.PCRConfig)
@@ -247,10 +249,10 @@ func (b *builder) imageYAML(s Spec, vars *strings.Replacer) {
 	b.put("base", bytes.NewReader(out), Config, 0o644, firmware.PCRConfig)
 }
 
-func (b *builder) write(embedded, to string, vars *strings.Replacer) {
+func (b *builder) write(layer, embedded, to string, vars *strings.Replacer) {
 	c, err := files.ReadFile(embedded)
 	b.fail(err)
-	b.put("base", strings.NewReader(vars.Replace(string(c))), to, 0o644, firmware.PCRConfig)
+	b.put(layer, strings.NewReader(vars.Replace(string(c))), to, 0o644, firmware.PCRConfig)
 }
 
 // link takes a program from the cache of Kubernetes binaries, where a file never changes

@@ -70,6 +70,10 @@ func TestTheManifestSaysWhatFirmwareWillFind(t *testing.T) {
 	if pcrs[firmware.PCRBoot] != 1 || pcrs[firmware.PCRLoaded] < 8 || pcrs[firmware.PCRConfig] < 6 {
 		t.Errorf("files per PCR: %v", pcrs)
 	}
+	condition, err := os.ReadFile(filepath.Join(img.Layers(true)[0], Units, "kubelet.service.d/muster.conf"))
+	if err != nil || !strings.Contains(string(condition), "[Unit]\nConditionPathExists=/run/muster/kubelet-may-start\n") {
+		t.Errorf("with a bootstrapper, the kubelet starts by itself: %q, %v", condition, err)
+	}
 	// Nothing in the image escapes measuring, but the link that gives PID 1 its other name.
 	measured := map[string]bool{"/usr/bin/systemctl": true}
 	for _, f := range m.Files {

@@ -199,6 +199,25 @@ func TestAUnitWhoseConditionFailsIsNotStartedAndNoError(t *testing.T) {
 	}
 }
 
+func TestADropInAddsACondition(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.Mkdir(filepath.Join(dir, "x.service.d"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{
+		"x.service": "[Unit]\nConditionPathExists=/a\n[Service]\nExecStart=/bin/true", "x.service.d/muster.conf": "[Unit]\nConditionPathExists=/b\n",
+		"y.service": "[Service]\nExecStart=/bin/true\n",
+	} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	units, err := loadUnits(dir)
+	if err != nil || !slices.Equal(units["x"].Conditions, []string{"/a", "/b"}) || len(units["y"].Conditions) != 0 {
+		t.Errorf("%+v, %v", units, err)
+	}
+}
+
 func TestUnitFilesOfTheImageAreUnderstood(t *testing.T) {
 	units, err := loadUnits(filepath.Join("..", "image", "files", "units"))
 	if err != nil {

@@ -114,6 +114,17 @@ func loadUnits(dir string) (map[string]Unit, error) {
 			return nil, err
 		}
 		name := strings.TrimSuffix(filepath.Base(f), ".service")
+		dropIns, err := filepath.Glob(filepath.Join(f+".d", "*.conf"))
+		if err != nil {
+			return nil, err
+		}
+		for _, d := range dropIns {
+			more, err := os.ReadFile(d)
+			if err != nil {
+				return nil, err
+			}
+			b = append(append(b, '\n'), more...)
+		}
 		u, err := parseUnit(name, string(b))
 		if err != nil {
 			return nil, err

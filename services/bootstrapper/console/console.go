@@ -182,7 +182,7 @@ func words(m map[attestv1.Reason]string, r attestv1.Reason) string {
 // theirs explains the reasons with which a joinservice refuses this machine.
 var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_POLICY_REFUSED:      "this machine's measurements are not in the owner's policy",
-	attestv1.Reason_REASON_EK_UNTRUSTED:        "no root in the owner's policy certifies this machine's TPM, or the policy revokes it",
+	attestv1.Reason_REASON_EK_UNTRUSTED:        "the owner's policy neither certifies nor lists this machine's TPM, or revokes it: muster approve lists it",
 	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:  "this machine's hardware report is not by a genuine processor",
 	attestv1.Reason_REASON_HARDWARE_COLLATERAL: "the owner's policy lacks current data of the processor's vendor",
 	attestv1.Reason_REASON_HARDWARE_TCB:        "the firmware below this virtual machine is older than the owner's policy accepts",
@@ -207,7 +207,7 @@ var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_API_UNAVAILABLE:     "the cluster's API server does not answer",
 	attestv1.Reason_REASON_AUDIT_UNAVAILABLE:   "the control plane has no room for its audit log",
 	attestv1.Reason_REASON_CERTIFICATE_PENDING: "the cluster did not sign the certificates in time",
-	attestv1.Reason_REASON_NOT_READY:           "the joinservice is not ready yet",
+	attestv1.Reason_REASON_NOT_READY:           "the joinservice is not ready yet, or has no policy: muster status shows it",
 	attestv1.Reason_REASON_BUSY:                "too many machines ask at once, or this one reboots twice within two minutes; it tries again by itself",
 	attestv1.Reason_REASON_DEADLINE:            "it did not answer in time",
 }

@@ -44,6 +44,7 @@ const (
 	CheckPorts        = "ports"
 	CheckCertificates = "certificates"
 	CheckKernel       = "kernel"
+	CheckUnits        = "units"
 )
 
 // These bound disk space, in bytes: for Kubernetes' images, and for a journal that must always be writable.
@@ -114,6 +115,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	d.ports(ctx)
 	d.certificates()
 	d.kernel()
+	d.kubeletUnit()
 	return &d.Report
 }
 

@@ -70,8 +70,8 @@ func (n nitro) NitroDocument(ctx context.Context, nonce [32]byte) ([]byte, error
 	return n.machine.NitroDocument(ctx, nonce)
 }
 
-// machine is a machine without faults.
-type machine struct {
+// host is a machine without faults.
+type host struct {
 	*attesttest.Machine
 	dir         string
 	cfg         Config
@@ -79,7 +79,7 @@ type machine struct {
 	image, meta string
 }
 
-func (m *machine) write(t *testing.T, name, content string) string {
+func (m *host) write(t *testing.T, name, content string) string {
 	t.Helper()
 	path := filepath.Join(m.dir, name)
 	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
@@ -89,7 +89,7 @@ func (m *machine) write(t *testing.T, name, content string) string {
 }
 
 // file writes a file in a folder of its own.
-func (m *machine) file(t *testing.T, name, content string) {
+func (m *host) file(t *testing.T, name, content string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(filepath.Join(m.dir, name)), 0o755); err != nil {
 		t.Fatal(err)
@@ -97,10 +97,10 @@ func (m *machine) file(t *testing.T, name, content string) {
 	m.write(t, name, content)
 }
 
-func newMachine(t *testing.T) *machine {
+func newMachine(t *testing.T) *host {
 	t.Helper()
 	ca := attesttest.NewCA(t)
-	m := &machine{Machine: attesttest.NewMachine(t, ca, attesttest.Options{}), dir: t.TempDir(), date: time.Now}
+	m := &host{Machine: attesttest.NewMachine(t, ca, attesttest.Options{}), dir: t.TempDir(), date: time.Now}
 	s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Date", m.date().UTC().Format(http.TimeFormat))
 	}))
@@ -111,6 +111,7 @@ func newMachine(t *testing.T) *machine {
 	for name, content := range map[string]string{
 		"sys/kernel/security/lockdown": "none integrity [confidentiality]\n", "sys/module/module/parameters/sig_enforce": "Y\n",
 		"proc/sys/kernel/kexec_load_disabled": "1\n", "sys/module/apparmor/parameters/enabled": "Y\n", "sbin/apparmor_parser": "",
+		"usr/lib/systemd/system/kubelet.service": "[Unit]\nConditionPathExists=/run/muster/kubelet-may-start\n[Service]\nExecStart=/usr/local/bin/kubelet\n",
 	} {
 		m.file(t, name, content)
 	}
@@ -141,76 +142,90 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		check    string
 		level    checkup.Level
 		wantText string
-		harm     func(t *testing.T, m *machine)
+		harm     func(t *testing.T, m *host)
 	}{
-		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *machine) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
-		"an image without an owner's key": {CheckImage, checkup.Fail, "ownerKeys is missing", func(t *testing.T, m *machine) {
+		"an image configuration with an unknown field": {CheckImage, checkup.Fail, "colour", func(t *testing.T, m *host) { m.write(t, "image.yaml", m.image+"colour: red\n") }},
+		"an image without an owner's key": {CheckImage, checkup.Fail, "ownerKeys is missing", func(t *testing.T, m *host) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKeys"))
 		}},
-		"an image without an owner's key, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *machine) {
+		"an image without an owner's key, on purpose": {CheckImage, checkup.Warn, "insecure.noOwnerKey", func(t *testing.T, m *host) {
 			m.write(t, "image.yaml", upTo(m.image, "ownerKeys")+"insecure: {noOwnerKey: true}\n")
 		}},
-		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not detected", func(t *testing.T, m *machine) {
+		"an image without integrity of the disk": {CheckImage, checkup.Warn, "is not detected", func(t *testing.T, m *host) {
 			m.write(t, "image.yaml", strings.Replace(m.image, "{mode: plain, path: /var/lib/muster/state}", "{mode: luks, path: /dev/vda, integrity: none}", 1))
 		}},
-		"metadata without a name": {CheckMetadata, checkup.Fail, "name", func(t *testing.T, m *machine) {
+		"metadata without a name": {CheckMetadata, checkup.Fail, "name", func(t *testing.T, m *host) {
 			m.write(t, "metadata.yaml", strings.Replace(m.meta, "name: node2\n", "", 1))
 		}},
-		"metadata that lead nowhere": {CheckMetadata, checkup.Fail, "nothing will happen", func(t *testing.T, m *machine) {
+		"metadata that lead nowhere": {CheckMetadata, checkup.Fail, "nothing will happen", func(t *testing.T, m *host) {
 			m.write(t, "metadata.yaml", upTo(m.meta, "joinEndpoints"))
 		}},
-		"a damaged journal":                {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *machine) { m.write(t, "journal", "x") }},
-		"a TPM that does not answer":       {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *machine) { m.opens(silent{m.Machine}) }},
-		"a TPM without an EK certificate":  {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *machine) { m.opens(bare{m.Machine}) }},
-		"a TPM with a broken platform key": {CheckEK, checkup.Fail, "platform", func(_ *testing.T, m *machine) { m.opens(wrongPlatform{m.Machine}) }},
-		"a NitroTPM that quotes SHA-256": {CheckEK, checkup.Fail, "sha384", func(t *testing.T, m *machine) {
+		"a damaged journal":                {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *host) { m.write(t, "journal", "x") }},
+		"a TPM that does not answer":       {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *host) { m.opens(silent{m.Machine}) }},
+		"a TPM without an EK certificate":  {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *host) { m.opens(bare{m.Machine}) }},
+		"a TPM with a broken platform key": {CheckEK, checkup.Fail, "platform", func(_ *testing.T, m *host) { m.opens(wrongPlatform{m.Machine}) }},
+		"a NitroTPM that quotes SHA-256": {CheckEK, checkup.Fail, "sha384", func(t *testing.T, m *host) {
 			m.opens(nitro{m.Machine, attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Nitro: &attesttest.Nitro{}})})
 		}},
-		"a TPM without an EK":          {CheckEK, checkup.Fail, "endorsement key", func(_ *testing.T, m *machine) { m.opens(keyless{m.Machine}) }},
-		"an EK that no root certifies": {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *machine) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
-		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *machine) {
+		"a TPM without an EK":          {CheckEK, checkup.Fail, "endorsement key", func(_ *testing.T, m *host) { m.opens(keyless{m.Machine}) }},
+		"an EK that no root certifies": {CheckEK, checkup.Fail, "unknown authority", func(t *testing.T, m *host) { m.cfg.Roots = attesttest.NewCA(t).Roots() }},
+		"an event log that is gone": {CheckEventLog, checkup.Fail, "no such file", func(t *testing.T, m *host) {
 			m.write(t, "image.yaml", strings.Replace(m.image, m.EventLog(), "/nowhere/log", 1))
 		}},
-		"an event log that leads elsewhere":    {CheckEventLog, checkup.Fail, "EVENTLOG_REPLAY", func(_ *testing.T, m *machine) { m.SetPCR(4, make([]byte, 32)) }},
-		"a lock that the journal knows not of": {CheckLock, checkup.Fail, "PCR 15", func(_ *testing.T, m *machine) { m.LockTo([32]byte{9}) }},
-		"a lock that was not taken again": {CheckLock, checkup.Warn, "PCR 15 is zero", func(t *testing.T, m *machine) {
+		"an event log that leads elsewhere":    {CheckEventLog, checkup.Fail, "EVENTLOG_REPLAY", func(_ *testing.T, m *host) { m.SetPCR(4, make([]byte, 32)) }},
+		"a lock that the journal knows not of": {CheckLock, checkup.Fail, "PCR 15", func(_ *testing.T, m *host) { m.LockTo([32]byte{9}) }},
+		"a lock that was not taken again": {CheckLock, checkup.Warn, "PCR 15 is zero", func(t *testing.T, m *host) {
 			err := journal.Open(m.cfg.Journal).Save(journal.Record{Step: journal.StepLocked, Kind: journal.KindJoin, ClusterID: make([]byte, 32), Ticket: make([]byte, 16), NodeName: "node2"})
 			if err != nil {
 				t.Fatal(err)
 			}
 		}},
-		"a clock of before the build":     {CheckClock, checkup.Fail, "was built", func(_ *testing.T, m *machine) { m.cfg.Built = time.Now().Add(48 * time.Hour) }},
-		"a clock that is three hours off": {CheckClock, checkup.Fail, "off that of", func(_ *testing.T, m *machine) { m.date = func() time.Time { return time.Now().Add(3 * time.Hour) } }},
-		"a clock that is two minutes off": {CheckClock, checkup.Warn, "off that of", func(_ *testing.T, m *machine) { m.date = func() time.Time { return time.Now().Add(-2 * time.Minute) } }},
-		"joinservices that are not there": {CheckJoinservices, checkup.Fail, "none of 1", func(t *testing.T, m *machine) {
+		"a clock of before the build":     {CheckClock, checkup.Fail, "was built", func(_ *testing.T, m *host) { m.cfg.Built = time.Now().Add(48 * time.Hour) }},
+		"a clock that is three hours off": {CheckClock, checkup.Fail, "off that of", func(_ *testing.T, m *host) { m.date = func() time.Time { return time.Now().Add(3 * time.Hour) } }},
+		"a clock that is two minutes off": {CheckClock, checkup.Warn, "off that of", func(_ *testing.T, m *host) { m.date = func() time.Time { return time.Now().Add(-2 * time.Minute) } }},
+		"joinservices that are not there": {CheckJoinservices, checkup.Fail, "none of 1", func(t *testing.T, m *host) {
 			l := listen(t)
 			_ = l.Close()
 			m.write(t, "metadata.yaml", upTo(m.meta, "joinEndpoints")+fmt.Sprintf("joinEndpoints: [%q]\n", l.Addr()))
 		}},
-		"a kernel that is not locked down": {CheckKernel, checkup.Warn, "not locked down", func(t *testing.T, m *machine) {
+		"a kernel that is not locked down": {CheckKernel, checkup.Warn, "not locked down", func(t *testing.T, m *host) {
 			m.file(t, "sys/kernel/security/lockdown", "[none] integrity confidentiality\n")
 		}},
-		"a kernel without lockdown":        {CheckKernel, checkup.Warn, "not locked down", func(t *testing.T, m *machine) { m.file(t, "sys/kernel/security/lockdown", "") }},
-		"modules without signatures":       {CheckKernel, checkup.Warn, "modules without", func(t *testing.T, m *machine) { m.file(t, "sys/module/module/parameters/sig_enforce", "N\n") }},
-		"a kernel that starts another one": {CheckKernel, checkup.Warn, "kexec", func(t *testing.T, m *machine) { m.file(t, "proc/sys/kernel/kexec_load_disabled", "0\n") }},
-		"a kernel without AppArmor":        {CheckKernel, checkup.Warn, "AppArmor is off", func(t *testing.T, m *machine) { m.file(t, "sys/module/apparmor/parameters/enabled", "N\n") }},
-		"an image without AppArmor's parser": {CheckKernel, checkup.Warn, "apparmor_parser", func(t *testing.T, m *machine) {
+		"a kernel without lockdown":        {CheckKernel, checkup.Warn, "not locked down", func(t *testing.T, m *host) { m.file(t, "sys/kernel/security/lockdown", "") }},
+		"modules without signatures":       {CheckKernel, checkup.Warn, "modules without", func(t *testing.T, m *host) { m.file(t, "sys/module/module/parameters/sig_enforce", "N\n") }},
+		"a kernel that starts another one": {CheckKernel, checkup.Warn, "kexec", func(t *testing.T, m *host) { m.file(t, "proc/sys/kernel/kexec_load_disabled", "0\n") }},
+		"a kernel without AppArmor":        {CheckKernel, checkup.Warn, "AppArmor is off", func(t *testing.T, m *host) { m.file(t, "sys/module/apparmor/parameters/enabled", "N\n") }},
+		"an image without AppArmor's parser": {CheckKernel, checkup.Warn, "apparmor_parser", func(t *testing.T, m *host) {
 			if err := os.Remove(filepath.Join(m.dir, "sbin/apparmor_parser")); err != nil {
 				t.Fatal(err)
 			}
 		}},
-		"a disk that is full": {CheckDisk, checkup.Fail, "0 MiB", func(_ *testing.T, m *machine) { m.cfg.Folders = []string{"/proc"} }},
-		"a control plane's certificate that has ended": {CheckCertificates, checkup.Fail, "apiserver ended at", func(t *testing.T, m *machine) {
+		"an image without a kubelet's unit": {CheckUnits, checkup.Fail, "kubelet.service is not in the image", func(t *testing.T, m *host) {
+			if err := os.Remove(filepath.Join(m.dir, "usr/lib/systemd/system/kubelet.service")); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		"a kubelet that starts by itself": {CheckUnits, checkup.Fail, "before the bootstrapper has compared", func(t *testing.T, m *host) {
+			m.file(t, "etc/systemd/system/kubelet.service", "[Unit]\nConditionPathExists=/var/lib/kubelet/config.yaml\n[Service]\nConditionPathExists=/run/muster/kubelet-may-start\n")
+		}},
+		"a kubelet whose condition a drop-in removes": {CheckUnits, checkup.Fail, "before the bootstrapper has compared", func(t *testing.T, m *host) {
+			m.file(t, "etc/systemd/system/kubelet.service.d/50-x.conf", "[Unit]\nConditionPathExists=\n")
+		}},
+		"a unit that can't be read": {CheckUnits, checkup.Fail, "kubelet.service", func(t *testing.T, m *host) {
+			m.file(t, "etc/systemd/system/kubelet.service", "[Unit\n")
+		}},
+		"a disk that is full": {CheckDisk, checkup.Fail, "0 MiB", func(_ *testing.T, m *host) { m.cfg.Folders = []string{"/proc"} }},
+		"a control plane's certificate that has ended": {CheckCertificates, checkup.Fail, "apiserver ended at", func(t *testing.T, m *host) {
 			m.certificate(t, time.Now().Add(-2*time.Hour), time.Now().Add(-time.Hour))
 		}},
-		"a control plane's certificate that was not renewed": {CheckCertificates, checkup.Warn, "should have been renewed", func(t *testing.T, m *machine) {
+		"a control plane's certificate that was not renewed": {CheckCertificates, checkup.Warn, "should have been renewed", func(t *testing.T, m *host) {
 			m.certificate(t, time.Now().Add(-9*time.Hour), time.Now().Add(time.Hour))
 		}},
-		"a control plane's certificate that can't be read": {CheckCertificates, checkup.Fail, "apiserver.crt", func(t *testing.T, m *machine) {
+		"a control plane's certificate that can't be read": {CheckCertificates, checkup.Fail, "apiserver.crt", func(t *testing.T, m *host) {
 			m.certificate(t, time.Now(), time.Now())
 			m.write(t, "etc/kubernetes/pki/apiserver.crt", "x")
 		}},
-		"a port that is taken": {CheckPorts, checkup.Fail, "not free", func(t *testing.T, m *machine) {
+		"a port that is taken": {CheckPorts, checkup.Fail, "not free", func(t *testing.T, m *host) {
 			_, port, err := net.SplitHostPort(listen(t).Addr().String())
 			if err != nil {
 				t.Fatal(err)
@@ -241,7 +256,7 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 }
 
 // certificate gives the machine a control plane's certificate.
-func (m *machine) certificate(t *testing.T, from, to time.Time) {
+func (m *host) certificate(t *testing.T, from, to time.Time) {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -258,7 +273,7 @@ func (m *machine) certificate(t *testing.T, from, to time.Time) {
 	m.write(t, "etc/kubernetes/pki/apiserver.crt", string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})))
 }
 
-func (m *machine) opens(d TPM) {
+func (m *host) opens(d TPM) {
 	m.cfg.OpenTPM = func(*metadata.Image) (TPM, error) { return d, nil }
 }
 

@@ -51,6 +51,10 @@ const (
 	UnitImages       = "muster-images.service"
 )
 
+// KubeletMayStart is a file that the kubelet's unit requires (ConditionPathExists of systemd.unit(5)), so that nothing of the state disk runs before the
+// bootstrapper has compared it in this boot (B7, B8).
+const KubeletMayStart = "/run/muster/kubelet-may-start"
+
 // unitTimeout bounds one run of systemctl, imagesTimeout one for [UnitImages], whose own limit is a minute less, versionTimeout one of a program that only
 // prints its version.
 const (

@@ -10,9 +10,6 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
-// mayStartFile is a condition of the kubelet's unit, so that nothing of the state disk runs before it was compared.
-const mayStartFile = "/run/muster/kubelet-may-start"
-
 // RenewControlPlane renews a control plane's expired certificates. It is called after the node lock and the state disk: if that is encrypted,
 // attestation or a recovery has opened it.
 func (n *Node) RenewControlPlane(ctx context.Context) error {
@@ -84,11 +81,11 @@ func (n *Node) ServeAgain(ctx context.Context) error {
 
 // LetKubeletStart allows the kubelet's unit to start from now on, in this boot.
 func (n *Node) LetKubeletStart() error {
-	return machine.WriteFile(n.On(mayStartFile), nil, 0o600, 0o755)
+	return machine.WriteFile(n.On(machine.KubeletMayStart), nil, 0o600, 0o755)
 }
 
 // KubeletMayStart reports whether the kubelet was allowed to start in this boot.
 func (n *Node) KubeletMayStart() bool {
-	_, err := os.Stat(n.On(mayStartFile))
+	_, err := os.Stat(n.On(machine.KubeletMayStart))
 	return err == nil
 }

@@ -3,6 +3,7 @@
 package reattestation
 
 import (
+	"bytes"
 	"context"
 	"crypto/x509"
 	"errors"
@@ -213,6 +214,14 @@ func (r *Attester) once(ctx context.Context) (time.Duration, error) {
 		return 0, attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "%w", err)
 	}
 	if rec.Step != journal.StepDone {
+		return 0, errNoNode
+	}
+	// The bootstrapper extends it in each boot, which may be later: until then, a joinservice refuses this machine as that of another cluster.
+	lock, err := r.cfg.TPM.ReadPCR(ctx, r.bank, attest.LockPCR)
+	if err != nil {
+		return 0, fmt.Errorf("read the node lock: %w", err)
+	}
+	if bytes.Equal(lock, make([]byte, len(lock))) {
 		return 0, errNoNode
 	}
 	meta, err := r.cfg.Metadata()

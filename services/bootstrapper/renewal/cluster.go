@@ -70,15 +70,17 @@ const (
 	dialTimeout    = 5 * time.Second
 	// bannedAtOnce bounds the enrollments that are in memory.
 	bannedAtOnce = 100
-	// A lease is free leaseLife after its last renewal. It has to outlast a restart of the API server, through which it is renewed.
+	// A lease is free leaseLife after its last renewal. It has to outlast a restart of the API server, through which it is renewed. leaseRetry is the default
+	// of the pause between two attempts to get it.
 	leaseLife, leaseDeadline, leaseRetry = 3 * time.Minute, 2 * time.Minute, 5 * time.Second
 )
 
 type cluster struct {
 	kubernetes.Interface
 	node string
-	// holder is who holds the lease.
+	// holder is who holds the lease, retry the pause between two attempts to get it.
 	holder string
+	retry  time.Duration
 	owner  attest.OwnerKeys
 	log    *slog.Logger
 	close  func()
@@ -100,6 +102,7 @@ func connect(root, node string, owner attest.OwnerKeys, log *slog.Logger) (*clus
 		return nil, err
 	}
 	config.Timeout, config.UserAgent = requestTimeout, "muster-bootstrapper"
+	config.QPS, config.Burst = 50, 100 // by default, five a second of each API group
 	if at, err := url.Parse(own.Host); err == nil && at.Host != "" {
 		config.Dial = ownFirst(at.Host)
 	}
@@ -111,7 +114,7 @@ func connect(root, node string, owner attest.OwnerKeys, log *slog.Logger) (*clus
 	if err != nil {
 		return nil, err
 	}
-	return &cluster{Interface: k, node: node, holder: "renewal/" + node, owner: owner, log: log, close: client.CloseIdleConnections}, nil
+	return &cluster{Interface: k, node: node, holder: "renewal/" + node, retry: leaseRetry, owner: owner, log: log, close: client.CloseIdleConnections}, nil
 }
 
 func kubeconfig(root, name string) (*rest.Config, error) {
@@ -156,7 +159,7 @@ func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) erro
 			Client:     c.CoordinationV1(),
 			LockConfig: resourcelock.ResourceLockConfig{Identity: c.holder},
 		},
-		LeaseDuration: leaseLife, RenewDeadline: leaseDeadline, RetryPeriod: leaseRetry, ReleaseOnCancel: true, Name: clusterinfo.ControlPlaneLease,
+		LeaseDuration: leaseLife, RenewDeadline: leaseDeadline, RetryPeriod: c.retry, ReleaseOnCancel: true, Name: clusterinfo.ControlPlaneLease,
 		Callbacks: leaderelection.LeaderCallbacks{
 			OnStartedLeading: func(ctx context.Context) {
 				mu.Lock()

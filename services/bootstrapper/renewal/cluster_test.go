@@ -64,16 +64,17 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	connect := func(node string) Cluster {
+	on := func(node string) Cluster {
 		t.Helper()
-		c, err := Connect(root, node, nil, slog.New(slog.DiscardHandler))
+		c, err := connect(root, node, nil, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(c.Close)
+		c.retry = 200 * time.Millisecond
 		return c
 	}
-	a, b := connect("node1"), connect("node2")
+	a, b := on("node1"), on("node2")
 
 	t.Run("the lease is one control plane's at a time", func(t *testing.T) {
 		var inside atomic.Int32

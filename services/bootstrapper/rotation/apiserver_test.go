@@ -128,7 +128,7 @@ func (a *apiServer) config(t *testing.T) *rest.Config {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &rest.Config{Host: fmt.Sprintf("https://127.0.0.1:%d", a.port), TLSClientConfig: rest.TLSClientConfig{
+	return &rest.Config{Host: fmt.Sprintf("https://127.0.0.1:%d", a.port), QPS: -1, TLSClientConfig: rest.TLSClientConfig{
 		ServerName: "kubernetes.default.svc", CAData: pkiutil.EncodeCertPEM(ca), CertData: pkiutil.EncodeCertPEM(cert), KeyData: text,
 	}}
 }
@@ -198,6 +198,7 @@ func (a *apiServer) oldSecrets(ctx context.Context, prefix string) (old int, err
 }
 
 func TestTokensAreAcceptedEverywhereUntilTheOldKeyIsDropped(t *testing.T) {
+	t.Parallel()
 	servers := newServers(t, 2)
 	old := servers[0].token(t)
 	all := func(token string, want bool, when string) {
@@ -235,6 +236,7 @@ func TestTokensAreAcceptedEverywhereUntilTheOldKeyIsDropped(t *testing.T) {
 }
 
 func TestSecretsAreReadEverywhereAndTheOldKeyStaysUntilAllAreWrittenAgain(t *testing.T) {
+	t.Parallel()
 	servers := newServers(t, 2)
 	made := Result{}
 	var names []string
@@ -289,6 +291,7 @@ func TestSecretsAreReadEverywhereAndTheOldKeyStaysUntilAllAreWrittenAgain(t *tes
 
 // An aggregated API server reads what API servers accept from a ConfigMap, to which they only add.
 func TestTheFrontProxysAuthoritiesArePublishedBeforeOneIsUsed(t *testing.T) {
+	t.Parallel()
 	servers := newServers(t, 2)
 	published := func() (ids []string) {
 		t.Helper()

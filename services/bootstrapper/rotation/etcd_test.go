@@ -123,6 +123,7 @@ func eventually(t *testing.T, try func(context.Context) error) {
 
 // While one member after another changes, each takes writes with the files of each API server as it has read them.
 func TestEtcdKeepsItsQuorumWhileItsAuthorityIsRotated(t *testing.T) {
+	t.Parallel()
 	members := newMembers(t, 3)
 	before := members[0].api
 	all := func(when string) {

@@ -123,6 +123,7 @@ func (s *search) identify(ctx context.Context) error {
 	s.mu.Lock()
 	s.machine = &id
 	s.mu.Unlock()
+	s.cfg.Console.Print("this machine has the ID " + id.String()) // the owner compares it with the one that is signed (A7)
 	return nil
 }
 

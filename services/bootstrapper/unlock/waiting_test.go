@@ -76,6 +76,10 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			eventually(t, "the console shows "+want, func() bool {
 				return slices.ContainsFunc(w.lines(), func(l string) bool { return strings.HasPrefix(l, want) })
 			})
+			// The machine reads its ID before it asks for a key, so not for a disk that can't be used.
+			if id := "muster: this machine has the ID " + w.machine.ID().String(); slices.Contains(w.lines(), id) != (tt.reason != "STATE_DISK") {
+				t.Errorf("the console shows %q: %q", id, w.lines())
+			}
 			s, err := owner.AskMachine(t.Context(), owner.VerifyConfig{Target: peerdial.Target{
 				Addr: addr, Purpose: attest.PurposeMachine, Policy: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.machine}), Locks: []attest.Lock{attest.Unlocked()},
 			}})

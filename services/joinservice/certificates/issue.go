@@ -24,7 +24,7 @@ import (
 )
 
 const (
-	// signTimeout bounds the wait for Kubernetes' signer, which takes about 0.1 s.
+	// signTimeout is the default of [Requests].Sign. Kubernetes' signer takes about 0.1 s.
 	signTimeout = 15 * time.Second
 	// retrySigner is the pause that is sent to a machine if the signer was too slow.
 	retrySigner = 2 * time.Second
@@ -33,8 +33,8 @@ const (
 	windowFormat = "2006-01-02T15.04"
 	// requestPrefix starts the name of each request that is filed for a ticket.
 	requestPrefix = "muster-"
-	// UsedAfter is how long after it was first seen a request for a ticket is no longer needed: its signer had
-	// [signTimeout].
+	// UsedAfter is how long after it was first seen a request for a ticket is no longer needed, by default: its signer had
+	// half of that.
 	UsedAfter = 2 * signTimeout
 	// discardEvery is how often the requests that are no longer needed are deleted.
 	discardEvery = 5 * time.Second
@@ -65,7 +65,7 @@ type Certificate struct {
 // signer. [Requests.Serve] deletes the request afterwards, with others of its minute. Errors are refusals:
 // API_UNAVAILABLE, CERTIFICATE_PENDING.
 func (r *Requests) Issue(ctx context.Context, n *nodecert.Request) (Certificate, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, signTimeout, errors.New("the signer is too slow; is kube-controller-manager running?"))
+	ctx, cancel := context.WithTimeoutCause(ctx, r.Sign, errors.New("the signer is too slow; is kube-controller-manager running?"))
 	defer cancel()
 	object := &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{Name: requestName(n), Labels: map[string]string{clusterview.TicketWindow: r.state.Now().UTC().Format(windowFormat)}},
@@ -134,7 +134,7 @@ func (r *Requests) Serve(ctx context.Context) error {
 	if err := r.state.Cluster.Await(ctx); err != nil {
 		return err
 	}
-	tick := time.NewTicker(discardEvery)
+	tick := time.NewTicker(min(discardEvery, r.Sign/3))
 	defer tick.Stop()
 	for {
 		select {
@@ -150,7 +150,7 @@ func (r *Requests) Serve(ctx context.Context) error {
 // the API server. Kubernetes deletes the rest after an hour.
 func (r *Requests) Discard(ctx context.Context) {
 	for window, last := range r.windows() {
-		if r.state.Now().Sub(last) < UsedAfter {
+		if r.state.Now().Sub(last) < 2*r.Sign {
 			continue
 		}
 		if err := r.state.Cluster.Client.DeleteAllOf(ctx, &certificatesv1.CertificateSigningRequest{}, client.MatchingLabels{clusterview.TicketWindow: window}); err != nil && ctx.Err() == nil {

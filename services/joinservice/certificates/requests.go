@@ -23,6 +23,9 @@ import (
 // Requests is the view of the certificate requests of nodes: those that kubelets filed, by node, and those of tickets. The
 // objects lack the request itself, see [clusterview.WatchRequests].
 type Requests struct {
+	// Sign bounds the wait for Kubernetes' signer, and twice that is how long a ticket's request is kept. [Watch] sets the
+	// default; another value must be set before anything is served.
+	Sign  time.Duration
 	state *state.State
 
 	mu      sync.Mutex
@@ -52,7 +55,7 @@ type Filed struct {
 // one may wait for its certificate to be allowed.
 func Watch(s *state.State, l *access.List) (*Requests, error) {
 	r := &Requests{
-		state: s, byNode: map[string]map[string]*Filed{}, tickets: map[string]ticketRequest{},
+		Sign: signTimeout, state: s, byNode: map[string]map[string]*Filed{}, tickets: map[string]ticketRequest{},
 		waiting: map[string]chan *certificatesv1.CertificateSigningRequest{},
 	}
 	l.OnChange(r.wakeAll)

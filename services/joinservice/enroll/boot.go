@@ -39,8 +39,8 @@ type Boot struct {
 	Address string
 	// Verified is when the evidence was verified.
 	Verified time.Time
-	// over is the last recorded boot when [Enrollments.awaitEnd] found that no earlier one runs; nil if that was not checked.
-	over *bootID
+	// previousEnded is the last recorded boot when [Enrollments.awaitPreviousBootEnd] found that no earlier one runs; nil if that was not checked.
+	previousEnded *bootID
 }
 
 func (b Boot) String() string {
@@ -57,28 +57,28 @@ func idOf(b *v1alpha1.Boot) bootID {
 	return bootID{b.ResetCount, b.RestartCount, b.Since.UnixMicro()}
 }
 
-// Clone is the refusal of a machine that has the TPM state of another machine, or an older state of its own.
-type Clone struct {
+// CloneError is the refusal of a machine that has the TPM state of another machine, or an older state of its own.
+type CloneError struct {
 	// Node is the name that the machine is enrolled under, Machine its ID.
 	Node, Machine string
 	// Why gives the reason, with both addresses.
 	Why string
 }
 
-func (c *Clone) Error() string { return c.Why }
+func (c *CloneError) Error() string { return c.Why }
 
-// cloned returns the refusal of a boot; last is the recorded one of the machine.
-func cloned(n *v1alpha1.AttestedNode, last *v1alpha1.Boot, now Boot, why string) error {
+// refuseClone returns the refusal of a boot; last is the recorded one of the machine.
+func refuseClone(n *v1alpha1.AttestedNode, last *v1alpha1.Boot, now Boot, why string) error {
 	known := "no boot is recorded"
 	if last != nil {
 		known = fmt.Sprintf("boot %d/%d at %s is known since %s", last.ResetCount, last.RestartCount, cmp.Or(last.Address, "an unknown address"), state.UTC(last.Since.Time))
 	}
-	return attest.Refuse(attestv1.Reason_REASON_MACHINE_CLONED, "%w", &Clone{Node: n.Name, Machine: n.Spec.MachineID, Why: fmt.Sprintf("%s (resets/restarts) is refused, %s: %s", now, why, known)})
+	return attest.Refuse(attestv1.Reason_REASON_MACHINE_CLONED, "%w", &CloneError{Node: n.Name, Machine: n.Spec.MachineID, Why: fmt.Sprintf("%s (resets/restarts) is refused, %s: %s", now, why, known)})
 }
 
 // compareBoots compares a boot with the last recorded one of its machine (J11): a later one is accepted, the same one only
 // with the same secret, and an earlier one never. The TPM's clock counts within one boot only, and its safe flag is
-// ignored: after a power loss the clock starts again, and is safe again within seconds. [cloned] completes the error's
+// ignored: after a power loss the clock starts again, and is safe again within seconds. [refuseClone] completes the error's
 // text.
 func compareBoots(last v1alpha1.Boot, now Boot) (later bool, why string, reason attestv1.Reason) {
 	switch cmp.Or(cmp.Compare(int64(now.Reset), last.ResetCount), cmp.Compare(int64(now.Restart), last.RestartCount)) {
@@ -108,13 +108,13 @@ func compareBoots(last v1alpha1.Boot, now Boot) (later bool, why string, reason 
 func checkBoot(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, b Boot) (later bool, err error) {
 	if s.Boot == nil { // enrolled by the owner, or by a version that did not record boots
 		if s.ResetCount != nil && int64(b.Reset) < *s.ResetCount {
-			return false, clockWentBack(n, int64(b.Reset), *s.ResetCount)
+			return false, resetCountWentBack(n, int64(b.Reset), *s.ResetCount)
 		}
 		return true, nil
 	}
 	later, why, reason := compareBoots(*s.Boot, b)
 	if reason == attestv1.Reason_REASON_MACHINE_CLONED {
-		return false, cloned(n, s.Boot, b, why)
+		return false, refuseClone(n, s.Boot, b, why)
 	}
 	if reason != attestv1.Reason_REASON_ACCEPTED {
 		return false, attest.Refuse(reason, "%s: %s", b, why)
@@ -122,26 +122,26 @@ func checkBoot(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, b Boot)
 	return later, nil
 }
 
-// unproven reports whether the boot may be that of a copy whose original still runs: it is later than the recorded one, or
+// previousMayRun reports whether the boot may be that of a copy whose original still runs: it is later than the recorded one, or
 // it is the recorded one and it was not checked that the boot before it had ended (J11).
-func unproven(s *v1alpha1.AttestedNodeStatus, later bool) bool {
-	return ran(s) && (later || s.Boot != nil && !s.Boot.EarlierEnded)
+func previousMayRun(s *v1alpha1.AttestedNodeStatus, later bool) bool {
+	return mayHaveRun(s) && (later || s.Boot != nil && !s.Boot.EarlierEnded)
 }
 
-// ran reports whether the enrollment's machine may have run before.
-func ran(s *v1alpha1.AttestedNodeStatus) bool {
+// mayHaveRun reports whether the enrollment's machine may have run before.
+func mayHaveRun(s *v1alpha1.AttestedNodeStatus) bool {
 	return s.Boot != nil || s.ResetCount != nil || s.Ticket != nil || s.LastVerdict != nil
 }
 
 // record stores the boot in the status, which is written by compare-and-swap: of two machines with the same identity, the
 // second finds what the first has written (J11). A boot that is to get a ticket, a key or a certificate must be one whose
-// predecessor has ended, as [Enrollments.awaitEnd] found now or before.
+// predecessor has ended, as [Enrollments.awaitPreviousBootEnd] found now or before.
 func (b Boot) record(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, forKey bool) error {
 	later, err := checkBoot(n, s, b)
 	if err != nil {
 		return err
 	}
-	ended := !unproven(s, later) || b.over != nil && *b.over == idOf(s.Boot)
+	ended := !previousMayRun(s, later) || b.previousEnded != nil && *b.previousEnded == idOf(s.Boot)
 	if forKey && !ended {
 		return clusterview.Unavailable("record the boot of node "+n.Name, errors.New("another boot of the machine was recorded at the same time"))
 	}
@@ -162,7 +162,7 @@ const reasonCloned = "MachineCloned"
 
 // ReportClone records both machines in the AttestedNode of the machine. This is for people: it may be lost, and the log
 // reports that.
-func (es *Enrollments) ReportClone(ctx context.Context, c *Clone) {
+func (es *Enrollments) ReportClone(ctx context.Context, c *CloneError) {
 	n := es.state.Cluster.Nodes.ByName(c.Node)
 	if n == nil || n.Spec.MachineID != c.Machine {
 		return

@@ -41,7 +41,7 @@ func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 			if rejoining[i], err = k.Rejoin(t.Context(), c); err != nil {
 				t.Fatal(err)
 			}
-			if err = rejoining[i].AwaitEarlier(t.Context()); err != nil {
+			if err = rejoining[i].AwaitPreviousBootEnd(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -82,7 +82,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	if err := r.Record(t.Context()); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("a rejoin: %v", err)
 	}
-	if err := r.AwaitEarlier(t.Context()); err != nil {
+	if err := r.AwaitPreviousBootEnd(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	between := c.Boot
@@ -93,14 +93,14 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	if err := r.Record(t.Context()); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("after another boot: %v", err)
 	}
-	if err := r.AwaitEarlier(t.Context()); err != nil { // it does not read again
+	if err := r.AwaitPreviousBootEnd(t.Context()); err != nil { // it does not read again
 		t.Fatal(err)
 	}
 	again, err := k.Rejoin(t.Context(), c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	membertest.Eventually(t, func() error { return again.AwaitEarlier(t.Context()) })
+	membertest.Eventually(t, func() error { return again.AwaitPreviousBootEnd(t.Context()) })
 	if err := again.Record(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -108,7 +108,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 
 // A copy that was booted once more asks while the original, which has its key, is still starting: it is refused until the
 // original's kubelet has had the time to start.
-func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
+func TestNoLaterBootIsBelievedWhileTheLastOneStartupGraceLeft(t *testing.T) {
 	roomtest.Shared.Reset(t)
 	k := roomtest.New(t)
 	k.SetFirst(time.Hour)
@@ -126,7 +126,7 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return r.AwaitEarlier(t.Context())
+		return r.AwaitPreviousBootEnd(t.Context())
 	}
 	roomtest.Seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	err := await()
@@ -134,10 +134,10 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 	if !ok || refusal.Reason != attestv1.Reason_REASON_BUSY || refusal.RetryAfter <= 0 || refusal.RetryAfter > time.Hour || !strings.Contains(err.Error(), "192.0.2.1") || !strings.Contains(err.Error(), "192.0.2.2") {
 		t.Errorf("a rejoin: %v", err)
 	}
-	if _, err := k.AwaitEarlier(t.Context(), later); attest.ReasonOf(err) != attestv1.Reason_REASON_BUSY {
+	if _, err := k.AwaitPreviousBootEnd(t.Context(), later); attest.ReasonOf(err) != attestv1.Reason_REASON_BUSY {
 		t.Errorf("a ticket: %v", err)
 	}
-	if _, err := k.AwaitEarlier(t.Context(), c); err != nil {
+	if _, err := k.AwaitPreviousBootEnd(t.Context(), c); err != nil {
 		t.Errorf("the machine itself: %v", err)
 	}
 	k.SetFirst(time.Minute)
@@ -157,7 +157,7 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 		"no Lease, for long":  {last, nil, last.Since.Add(time.Minute), 0},
 		"no boot is recorded": {nil, nil, last.Since.Time, 0},
 	} {
-		if got := k.ComesUp(tt.last, tt.lease, tt.now); got != tt.want {
+		if got := k.StartupGraceLeft(tt.last, tt.lease, tt.now); got != tt.want {
 			t.Errorf("%s: %s, want %s", name, got, tt.want)
 		}
 	}

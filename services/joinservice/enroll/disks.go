@@ -38,8 +38,8 @@ func (d *disks) remove(o *v1alpha1.AttestedDisk) {
 	delete(d.owner, o.Name)
 }
 
-// of returns the machine that has the disk; empty if none is known.
-func (d *disks) of(disk string) string {
+// ownerHint returns the machine that has the disk; empty if none is known.
+func (d *disks) ownerHint(disk string) string {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
 	return d.owner[disk]
@@ -51,9 +51,9 @@ type Salt struct {
 	Root keys.Version
 }
 
-// holdsDisk reads from the API whether the machine has the disk already, and the disk's salt. It returns DISK_MISMATCH if
+// readDisk reads from the API whether the machine has the disk already, and the disk's salt. It returns DISK_MISMATCH if
 // another machine has it, DISK_ERASED if it was erased.
-func (es *Enrollments) holdsDisk(ctx context.Context, c Claim) (salt Salt, held bool, err error) {
+func (es *Enrollments) readDisk(ctx context.Context, c Claim) (salt Salt, held bool, err error) {
 	d := &v1alpha1.AttestedDisk{}
 	err = es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: c.Disk}, d)
 	switch {
@@ -73,24 +73,24 @@ func (es *Enrollments) holdsDisk(ctx context.Context, c Claim) (salt Salt, held 
 	return salt, true, nil
 }
 
-// SaltOf returns the salt of the machine's disk, or a new one if no machine has the disk yet; [Enrollments.ClaimDisk] records
+// SaltOrNew returns the salt of the machine's disk, or a new one if no machine has the disk yet; [Enrollments.AssignDisk] records
 // that. Errors are refusals: DISK_MISMATCH, DISK_ERASED, API_UNAVAILABLE.
-func (es *Enrollments) SaltOf(ctx context.Context, c Claim) (Salt, error) {
-	if es.disks.of(c.Disk) == "" { // ClaimDisk detects an outdated view
+func (es *Enrollments) SaltOrNew(ctx context.Context, c Claim) (Salt, error) {
+	if es.disks.ownerHint(c.Disk) == "" { // AssignDisk detects an outdated view
 		return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
 	}
-	salt, held, err := es.holdsDisk(ctx, c)
+	salt, held, err := es.readDisk(ctx, c)
 	if held || err != nil {
 		return salt, err
 	}
 	return Salt{Salt: keys.NewDiskSalt(), Root: keys.FirstVersion}, nil
 }
 
-// ClaimDisk assigns the disk with this salt to the machine, or finds that it is assigned. If several machines ask at
+// AssignDisk assigns the disk with this salt to the machine, or finds that it is assigned. If several machines ask at
 // several replicas, one gets it, since the API server creates an object once. The assignment is permanent: a disk of one
 // machine is never given to another, even if the enrollment ends (J2). Errors are refusals: DISK_MISMATCH, DISK_ERASED,
 // API_UNAVAILABLE.
-func (es *Enrollments) ClaimDisk(ctx context.Context, c Claim, salt Salt) error {
+func (es *Enrollments) AssignDisk(ctx context.Context, c Claim, salt Salt) error {
 	for range state.WriteAttempts {
 		d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: c.Disk}, Spec: v1alpha1.AttestedDiskSpec{
 			MachineID: c.Machine.String(), Salt: salt.Salt.String(), RootVersion: int32(salt.Root),
@@ -102,7 +102,7 @@ func (es *Enrollments) ClaimDisk(ctx context.Context, c Claim, salt Salt) error 
 		if !apierrors.IsAlreadyExists(err) {
 			return clusterview.Unavailable("create AttestedDisk "+c.Disk, err)
 		}
-		have, held, err := es.holdsDisk(ctx, c)
+		have, held, err := es.readDisk(ctx, c)
 		switch {
 		case err != nil:
 			return err
@@ -115,11 +115,11 @@ func (es *Enrollments) ClaimDisk(ctx context.Context, c Claim, salt Salt) error 
 	return clusterview.Unavailable("create AttestedDisk "+c.Disk, errors.New("it comes and goes"))
 }
 
-// StillHas checks that the disk still has its salt and belongs to the machine. It is the last check before the key is sent,
+// RecheckDisk checks that the disk still has its salt and belongs to the machine. It is the last check before the key is sent,
 // so that none is sent for a disk that was erased while the key was being derived (K4). Errors are refusals: DISK_ERASED,
 // DISK_MISMATCH, API_UNAVAILABLE.
-func (es *Enrollments) StillHas(ctx context.Context, c Claim, salt Salt) error {
-	have, held, err := es.holdsDisk(ctx, c)
+func (es *Enrollments) RecheckDisk(ctx context.Context, c Claim, salt Salt) error {
+	have, held, err := es.readDisk(ctx, c)
 	if err != nil {
 		return err
 	}

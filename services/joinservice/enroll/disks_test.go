@@ -27,7 +27,7 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 		}
 		for i := range errs {
 			all.Go(func() {
-				errs[i] = []*roomtest.Rooms{a, b}[i%2].ClaimDisk(t.Context(), roomtest.Claim(byte(1+i)), salts[i])
+				errs[i] = []*roomtest.Rooms{a, b}[i%2].AssignDisk(t.Context(), roomtest.Claim(byte(1+i)), salts[i])
 			})
 		}
 		all.Wait()
@@ -37,7 +37,7 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 			if reason := attest.ReasonOf(err); mine != (err == nil) || !mine && reason != attestv1.Reason_REASON_DISK_MISMATCH {
 				t.Errorf("machine %d, whose the disk is: %v: %v", 1+i, mine, err)
 			}
-			if again := b.ClaimDisk(t.Context(), roomtest.Claim(byte(1+i)), salts[i]); mine != (again == nil) {
+			if again := b.AssignDisk(t.Context(), roomtest.Claim(byte(1+i)), salts[i]); mine != (again == nil) {
 				t.Errorf("machine %d, whose the disk is: %v: again: %v", 1+i, mine, again)
 			}
 		}
@@ -69,27 +69,27 @@ func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 func TestOfTwoSaltsForADiskOneStays(t *testing.T) {
 	roomtest.Shared.Reset(t)
 	a := roomtest.New(t)
-	one, err := a.SaltOf(t.Context(), roomtest.Claim(1))
+	one, err := a.SaltOrNew(t.Context(), roomtest.Claim(1))
 	if err != nil {
 		t.Fatal(err)
 	}
-	two, err := a.SaltOf(t.Context(), roomtest.Claim(1))
+	two, err := a.SaltOrNew(t.Context(), roomtest.Claim(1))
 	if err != nil || one == two {
 		t.Fatalf("the same salt twice, %v", err)
 	}
-	if err := a.ClaimDisk(t.Context(), roomtest.Claim(1), one); err != nil {
+	if err := a.AssignDisk(t.Context(), roomtest.Claim(1), one); err != nil {
 		t.Fatal(err)
 	}
-	if err := a.ClaimDisk(t.Context(), roomtest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+	if err := a.AssignDisk(t.Context(), roomtest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("%v, want API_UNAVAILABLE", err)
 	}
-	membertest.Eventually(t, func() error { // with an outdated view SaltOf makes another salt, which ClaimDisk refuses
+	membertest.Eventually(t, func() error { // with an outdated view SaltOrNew makes another salt, which AssignDisk refuses
 		return membertest.Want(a.OwnerOf(roomtest.DiskOne) == roomtest.Claim(1).Machine.String(), "the replica does not see the claim")
 	})
-	if have, err := a.SaltOf(t.Context(), roomtest.Claim(1)); err != nil || have != one {
+	if have, err := a.SaltOrNew(t.Context(), roomtest.Claim(1)); err != nil || have != one {
 		t.Errorf("another salt than the first, %v", err)
 	}
-	if err := a.StillHas(t.Context(), roomtest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_ERASED {
+	if err := a.RecheckDisk(t.Context(), roomtest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_ERASED {
 		t.Errorf("%v, want DISK_ERASED", err)
 	}
 }

@@ -32,8 +32,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// MaxAddresses is the maximum number of addresses in an enrollment: those of a claim and of the one before.
-const MaxAddresses = 2 * nodecert.MaxAddresses
+// MaxHeldAddresses is the maximum number of addresses in an enrollment: those of a claim and of the one before.
+const MaxHeldAddresses = 2 * nodecert.MaxAddresses
 
 // Enrollments is the access of one joinservice to enrollments. Create it before [clusterview.Cluster.Serve] runs.
 type Enrollments struct {
@@ -42,16 +42,16 @@ type Enrollments struct {
 	requests *certificates.Requests
 	disks    *disks
 	waits    leaseWaits
-	leases   Leases
+	leases   LeaseTimings
 }
 
 // New registers the informer of AttestedDisks.
-func New(s *state.State, l *access.List, r *certificates.Requests, leases Leases) (*Enrollments, error) {
+func New(s *state.State, l *access.List, r *certificates.Requests, leases LeaseTimings) (*Enrollments, error) {
 	es := &Enrollments{state: s, list: l, requests: r, disks: newDisks(), leases: leases}
 	return es, clusterview.Watch(s.Cluster, es.disks.set, es.disks.remove)
 }
 
-// Claim is what a machine asks to be enrolled with. The machine ID comes from attestation only (J1).
+// Claim is what a machine asks to be enrolled with (no claim of evidence, as in RFC 9334). The machine ID comes from attestation only (J1).
 type Claim struct {
 	Machine   attest.MachineID
 	Node      string
@@ -80,10 +80,10 @@ func (es *Enrollments) Check(ctx context.Context, c Claim) error {
 	if err := es.check(c, es.state.Cluster.Nodes.ByName(c.Node)); err != nil {
 		return err
 	}
-	if owner := es.disks.of(c.Disk); owner == "" || owner == c.Machine.String() {
-		return nil // ClaimDisk decides; this check runs before anything is written
+	if owner := es.disks.ownerHint(c.Disk); owner == "" || owner == c.Machine.String() {
+		return nil // AssignDisk decides; this check runs before anything is written
 	}
-	_, _, err := es.holdsDisk(ctx, c) // J2
+	_, _, err := es.readDisk(ctx, c) // J2
 	return err
 }
 
@@ -95,14 +95,14 @@ func (es *Enrollments) check(c Claim, own *v1alpha1.AttestedNode) error {
 	if err := es.checkTPM(c); err != nil {
 		return err
 	}
-	if es.Vacant(own) {
+	if es.Expired(own) {
 		own = nil
 	}
 	if own != nil && own.Spec.MachineID != c.Machine.String() { // J4
 		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "node name %q is enrolled to machine %s; `muster forget %s` frees it, `muster replace` gives it to another machine", c.Node, own.Spec.MachineID, c.Node)
 	}
 	for _, other := range es.state.Cluster.Nodes.ByMachine(c.Machine) {
-		if other.Name != c.Node && !es.Vacant(other) { // J4
+		if other.Name != c.Node && !es.Expired(other) { // J4
 			return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %q; `muster forget %s` frees it", other.Name, other.Name)
 		}
 	}
@@ -120,8 +120,8 @@ func (es *Enrollments) check(c Claim, own *v1alpha1.AttestedNode) error {
 		return err
 	}
 	for _, other := range es.state.Cluster.Nodes.ByDisk(c.Disk) { // J2
-		mine := own != nil && own.Spec.DiskID == c.Disk && es.holds(own, other)
-		if other.Name != c.Node && !es.Vacant(other) && !mine {
+		mine := own != nil && own.Spec.DiskID == c.Disk && es.ownOutranks(own, other)
+		if other.Name != c.Node && !es.Expired(other) && !mine {
 			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q", c.Disk, other.Name)
 		}
 	}
@@ -130,17 +130,17 @@ func (es *Enrollments) check(c Claim, own *v1alpha1.AttestedNode) error {
 			return err
 		}
 	}
-	return es.checkNumber(c, own)
+	return es.checkAddressLimit(c, own)
 }
 
-// checkNumber bounds how many addresses a machine can block for others by releasing them.
-func (es *Enrollments) checkNumber(c Claim, own *v1alpha1.AttestedNode) error {
+// checkAddressLimit bounds how many addresses a machine can block for others by releasing them.
+func (es *Enrollments) checkAddressLimit(c Claim, own *v1alpha1.AttestedNode) error {
 	if own == nil {
 		return nil
 	}
-	kept := es.givenUp(own, c.Spec().Addresses)
-	if n := len(kept) + len(c.Addresses); n > MaxAddresses {
-		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "the machine had %d addresses within %s, and may have %d", n, es.state.CertificateLife, MaxAddresses)
+	kept := es.formerAddresses(own, c.Spec().Addresses)
+	if n := len(kept) + len(c.Addresses); n > MaxHeldAddresses {
+		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "the machine had %d addresses within %s, and may have %d", n, es.state.CertificateLife, MaxHeldAddresses)
 	}
 	return nil
 }
@@ -149,16 +149,16 @@ func (es *Enrollments) checkNumber(c Claim, own *v1alpha1.AttestedNode) error {
 // (A8).
 func (es *Enrollments) checkTPM(c Claim) error {
 	for _, other := range es.state.Cluster.Nodes.ByAK(c.AK) {
-		if other.Spec.MachineID != c.Machine.String() && !es.Vacant(other) {
+		if other.Spec.MachineID != c.Machine.String() && !es.Expired(other) {
 			return attest.Refuse(attestv1.Reason_REASON_TPM_KNOWN, "the TPM is that of node %q, which is enrolled to machine %s; `muster forget %s` frees it", other.Name, other.Spec.MachineID, other.Name)
 		}
 	}
 	return nil
 }
 
-// givenUp returns the addresses of an enrollment that are not in next, and until when others may not have them:
+// formerAddresses returns the addresses of an enrollment that are not in next, and until when others may not have them:
 // certificates for the present addresses may have been issued just now.
-func (es *Enrollments) givenUp(n *v1alpha1.AttestedNode, next []string) map[string]time.Time {
+func (es *Enrollments) formerAddresses(n *v1alpha1.AttestedNode, next []string) map[string]time.Time {
 	out, now := clusterview.Former(n), es.state.Now()
 	for _, a := range n.Spec.Addresses {
 		out[a] = now.Add(es.state.CertificateLife + HoldMargin)
@@ -190,7 +190,7 @@ func checkOwn(c Claim, own *v1alpha1.AttestedNode) error {
 
 func (es *Enrollments) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip netip.Addr) error {
 	for _, other := range es.state.Cluster.Nodes.ByAddress(ip.String()) {
-		if other.Name == c.Node || es.Vacant(other) || own != nil && slices.Contains(own.Spec.Addresses, ip.String()) && es.holds(own, other) {
+		if other.Name == c.Node || es.Expired(other) || own != nil && slices.Contains(own.Spec.Addresses, ip.String()) && es.ownOutranks(own, other) {
 			continue
 		}
 		if slices.Contains(other.Spec.Addresses, ip.String()) {
@@ -219,14 +219,14 @@ func (es *Enrollments) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip neti
 // its Node are ignored: otherwise one node could block the addresses of all others.
 func (es *Enrollments) settledAddresses(node string) bool {
 	n := es.state.Cluster.Nodes.ByName(node)
-	return n != nil && !es.Vacant(n) && len(n.Spec.Addresses) > 0
+	return n != nil && !es.Expired(n) && len(n.Spec.Addresses) > 0
 }
 
-// Enrollment is a claim that was written.
+// PendingTicket is a claim that was written, and whose ticket is not issued yet.
 //
 // If the ticket fails afterwards, the claim stays: the machine was accepted, gets the same name and disk at its next
-// attempt, and could have kept them by succeeding. A claim that never becomes a node is removed later, see [Enrollments.Vacant].
-type Enrollment struct {
+// attempt, and could have kept them by succeeding. A claim that never becomes a node is removed later, see [Enrollments.Expired].
+type PendingTicket struct {
 	enrollments *Enrollments
 	node        *v1alpha1.AttestedNode
 	// before is the enrollment before the claim; nil if the claim created it.
@@ -235,7 +235,7 @@ type Enrollment struct {
 
 // Enroll writes the claim. If another machine claims the same machine ID, TPM, disk or address at the same time, at least
 // the later one is refused. Errors are refusals.
-func (es *Enrollments) Enroll(ctx context.Context, c Claim) (*Enrollment, error) {
+func (es *Enrollments) Enroll(ctx context.Context, c Claim) (*PendingTicket, error) {
 	e, err := es.write(ctx, c)
 	if err != nil {
 		return nil, err
@@ -247,16 +247,16 @@ func (es *Enrollments) Enroll(ctx context.Context, c Claim) (*Enrollment, error)
 		return nil, clusterview.Unavailable("enroll", err)
 	}
 	if err := es.check(c, es.state.Cluster.Nodes.ByName(c.Node)); err != nil { // J2, J4, A8: see the package's comment
-		e.giveUp(ctx)
+		e.rollBack(ctx)
 		return nil, err
 	}
 	return e, nil
 }
 
-// giveUp removes an enrollment that lost a race for a unique value, or restores its previous state. Nothing was issued for
+// rollBack removes an enrollment that lost a race for a unique value, or restores its previous state. Nothing was issued for
 // it yet. If it was changed meanwhile, or the API server does not answer, it stays: another machine cannot get the value
 // before the owner has decided.
-func (e *Enrollment) giveUp(ctx context.Context) {
+func (e *PendingTicket) rollBack(ctx context.Context) {
 	ctx, cancel := clusterview.Outlive(ctx)
 	defer cancel()
 	es := e.enrollments
@@ -274,13 +274,13 @@ func (e *Enrollment) giveUp(ctx context.Context) {
 }
 
 // write creates or changes the AttestedNode by compare-and-swap.
-func (es *Enrollments) write(ctx context.Context, c Claim) (*Enrollment, error) {
+func (es *Enrollments) write(ctx context.Context, c Claim) (*PendingTicket, error) {
 	own := es.state.Cluster.Nodes.ByName(c.Node)
 	for range state.WriteAttempts {
 		if err := es.check(c, own); err != nil {
 			return nil, err
 		}
-		e, err := es.writeOver(ctx, c, own)
+		e, err := es.replaceOrUpdate(ctx, c, own)
 		if err == nil {
 			return e, nil
 		}
@@ -298,8 +298,8 @@ func (es *Enrollments) write(ctx context.Context, c Claim) (*Enrollment, error) 
 	return nil, clusterview.Unavailable("write AttestedNode "+c.Node, fmt.Errorf("it changed %d times meanwhile", state.WriteAttempts))
 }
 
-func (es *Enrollments) writeOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrollment, error) {
-	if es.Vacant(own) { // a name's machine does not change, so this is another enrollment
+func (es *Enrollments) replaceOrUpdate(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*PendingTicket, error) {
+	if es.Expired(own) { // a name's machine does not change, so this is another enrollment
 		if err := es.Delete(ctx, own); err != nil {
 			return nil, err
 		}
@@ -313,12 +313,12 @@ func (es *Enrollments) writeOver(ctx context.Context, c Claim, own *v1alpha1.Att
 		if err := es.state.Cluster.Client.Create(ctx, n); err != nil {
 			return nil, err
 		}
-		return &Enrollment{enrollments: es, node: n}, nil
+		return &PendingTicket{enrollments: es, node: n}, nil
 	}
 	n := own.DeepCopy()
 	// J4: addresses that the machine no longer asks for are blocked for others while its certificates for them are valid.
 	// The machine can have them back at any time.
-	clusterview.SetFormer(n, es.givenUp(own, c.Spec().Addresses), es.state.Now())
+	clusterview.SetFormer(n, es.formerAddresses(own, c.Spec().Addresses), es.state.Now())
 	n.Spec = c.Spec() // not banned: check ensures that, and the compare-and-swap would detect a change
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, state.UTC(es.state.Now())) // J4: and so that another ticket of the machine detects the change
@@ -328,7 +328,7 @@ func (es *Enrollments) writeOver(ctx context.Context, c Claim, own *v1alpha1.Att
 	if err := es.state.Cluster.Client.Update(ctx, n); err != nil {
 		return nil, err
 	}
-	return &Enrollment{enrollments: es, node: n, before: own}, nil
+	return &PendingTicket{enrollments: es, node: n, before: own}, nil
 }
 
 func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
@@ -340,7 +340,7 @@ func specEqual(a, b v1alpha1.AttestedNodeSpec) bool {
 // the second finds what the first has written (J11). clientCert and servingCert are the node's certificates: if older ones
 // of the name are revoked, the first is allowed to write (J4). Errors are refusals; it fails after a ban or a removal since
 // [Enrollments.Enroll].
-func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus, clientCert, servingCert *x509.Certificate) error {
+func (e *PendingTicket) Record(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus, clientCert, servingCert *x509.Certificate) error {
 	es := e.enrollments
 	if status.Ticket == nil {
 		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "an enrollment without a ticket")
@@ -351,8 +351,8 @@ func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.Attest
 		}
 		s.Ticket, s.ReleasedAt = status.Ticket.DeepCopy(), nil
 		s.Ticket.CertificateID = nodeaccess.ID(clientCert)
-		takeVerdict(s, status)
-		withExpiry(s, Expiry{clientCert.NotAfter, servingCert.NotAfter})
+		mergeVerdict(s, status)
+		raiseExpiry(s, Expiry{clientCert.NotAfter, servingCert.NotAfter})
 		return nil
 	}); err != nil {
 		return err
@@ -363,20 +363,20 @@ func (e *Enrollment) Record(ctx context.Context, c Claim, status v1alpha1.Attest
 	return es.list.Settle(ctx, e.node.Name)
 }
 
-// Vacant reports whether an enrollment that a ticket created holds nothing any more: it has been unused for so long that
+// Expired reports whether an enrollment that a ticket created holds nothing any more: it has been unused for so long that
 // every certificate that may have been issued for it has expired. Then its name is free (J4), and the sweeper removes it. A
 // claimed disk does not become free (J2). A banned enrollment stays, and one that is being removed stays until its
 // certificates are revoked.
-func (es *Enrollments) Vacant(n *v1alpha1.AttestedNode) bool {
+func (es *Enrollments) Expired(n *v1alpha1.AttestedNode) bool {
 	if n == nil || n.ShutOut() || !enrollment.ByTicket(n) {
 		return false
 	}
-	return (n.Status.ReleasedAt != nil || es.Begun(n)) && es.list.Clock().Earliest.Sub(LastAsked(n)) > es.state.CertificateLife+HoldMargin
+	return (n.Status.ReleasedAt != nil || es.Unfinished(n)) && es.list.Clock().Earliest.Sub(LastTicketActivity(n)) > es.state.CertificateLife+HoldMargin
 }
 
-// LastAsked returns when the machine of an enrollment last asked for a ticket, or returned one. A certificate may have been
+// LastTicketActivity returns when the machine of an enrollment last asked for a ticket, or returned one. A certificate may have been
 // issued for it until then, whatever the result.
-func LastAsked(n *v1alpha1.AttestedNode) time.Time {
+func LastTicketActivity(n *v1alpha1.AttestedNode) time.Time {
 	last := n.CreationTimestamp.Time
 	if t := n.Status.ReleasedAt; t != nil {
 		last = t.Time
@@ -387,16 +387,16 @@ func LastAsked(n *v1alpha1.AttestedNode) time.Time {
 	return last
 }
 
-// Begun reports whether a ticket created the enrollment and was not issued: it is in progress or has failed. It is false
+// Unfinished reports whether a ticket created the enrollment and was not issued: it is in progress or has failed. It is false
 // for a node that was restored from a backup without its status, and for a machine that has attested since.
-func (es *Enrollments) Begun(n *v1alpha1.AttestedNode) bool {
+func (es *Enrollments) Unfinished(n *v1alpha1.AttestedNode) bool {
 	return enrollment.ByTicket(n) && !enrollment.Certified(n) && n.Status.ReleasedAt == nil && !es.state.HasNode(n.Name)
 }
 
-// holds reports whether a machine got something by a ticket before another one claimed it: an unfinished claim of the other
+// ownOutranks reports whether a machine got something by a ticket before another one claimed it: an unfinished claim of the other
 // does not take it away.
-func (es *Enrollments) holds(own, other *v1alpha1.AttestedNode) bool {
-	return own != nil && enrollment.Certified(own) && es.Begun(other)
+func (es *Enrollments) ownOutranks(own, other *v1alpha1.AttestedNode) bool {
+	return own != nil && enrollment.Certified(own) && es.Unfinished(other)
 }
 
 // Delete removes exactly this state of n, no later one. It is for enrollments without valid certificates, so there is

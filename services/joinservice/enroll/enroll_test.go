@@ -31,7 +31,7 @@ func TestAFailedTicketKeepsNameAndDiskForItsMachine(t *testing.T) {
 	a := roomtest.New(t, func(k *roomtest.Rooms) { k.State.Now = now.Now })
 	roomtest.Shared.Reset(t)
 	roomtest.Half(t, a, roomtest.Claim(1))
-	roomtest.Seen(t, a, a.Begun)
+	roomtest.Seen(t, a, a.Unfinished)
 	if err := a.Check(t.Context(), roomtest.Claim(1)); err != nil {
 		t.Errorf("its own machine: %v", err)
 	}
@@ -64,7 +64,7 @@ func TestATicketAfterAFailedOneIsIssued(t *testing.T) {
 	b := roomtest.New(t)
 	roomtest.Shared.Reset(t)
 	roomtest.Half(t, a, roomtest.Claim(1))
-	roomtest.Seen(t, b, b.Begun)
+	roomtest.Seen(t, b, b.Unfinished)
 	roomtest.Enroll(t, b, roomtest.Claim(1), "b")
 	roomtest.Stays(t, "b")
 	roomtest.Half(t, a, roomtest.Claim(1)) // later, and fails
@@ -129,8 +129,8 @@ func TestTheAddressesThatAMachineGivesUpAreBounded(t *testing.T) {
 		had++
 		c.Addresses = []netip.Addr{c.Addresses[0].Next()}
 	}
-	if had != enroll.MaxAddresses {
-		t.Errorf("it had %d addresses, want %d at most", had, enroll.MaxAddresses)
+	if had != enroll.MaxHeldAddresses {
+		t.Errorf("it had %d addresses, want %d at most", had, enroll.MaxHeldAddresses)
 	}
 	now.Pass(state.DefaultCertificateLife + enroll.HoldMargin + time.Minute)
 	roomtest.Enroll(t, k, c, "later")
@@ -177,7 +177,7 @@ func TestAReturnedTicketSuspendsItsNode(t *testing.T) {
 	b := roomtest.New(t)
 	roomtest.Enroll(t, a, roomtest.Claim(1), "a")
 	roomtest.Seen(t, a, roomtest.Holds("a"))
-	if _, err := a.Withdraw(t.Context(), roomtest.Claim(1).Machine, "a"); err != nil {
+	if _, err := a.ReturnTicket(t.Context(), roomtest.Claim(1).Machine, "a"); err != nil {
 		t.Fatal(err)
 	}
 	if !roomtest.Suspended(t, "w1") {
@@ -201,7 +201,7 @@ func TestABannedMachineReturnsNothing(t *testing.T) {
 	roomtest.Enroll(t, a, roomtest.Claim(1), "a")
 	roomtest.Seen(t, a, roomtest.Holds("a"))
 	roomtest.Ban(t, true) // the replica may not have seen it
-	if _, err := a.Withdraw(t.Context(), roomtest.Claim(1).Machine, "a"); err == nil {
+	if _, err := a.ReturnTicket(t.Context(), roomtest.Claim(1).Machine, "a"); err == nil {
 		t.Error("it was returned")
 	}
 	if n := roomtest.Shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil {
@@ -280,17 +280,17 @@ func TestTheLoserOfARaceForAnAddressLeavesNothing(t *testing.T) {
 	b := roomtest.New(t)
 	other := roomtest.Claim(2)
 	other.Node, other.Disk = "w2", roomtest.DiskTwo
-	late, err := a.WriteOver(t.Context(), other, nil) // each has checked, and the address was free
+	late, err := a.ReplaceOrUpdate(t.Context(), other, nil) // each has checked, and the address was free
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := b.WriteOver(t.Context(), roomtest.Claim(1), nil); err != nil {
+	if _, err := b.ReplaceOrUpdate(t.Context(), roomtest.Claim(1), nil); err != nil {
 		t.Fatal(err)
 	}
 	membertest.Eventually(t, func() error {
 		return membertest.Want(attest.ReasonOf(a.CheckAgainst(other, a.State.Cluster.Nodes.ByName("w2"))) == attestv1.Reason_REASON_ADDRESS_REFUSED, "the replica does not see the other one")
 	})
-	late.GiveUp(t.Context())
+	late.RollBack(t.Context())
 	if n := roomtest.Shared.Node(t, "w2"); n != nil || roomtest.Shared.Node(t, "w1") == nil {
 		t.Errorf("left: %+v; the other one: %+v", n, roomtest.Shared.Node(t, "w1"))
 	}
@@ -306,7 +306,7 @@ func TestAnEnrollmentThatLosesARaceIsAsItWas(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.GiveUp(t.Context())
+	e.RollBack(t.Context())
 	if n := roomtest.Shared.Node(t, "w1"); !slices.Equal(n.Spec.Addresses, roomtest.Claim(1).Spec().Addresses) || len(n.Annotations[v1alpha1.FormerAddresses]) > 0 || !roomtest.Holds("a")(n) {
 		t.Errorf("enrollment %+v, annotations %v", n.Spec, n.Annotations)
 	}
@@ -334,7 +334,7 @@ func TestAClaimThatWasOnlyBegunKeepsNothingFromANode(t *testing.T) {
 	if err := roomtest.Shared.Client.Create(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	roomtest.Seen(t, a, a.Begun)
+	roomtest.Seen(t, a, a.Unfinished)
 	if err := a.Check(t.Context(), victim); err != nil {
 		t.Errorf("the node asks for a ticket: %v", err)
 	}
@@ -369,15 +369,15 @@ func (a after) Create(ctx context.Context, o client.Object, opts ...client.Creat
 }
 
 // A name without a holder is not free while its deletion lasts: the certificates may not be revoked yet.
-func TestANameThatIsBeingDeletedIsNotVacant(t *testing.T) {
+func TestANameThatIsBeingDeletedIsNotExpired(t *testing.T) {
 	roomtest.Shared.Reset(t)
 	k := roomtest.New(t)
 	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}}, Status: v1alpha1.AttestedNodeStatus{ReleasedAt: new(metav1.NewTime(time.Now().Add(-30 * 24 * time.Hour)))}}
-	if !k.Vacant(n) {
+	if !k.Expired(n) {
 		t.Error("released long ago, and not vacant")
 	}
 	n.DeletionTimestamp = new(metav1.Now())
-	if k.Vacant(n) {
+	if k.Expired(n) {
 		t.Error("being deleted, and vacant")
 	}
 	n.Status.ReleasedAt = nil

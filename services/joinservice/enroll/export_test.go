@@ -10,23 +10,23 @@ import (
 )
 
 // OwnerOf returns the machine that has a disk, as far as the informer has seen.
-func (es *Enrollments) OwnerOf(disk string) string { return es.disks.of(disk) }
+func (es *Enrollments) OwnerOf(disk string) string { return es.disks.ownerHint(disk) }
 
-// SetFirst changes [Leases].First.
+// SetFirst changes [LeaseTimings].First.
 func (es *Enrollments) SetFirst(d time.Duration) { es.leases.First = d }
 
-// ComesUp is comesUp.
-func (es *Enrollments) ComesUp(last *v1alpha1.Boot, lease *coordinationv1.Lease, now time.Time) time.Duration {
-	return es.comesUp(last, lease, now)
+// StartupGraceLeft is startupGraceLeft.
+func (es *Enrollments) StartupGraceLeft(last *v1alpha1.Boot, lease *coordinationv1.Lease, now time.Time) time.Duration {
+	return es.startupGraceLeft(last, lease, now)
 }
 
-// WriteOver is writeOver.
-func (es *Enrollments) WriteOver(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*Enrollment, error) {
-	return es.writeOver(ctx, c, own)
+// ReplaceOrUpdate is replaceOrUpdate.
+func (es *Enrollments) ReplaceOrUpdate(ctx context.Context, c Claim, own *v1alpha1.AttestedNode) (*PendingTicket, error) {
+	return es.replaceOrUpdate(ctx, c, own)
 }
 
 // Write is write.
-func (es *Enrollments) Write(ctx context.Context, c Claim) (*Enrollment, error) {
+func (es *Enrollments) Write(ctx context.Context, c Claim) (*PendingTicket, error) {
 	return es.write(ctx, c)
 }
 
@@ -35,5 +35,5 @@ func (es *Enrollments) CheckAgainst(c Claim, own *v1alpha1.AttestedNode) error {
 	return es.check(c, own)
 }
 
-// GiveUp is giveUp.
-func (e *Enrollment) GiveUp(ctx context.Context) { e.giveUp(ctx) }
+// RollBack is rollBack.
+func (e *PendingTicket) RollBack(ctx context.Context) { e.rollBack(ctx) }

@@ -18,18 +18,18 @@ type Renewal struct {
 	node        *v1alpha1.AttestedNode
 }
 
-// Renewable checks that the claim, whose role and disk are ignored, matches the machine's enrollment, and records the
+// BeginRenewal checks that the claim, whose role and disk are ignored, matches the machine's enrollment, and records the
 // current verdict on which the certificates will be issued (J7). It reads the enrollment from the API, so that a ban, or a
 // name that the owner has just removed, counts at every replica. Errors are refusals: NOT_ENROLLED, NAME_TAKEN,
 // NAME_MISMATCH, BANNED, ADDRESS_REFUSED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, BUSY, API_UNAVAILABLE. It takes at
 // most about 20 s if the machine has booted since it was last checked, longer if the API server is slow.
-func (es *Enrollments) Renewable(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Renewal, error) {
-	own, err := es.live(ctx, c.Node)
+func (es *Enrollments) BeginRenewal(ctx context.Context, c Claim, status v1alpha1.AttestedNodeStatus) (*Renewal, error) {
+	own, err := es.readTicketed(ctx, c.Node)
 	if err != nil {
 		return nil, err
 	}
 	if own == nil || own.Spec.MachineID != c.Machine.String() { // J1, J4
-		return nil, es.notAs(c, own)
+		return nil, es.refuseUnenrolled(c, own)
 	}
 	if err := access.CheckShutOut(own); err != nil {
 		return nil, err
@@ -45,14 +45,14 @@ func (es *Enrollments) Renewable(ctx context.Context, c Claim, status v1alpha1.A
 			return nil, attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is not in the enrollment of node %q, which has %s", ip, c.Node, strings.Join(own.Spec.Addresses, ", "))
 		}
 	}
-	if err := es.awaitEnd(ctx, own, c.Machine, &c.Boot); err != nil { // J11
+	if err := es.awaitPreviousBootEnd(ctx, own, c.Machine, &c.Boot); err != nil { // J11
 		return nil, err
 	}
 	if err := es.WriteStatus(ctx, own, func(s *v1alpha1.AttestedNodeStatus) error {
 		if err := c.Boot.record(own, s, true); err != nil { // J11
 			return err
 		}
-		takeVerdict(s, status)
+		mergeVerdict(s, status)
 		return nil
 	}); err != nil {
 		return nil, err

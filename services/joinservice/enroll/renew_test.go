@@ -61,7 +61,7 @@ func TestABanDuringARenewalKeepsTheCertificate(t *testing.T) {
 			k := roomtest.New(t)
 			c := roomtest.Claim(1)
 			roomtest.Enroll(t, k, c, "a")
-			r, err := k.Renewable(t.Context(), c, roomtest.Ticket("b"))
+			r, err := k.BeginRenewal(t.Context(), c, roomtest.Ticket("b"))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -106,13 +106,13 @@ func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 			t.Error(err)
 		}
 	}}
-	if _, err := k.Renewable(t.Context(), later, roomtest.Ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+	if _, err := k.BeginRenewal(t.Context(), later, roomtest.Ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("%v, want API_UNAVAILABLE", err)
 	}
 	if b := roomtest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 2 || b.EarlierEnded {
 		t.Errorf("recorded is %+v", b)
 	}
-	if _, err := k.Renewable(t.Context(), later, roomtest.Ticket("b")); err != nil { // after it has checked again
+	if _, err := k.BeginRenewal(t.Context(), later, roomtest.Ticket("b")); err != nil { // after it has checked again
 		t.Error(err)
 	}
 	if b := roomtest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 3 || !b.EarlierEnded {

@@ -15,7 +15,7 @@ func TestAVerdictNeverGivesWayToAnOlderOne(t *testing.T) {
 		return &v1alpha1.Verdict{Accepted: accepted, Time: metav1.NewTime(now.Add(d))}
 	}
 	for name, tt := range map[string]struct {
-		stands, next *v1alpha1.Verdict
+		stored, next *v1alpha1.Verdict
 		taken        bool
 	}{
 		"the first":                          {nil, at(0, true), true},
@@ -25,8 +25,8 @@ func TestAVerdictNeverGivesWayToAnOlderOne(t *testing.T) {
 		"none at all":                        {at(0, false), nil, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := v1alpha1.AttestedNodeStatus{LastVerdict: tt.stands, EvidenceDigest: "before"}
-			takeVerdict(&s, v1alpha1.AttestedNodeStatus{LastVerdict: tt.next, EvidenceDigest: "after"})
+			s := v1alpha1.AttestedNodeStatus{LastVerdict: tt.stored, EvidenceDigest: "before"}
+			mergeVerdict(&s, v1alpha1.AttestedNodeStatus{LastVerdict: tt.next, EvidenceDigest: "after"})
 			if got := s.EvidenceDigest == "after"; got != tt.taken {
 				t.Errorf("taken: %t", got)
 			}
@@ -41,7 +41,7 @@ func TestALaterEndOfACertificateStands(t *testing.T) {
 		e       Expiry
 		changed bool
 	}{{Expiry{Client: early}, true}, {Expiry{Client: early}, false}, {Expiry{Client: late, Serving: early}, true}, {Expiry{Client: early}, false}, {Expiry{Client: time.Unix(2000, 9)}, false}, {Expiry{}, false}} {
-		if got := withExpiry(s, tt.e); got != tt.changed {
+		if got := raiseExpiry(s, tt.e); got != tt.changed {
 			t.Errorf("%d: changed is %v", i, got)
 		}
 	}

@@ -22,8 +22,8 @@ import (
 )
 
 const (
-	// recordEvery is how often the noted entries are written. It also keeps these writes, on which nothing depends, from
-	// delaying a ticket or its return.
+	// recordEvery is the default of [Records].Every. It also keeps these writes, on which nothing depends, from delaying a
+	// ticket or its return.
 	recordEvery = 5 * time.Second
 	// refreshAfter is the age at which an entry of the same refusal is written again.
 	refreshAfter = time.Minute
@@ -34,6 +34,10 @@ const (
 // Records is data for the owner on which nothing depends: waiting machines, and when nodes' certificates end. It is kept in
 // memory, at most one entry for each machine and node, and written in the background.
 type Records struct {
+	// Every is how often the noted entries are written. [New] sets the default; another value must be set before
+	// [Records.Serve].
+	Every time.Duration
+
 	state       *state.State
 	enrollments *enroll.Enrollments
 
@@ -44,7 +48,7 @@ type Records struct {
 
 // New returns empty Records.
 func New(s *state.State, e *enroll.Enrollments) *Records {
-	return &Records{state: s, enrollments: e, wait: map[string]*waiting.Entry{}, certs: map[string]enroll.Expiry{}}
+	return &Records{Every: recordEvery, state: s, enrollments: e, wait: map[string]*waiting.Entry{}, certs: map[string]enroll.Expiry{}}
 }
 
 // Refused notes that a machine with genuine evidence was refused. The only other data from the caller are what it asked for,
@@ -94,7 +98,7 @@ func (r *Records) Serve(ctx context.Context) error {
 	if err := r.state.Cluster.Await(ctx); err != nil {
 		return err
 	}
-	tick := time.NewTicker(recordEvery)
+	tick := time.NewTicker(r.Every)
 	defer tick.Stop()
 	swept := time.Now()
 	for {

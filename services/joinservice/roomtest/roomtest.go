@@ -68,7 +68,7 @@ func New(t *testing.T, with ...func(*Rooms)) *Rooms {
 	if r.Requests, err = certificates.Watch(r.State, r.List); err != nil {
 		t.Fatal(err)
 	}
-	if r.Enrollments, err = enroll.New(r.State, r.List, r.Requests, enroll.Leases{Watch: 2 * time.Second}); err != nil {
+	if r.Enrollments, err = enroll.New(r.State, r.List, r.Requests, enroll.LeaseTimings{Watch: 300 * time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
 	for _, change := range with {
@@ -175,7 +175,7 @@ func Enroll(t *testing.T, k *Rooms, c enroll.Claim, id string) {
 }
 
 // Half is a ticket that writes its claim and then fails.
-func Half(t *testing.T, k *Rooms, c enroll.Claim) *enroll.Enrollment {
+func Half(t *testing.T, k *Rooms, c enroll.Claim) *enroll.PendingTicket {
 	t.Helper()
 	e, err := k.Enroll(t.Context(), c)
 	if err != nil {

@@ -286,10 +286,13 @@ func TestAnEnrollmentThatIsBeingDeletedGetsNothing(t *testing.T) {
 			return err
 		},
 		"new certificates": func(k *replica) error {
-			_, err := k.Renewable(t.Context(), roomtest.Claim(1), roomtest.Ticket("b"))
+			_, err := k.BeginRenewal(t.Context(), roomtest.Claim(1), roomtest.Ticket("b"))
 			return err
 		},
-		"a return":      func(k *replica) error { _, err := k.Withdraw(t.Context(), roomtest.Claim(1).Machine, "a"); return err },
+		"a return": func(k *replica) error {
+			_, err := k.ReturnTicket(t.Context(), roomtest.Claim(1).Machine, "a")
+			return err
+		},
 		"a certificate": func(*replica) error { return a.List.Allow(t.Context(), held, roomtest.Signed("b")) },
 	} {
 		t.Run(name, func(t *testing.T) {

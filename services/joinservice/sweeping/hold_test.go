@@ -56,12 +56,12 @@ func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 	for name, before := range map[string]func(*testing.T, *sweepFixture){
 		"a ticket that was never issued": func(t *testing.T, b *sweepFixture) {
 			roomtest.Half(t, b.Rooms, roomtest.Claim(1))
-			roomtest.Seen(t, b.Rooms, b.Begun)
+			roomtest.Seen(t, b.Rooms, b.Unfinished)
 		},
 		"one that was returned": func(t *testing.T, b *sweepFixture) {
 			roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
 			roomtest.Seen(t, b.Rooms, roomtest.Holds("a"))
-			if _, err := b.Withdraw(t.Context(), roomtest.Claim(1).Machine, "a"); err != nil {
+			if _, err := b.ReturnTicket(t.Context(), roomtest.Claim(1).Machine, "a"); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -132,7 +132,7 @@ func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
 }
 
 // A node that was restored without its status, and has attested since, is not a failed ticket.
-func TestANodeThatAttestsIsNotVacant(t *testing.T) {
+func TestANodeThatAttestsIsNotExpired(t *testing.T) {
 	b := newSweepFixture(t)
 	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
 	b.object(t, true)

@@ -52,6 +52,9 @@ type actorKey struct{}
 
 var errLost = errors.New("the connection broke")
 
+// quiet is how long a ticket may make no request before the others go on. On a slow machine fewer of them have a choice then.
+const quiet = 20 * time.Millisecond
+
 // run runs the tickets until they end.
 func (s *schedule) run(ctx context.Context, tickets ...func(context.Context)) {
 	s.ready, s.done = make(chan *actor), make(chan *actor)
@@ -65,7 +68,7 @@ func (s *schedule) run(ctx context.Context, tickets ...func(context.Context)) {
 	var waiting []*actor
 	for busy, alive := len(tickets), len(tickets); alive > 0; {
 		// A ticket that waits for an informer makes no request meanwhile; the others go on then.
-		for patience := time.After(50 * time.Millisecond); busy > 0; {
+		for patience := time.After(quiet); busy > 0; {
 			select {
 			case a := <-s.ready:
 				waiting, busy = append(waiting, a), busy-1
@@ -78,7 +81,7 @@ func (s *schedule) run(ctx context.Context, tickets ...func(context.Context)) {
 			if len(waiting) > 0 {
 				break
 			}
-			patience = time.After(50 * time.Millisecond)
+			patience = time.After(quiet)
 		}
 		if len(waiting) == 0 {
 			continue
@@ -165,9 +168,9 @@ func (r *trial) run(ctx context.Context) {
 		return
 	}
 	r.enrolled = true
-	salt, err := r.k.SaltOf(ctx, r.claim)
+	salt, err := r.k.SaltOrNew(ctx, r.claim)
 	if err == nil {
-		err = r.k.ClaimDisk(ctx, r.claim, salt)
+		err = r.k.AssignDisk(ctx, r.claim, salt)
 	}
 	if err != nil || r.fails {
 		return
@@ -177,7 +180,7 @@ func (r *trial) run(ctx context.Context) {
 	}
 	r.issued = true
 	if r.returns {
-		_, err := r.k.Withdraw(ctx, r.claim.Machine, r.id)
+		_, err := r.k.ReturnTicket(ctx, r.claim.Machine, r.id)
 		r.returned = err == nil
 	}
 }

@@ -213,7 +213,8 @@ func (s *Sweeper) settle(ctx context.Context) {
 // make a node count refusals, but not this process.
 func (s *Sweeper) countRefused(nodes []*v1alpha1.AttestedNode) {
 	s.refused.Reset()
-	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK} {
+	for _, r := range []attestv1.Reason{attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_EK_UNTRUSTED, attestv1.Reason_REASON_LOCK_FOREIGN, attestv1.Reason_REASON_CLOCK_WENT_BACK,
+		attestv1.Reason_REASON_HARDWARE_UNTRUSTED, attestv1.Reason_REASON_HARDWARE_COLLATERAL, attestv1.Reason_REASON_HARDWARE_TCB} {
 		s.refused.WithLabelValues(attest.ReasonName(r)).Set(0) // 0 is a value too: it shows that this joinservice counts
 	}
 	cloned := 0.0
@@ -235,11 +236,11 @@ func (s *Sweeper) look(ctx context.Context, n *v1alpha1.AttestedNode) (how strin
 		return "", nil // nothing ends before the clocks are known
 	}
 	switch {
-	case s.enrollments.Vacant(n) && s.enrollments.Begun(n):
+	case s.enrollments.Expired(n) && s.enrollments.Unfinished(n):
 		return "", s.drop(ctx, n, "its ticket failed, and every certificate that was asked for with it has expired")
-	case s.enrollments.Vacant(n):
+	case s.enrollments.Expired(n):
 		return "", s.drop(ctx, n, "its machine's certificates have expired since it was released")
-	case s.enrollments.Begun(n) || n.Status.ReleasedAt != nil:
+	case s.enrollments.Unfinished(n) || n.Status.ReleasedAt != nil:
 		return "", nil
 	}
 	if s.state.HasNode(n.Name) {
@@ -286,7 +287,7 @@ func (s *Sweeper) howVanished(n *v1alpha1.AttestedNode, now time.Time) (how, why
 
 // lastSign returns when any activity of the machine was last seen.
 func lastSign(n *v1alpha1.AttestedNode) time.Time {
-	last := enroll.LastAsked(n)
+	last := enroll.LastTicketActivity(n)
 	if t := n.Status.Ticket; t != nil && t.IssuedAt.After(last) {
 		last = t.IssuedAt.Time
 	}

@@ -18,6 +18,7 @@ const nameSize = 2 + sha256.Size
 // proves that one TPM has both keys, and [Verifier.Verify] still asks for a challenge if the
 // evidence has other ones.
 type Activation struct {
+	machine   attest.MachineID
 	pair      pair
 	challenge *attestv1.Challenge
 	secret    []byte // nil: there is none, or it was answered
@@ -39,10 +40,14 @@ func NewActivation(ekPublic, akName []byte) (*Activation, error) {
 	if len(akName) != nameSize {
 		return nil, refuse(badAK, "the attestation key's name has %d bytes, want %d", len(akName), nameSize)
 	}
-	a := &Activation{pair: pairOf(sha256.Sum256(ekPublic), akName)}
+	a := &Activation{machine: attest.MachineIDOf(ekPublic), pair: pairOf(sha256.Sum256(ekPublic), akName)}
 	a.challenge, a.secret, err = newChallenge(key, akName)
 	return a, err
 }
+
+// Machine returns the ID of the machine with the endorsement key. [Verifier.Verify] also accepts
+// evidence of other machines, such as those that a platform key endorses: compare its claims' machine.
+func (a *Activation) Machine() attest.MachineID { return a.machine }
 
 // Challenge returns the challenge.
 func (a *Activation) Challenge() *attestv1.Challenge { return a.challenge }
@@ -60,5 +65,6 @@ func (v *Verifier) Activated(a *Activation, r *attestv1.Response, b attest.Bindi
 		return refuse(attestv1.Reason_REASON_ACTIVATION_FAILED, "the answer to the challenge is wrong: the two keys are not in one TPM, or the answer is to another challenge")
 	}
 	v.known.add(a.pair, v.now())
+	v.open.add(a.pair, v.now()) // the evidence says whether the endorsement key has a certificate
 	return nil
 }

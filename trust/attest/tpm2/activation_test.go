@@ -37,6 +37,7 @@ func TestAnActivationAheadOfTheEvidence(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m, other := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
 	rsa := attesttest.NewMachine(t, ca, attesttest.Options{EK: attest.EKRSA2048})
+	bare := attesttest.NewMachine(t, ca, attesttest.Options{Bare: true})
 	b := attest.Binding{1}
 	answer := func(t *testing.T, by *attesttest.Machine, a *tpm2.Activation, b attest.Binding) *attestv1.Response {
 		t.Helper()
@@ -59,7 +60,7 @@ func TestAnActivationAheadOfTheEvidence(t *testing.T) {
 		}
 		return p
 	}
-	for name, m := range map[string]*attesttest.Machine{"an ECC key": m, "an RSA key": rsa} {
+	for name, m := range map[string]*attesttest.Machine{"an ECC key": m, "an RSA key": rsa, "a key without a certificate": bare} {
 		t.Run("the right answer is enough, for "+name, func(t *testing.T) {
 			v := attesttest.Verifier(t, ca)
 			a := activation(t, first(keysOf(t, ca, m)), second(keysOf(t, ca, m)))
@@ -70,7 +71,7 @@ func TestAnActivationAheadOfTheEvidence(t *testing.T) {
 			if p.Challenge() != nil {
 				t.Fatal("it is challenged again")
 			}
-			if c, err := p.Complete(nil); err != nil || c.Machine() != m.ID() {
+			if c, err := p.Complete(nil); err != nil || c.Machine() != m.ID() || a.Machine() != m.ID() {
 				t.Errorf("%v", err)
 			}
 		})

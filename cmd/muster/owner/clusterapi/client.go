@@ -62,7 +62,7 @@ func Connect(kubeconfig []byte) (*Client, error) {
 	cfg.QPS, cfg.Burst = 50, 100
 	cfg.UserAgent = "muster"
 	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests do not belong in this report
-	return newClient(cfg, kubeconfig)
+	return newClient(cfg, kubeconfig, maxAnswer)
 }
 
 // Authority returns the certificate authority that the kubeconfig trusts.
@@ -74,7 +74,8 @@ func (c *Client) Authority() (*x509.Certificate, error) {
 	return certs[0], nil
 }
 
-func newClient(cfg *rest.Config, kubeconfig []byte) (*Client, error) {
+// newClient makes a client that reads at most that many bytes of an answer, and of a list.
+func newClient(cfg *rest.Config, kubeconfig []byte, most int64) (*Client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{
 		v1alpha1.AddToScheme, corev1.AddToScheme, appsv1.AddToScheme, coordinationv1.AddToScheme, certificatesv1.AddToScheme, apiextensionsv1.AddToScheme,
@@ -83,12 +84,13 @@ func newClient(cfg *rest.Config, kubeconfig []byte) (*Client, error) {
 			return nil, err
 		}
 	}
+	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return bounded{rt, most} })
 	// The mapper asks the cluster when it is first needed, and again for an unknown kind.
 	c, err := client.New(cfg, client.Options{Scheme: scheme})
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
-	return &Client{kubeconfig: kubeconfig, rest: cfg, client: c}, nil
+	return &Client{kubeconfig: kubeconfig, rest: cfg, client: paged{c, most}}, nil
 }
 
 // Server is the API server's address in the kubeconfig.

@@ -9,10 +9,11 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// NodeLog opens a file below /var/log of a node, which its kubelet serves through the API server. It has no time limit but that of ctx.
+// NodeLog opens a file below /var/log of a node, which its kubelet serves through the API server. It has no time limit but that of ctx, and
+// no limit of its size: the caller has to bound both.
 func (c *Client) NodeLog(ctx context.Context, node string, path ...string) (io.ReadCloser, error) {
 	cfg := rest.CopyConfig(c.rest)
-	cfg.Timeout, cfg.APIPath = 0, "/api"
+	cfg.Timeout, cfg.APIPath, cfg.WrapTransport = 0, "/api", nil
 	cfg.GroupVersion, cfg.NegotiatedSerializer = &corev1.SchemeGroupVersion, scheme.Codecs.WithoutConversion()
 	r, err := rest.RESTClientFor(cfg)
 	if err != nil {

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"maps"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -169,25 +171,40 @@ func (d *doctor) joinservices(ctx context.Context) error {
 }
 
 // listed finds machines that the policy lists as control planes and that are no control planes of the cluster: they
-// could still pose as a joinservice (A7).
+// could still pose as a joinservice (A7). It also compares the cluster with the control planes that the folder records.
 func (d *doctor) listed(ctx context.Context) error {
 	var nodes v1alpha1.AttestedNodeList
 	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
 		return err
 	}
-	is := map[string]v1alpha1.AttestedNode{}
+	is, named := map[string]v1alpha1.AttestedNode{}, map[string]v1alpha1.AttestedNode{}
 	for _, n := range nodes.Items {
-		is[n.Spec.MachineID] = n
+		is[n.Spec.MachineID], named[n.Name] = n, n
 	}
+	cluster := d.dir.Cluster()
 	remedy := "Take it out of controlPlanes in " + d.dir.File(ownerdir.PolicyFile) + ", increase serial, and run muster policy apply: machines believe a joinservice or kms on it."
 	for _, m := range d.policy.ControlPlanes() {
 		switch n, ok := is[m.String()]; {
+		case !ok && cluster.ControlPlane(m) != "": // below
 		case !ok:
 			d.Add(CheckJoinservice, checkup.Warn, remedy, "the policy lists machine %s as a control plane, and it is enrolled as none", m)
 		case n.Spec.Banned:
 			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is banned, and the policy lists its machine %s as a control plane", n.Name, m)
 		case n.Spec.Role != v1alpha1.RoleControlPlane:
 			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is a worker, and the policy lists its machine %s as a control plane", n.Name, m)
+		case cluster.ControlPlane(m) == "":
+			d.Add(CheckJoinservice, checkup.Warn, owner.RecordIt(n.Name), "by the cluster, %s is a control plane with machine %s, which the policy lists; this folder records no name of that machine, so muster forget and replace refuse it", n.Name, m)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(cluster.ControlPlanes)) {
+		had := cluster.ControlPlanes[name]
+		switch n, ok := named[name]; {
+		case !ok:
+			d.Add(CheckJoinservice, checkup.Warn, "If you have removed it, complete that: muster forget "+name+". If not, somebody has: enroll it again (muster enroll "+name+" --role control-plane --machine-id "+had.String()+").",
+				"this folder records the control plane %s, machine %s, which the cluster does not have", name, had)
+		case n.Spec.MachineID != had.String() || n.Spec.Role != v1alpha1.RoleControlPlane:
+			d.Add(CheckJoinservice, checkup.Fail, "If another copy of the folder is newer, use that one. Otherwise somebody has changed the enrollment: docs/control-planes.md#an-enrollment-that-is-not-yours.",
+				"the cluster says that %s is a %s with machine %s, and this folder records a control plane with machine %s", name, n.Spec.Role, n.Spec.MachineID, had)
 		}
 	}
 	return nil

@@ -110,7 +110,7 @@ func newPatient(t *testing.T) *patient {
 	})
 	try(t, err)
 	c := d.Cluster()
-	c.Stage, c.ClusterID = ownerdir.StageInstalled, id.String()
+	c.Stage, c.ClusterID, c.ControlPlanes = ownerdir.StageInstalled, id.String(), map[string]attest.MachineID{"node1": m.ID()}
 	try(t, d.Save(c), d.Write(ownerdir.AdminConf, text))
 	p.kube, err = owner.Connect(d)
 	try(t, err)
@@ -254,7 +254,7 @@ func TestEachHarmIsFound(t *testing.T) {
 			}
 		}
 	}
-	for _, tt := range append(p.harms(), p.setBack(t)...) {
+	for _, tt := range slices.Concat(p.harms(), p.setBack(t), p.records()) {
 		t.Run(tt.check+": "+tt.says, func(t *testing.T) {
 			p.attested(t)
 			repair := tt.harm(t)

@@ -67,6 +67,9 @@ type Cluster struct {
 	EncryptionKeyRotated bool `json:"encryptionKeyRotated,omitempty"`
 	// FirstMachine is the machine that was appraised and initialized.
 	FirstMachine *Machine `json:"firstMachine,omitempty"`
+	// ControlPlanes are the machines that the owner has made control planes, by node name (A7): from init, enroll, replace and restore, until forget.
+	// Never from the API server: whoever may write its enrollments would choose which machine the owner signs. Folders of earlier versions have none.
+	ControlPlanes map[string]attest.MachineID `json:"controlPlanes,omitempty"`
 	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached; nil until
 	// then. It is never written again: a node that joins between two runs was not there before Muster.
 	NodesBefore []string `json:"nodesBefore,omitzero"`
@@ -105,6 +108,33 @@ type Verdict struct {
 	PCRs           map[string]string `json:"pcrs"`
 	AKName         string            `json:"akName"`
 	ResetCount     uint32            `json:"resetCount"`
+}
+
+// ControlPlane returns the name of the control plane that has the machine by this folder; empty: none.
+func (c Cluster) ControlPlane(id attest.MachineID) string {
+	for name, machine := range c.ControlPlanes {
+		if machine == id {
+			return name
+		}
+	}
+	return ""
+}
+
+// RecordControlPlane records in cluster.json which machine is the control plane of that name; nil: none is.
+func (d *Dir) RecordControlPlane(name string, id *attest.MachineID) error {
+	c := d.Cluster()
+	if had, ok := c.ControlPlanes[name]; ok == (id != nil) && (!ok || had == *id) {
+		return nil
+	}
+	if c.ControlPlanes == nil {
+		c.ControlPlanes = map[string]attest.MachineID{}
+	}
+	if id == nil {
+		delete(c.ControlPlanes, name)
+	} else {
+		c.ControlPlanes[name] = *id
+	}
+	return d.Save(c)
 }
 
 func (c Cluster) clone() Cluster {

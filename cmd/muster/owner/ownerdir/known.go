@@ -22,10 +22,6 @@ import (
 // names of bans, removed nodes and disks. Those are unknown, and so nothing is older than them.
 const KnownVersion = 2
 
-// MaxGone is the maximum number of removed enrollments in known.json, and of disks that no enrollment has: twice the
-// 5,000 nodes that Kubernetes supports. The oldest are dropped first.
-const MaxGone = 10_000
-
 // Known is known.json: the state of the cluster when a command last connected to it. A recovery relies on it, when
 // there is no cluster to ask. It also shows that a cluster was restored to an earlier state (B7). It holds no secret.
 type Known struct {
@@ -143,7 +139,8 @@ func (d *Dir) Known() (*Known, error) {
 	return &k, nil
 }
 
-// Remember writes known.json, also into a folder that is open for reading: it takes the folder's lock for that time.
+// Remember writes known.json, also into a folder that is open for reading: it takes the folder's lock for that time. A
+// state that [Dir.Known] would not read is an error, and the file stays as it was.
 func (d *Dir) Remember(k *Known) error { return d.remember(k, nil) }
 
 // RememberAfter is Remember for a state that was computed from had. It fails if known.json differs from had: a salt
@@ -152,6 +149,9 @@ func (d *Dir) RememberAfter(had, k *Known) error { return d.remember(k, had) }
 
 func (d *Dir) remember(k, had *Known) error {
 	k.Version = KnownVersion
+	if err := k.limited(); err != nil {
+		return fmt.Errorf("not written: %w", err)
+	}
 	b, err := json.MarshalIndent(k, "", "  ")
 	if err != nil {
 		return err
@@ -235,7 +235,6 @@ func (k *Known) Keep(seen *Known) *Known {
 	for name, n := range seen.Nodes {
 		names[n.UID] = name
 	}
-	out.keepBans(k, names)
 	out.Gone = slices.Clone(k.Gone)
 	for _, name := range slices.Sorted(maps.Keys(k.Nodes)) {
 		uid := k.Nodes[name].UID
@@ -248,14 +247,17 @@ func (k *Known) Keep(seen *Known) *Known {
 		}
 	}
 	out.Gone = newest(out.Gone)
+	out.keepBans(k, names)
 	out.keepSalts(k, seen)
 	out.Erased, out.ErasedAt = nil, nil
-	for _, disk := range slices.Concat(k.Erased, seen.Erased) {
-		out.erase(disk)
-		if at := cmp.Or(k.ErasedAt[disk], seen.Epoch); at != 0 && !seen.hasSalt(disk) {
+	out.erase(slices.Concat(k.Erased, seen.Erased)...)
+	salted := seen.salted()
+	for _, disk := range out.Erased {
+		if at := cmp.Or(k.ErasedAt[disk], seen.Epoch); at != 0 && !salted[disk] {
 			out.ErasedAt = with(out.ErasedAt, disk, at)
 		}
 	}
+	out.newestErased()
 	return &out
 }
 
@@ -289,7 +291,8 @@ func (k *Known) keepBans(before *Known, names map[string]string) {
 	}
 	machines := k.BannedMachines
 	k.Bans, k.Names, k.BannedMachines = bans, nil, nil
-	for uid := range bans {
+	k.newestBans(names)
+	for uid := range k.Bans {
 		if id := cmp.Or(machines[uid], before.BannedMachines[uid]); id != "" {
 			k.BannedMachines = with(k.BannedMachines, uid, id)
 		}
@@ -303,11 +306,12 @@ func (k *Known) keepBans(before *Known, names map[string]string) {
 // enrollment or an AttestedDisk, or restoring etcd, does not remove them from the folder.
 func (k *Known) keepSalts(before, seen *Known) {
 	k.Disks = nil
-	enrolled := map[KnownDisk]bool{}
+	enrolled, at := map[KnownDisk]bool{}, map[KnownDisk]int{}
 	keep := func(d KnownFormer) {
-		switch i := slices.IndexFunc(k.Disks, func(had KnownFormer) bool { return had.KnownDisk == d.KnownDisk }); {
+		switch i, had := at[d.KnownDisk]; {
 		case d.Salt == "" || enrolled[d.KnownDisk]:
-		case i < 0:
+		case !had:
+			at[d.KnownDisk] = len(k.Disks)
 			k.Disks = append(k.Disks, d)
 		default: // the later one determines its machine
 			k.Disks[i].MachineID, k.Disks[i].Node = d.MachineID, cmp.Or(d.Node, k.Disks[i].Node)
@@ -339,35 +343,35 @@ func with[K comparable, V any](m map[K]V, key K, value V) map[K]V {
 	return m
 }
 
-// newest drops the oldest beyond [MaxGone].
-func newest[T any](all []T) []T { return all[max(0, len(all)-MaxGone):] }
-
-// hasSalt reports whether there is a salt of a disk.
-func (k *Known) hasSalt(disk string) bool {
-	has := func(d KnownDisk) bool { return d.ID == disk && d.Salt != "" }
+// salted returns the disks that have a salt.
+func (k *Known) salted() map[string]bool {
+	out := map[string]bool{}
 	for _, n := range k.Nodes {
-		if has(n.Disk) {
-			return true
-		}
+		out[n.Disk.ID] = out[n.Disk.ID] || n.Disk.Salt != ""
 	}
-	return slices.ContainsFunc(k.Disks, func(d KnownFormer) bool { return has(d.KnownDisk) })
+	for _, d := range k.Disks {
+		out[d.ID] = out[d.ID] || d.Salt != ""
+	}
+	return out
 }
 
-// erase removes a disk's salt and records that it was erased (K4).
-func (k *Known) erase(disk string) {
+// erase removes the salts of disks and records that they were erased (K4).
+func (k *Known) erase(disks ...string) {
+	erased := map[string]bool{}
+	for _, disk := range slices.Concat(k.Erased, disks) {
+		erased[disk] = true
+	}
 	for name, n := range k.Nodes {
-		if n.Disk.ID == disk {
+		if erased[n.Disk.ID] {
 			n.Disk.Salt, n.Disk.RootVersion = "", 0
 			k.Nodes[name] = n
 		}
 	}
-	k.Disks = slices.DeleteFunc(k.Disks, func(d KnownFormer) bool { return d.ID == disk })
+	k.Disks = slices.DeleteFunc(k.Disks, func(d KnownFormer) bool { return erased[d.ID] })
 	if len(k.Disks) == 0 {
 		k.Disks = nil
 	}
-	if !slices.Contains(k.Erased, disk) {
-		k.Erased = slices.Sorted(slices.Values(append(slices.Clone(k.Erased), disk)))
-	}
+	k.Erased = slices.Sorted(maps.Keys(erased))
 }
 
 // EraseDisk deletes a disk's salt from known.json and cluster.json (K4). It returns the files below the folder that
@@ -379,6 +383,7 @@ func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 	}
 	if k.Version != 0 {
 		k.erase(disk)
+		k.newestErased()
 		if err := d.Remember(k); err != nil {
 			return nil, err
 		}

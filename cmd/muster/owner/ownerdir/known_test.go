@@ -163,16 +163,16 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 
 func TestOnlySoMuchThatHasGoneIsKept(t *testing.T) {
 	had := &Known{Nodes: nodes("new")}
-	for i := range MaxGone {
+	for i := range MaxKept {
 		name := fmt.Sprintf("w%d", i)
 		had.Gone = append(had.Gone, KnownGone{UID: "uid-" + name, Name: name})
 		had.Disks = append(had.Disks, former(name))
 	}
 	got := had.Keep(&Known{})
-	if len(got.Gone) != MaxGone || got.Gone[0].Name != "w1" || got.Gone[MaxGone-1].Name != "new" {
+	if len(got.Gone) != MaxKept || got.Gone[0].Name != "w1" || got.Gone[MaxKept-1].Name != "new" {
 		t.Errorf("%d enrollments, from %+v to %+v", len(got.Gone), got.Gone[0], got.Gone[len(got.Gone)-1])
 	}
-	if len(got.Disks) != MaxGone || got.Disks[0].Node != "w1" || got.Disks[MaxGone-1].Node != "new" {
+	if len(got.Disks) != MaxKept || got.Disks[0].Node != "w1" || got.Disks[MaxKept-1].Node != "new" {
 		t.Errorf("%d disks, from %+v to %+v", len(got.Disks), got.Disks[0], got.Disks[len(got.Disks)-1])
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -92,7 +93,7 @@ type event struct {
 func (r *reporter) Begin(step string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.step, r.text, r.began = step, "", r.cfg.Now()
+	r.step, r.text, r.began = printable(step), "", r.cfg.Now()
 	r.show("step", "")
 }
 
@@ -210,10 +211,10 @@ func cut(s string, columns int) string {
 	return string([]rune(s)[:max(columns-1, 0)]) + "…"
 }
 
-// printable removes characters that could move a terminal's cursor: text comes from a machine.
+// printable replaces what a terminal obeys or hides, and line feeds, by spaces: text comes from a machine.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || (r >= 0x80 && r < 0xa0) || r == utf8.RuneError {
+		if !unicode.IsPrint(r) || r == utf8.RuneError {
 			return ' '
 		}
 		return r

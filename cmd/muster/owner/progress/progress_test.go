@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"go.uber.org/goleak"
 
@@ -46,6 +47,31 @@ func TestPlainIsOneLinePerEvent(t *testing.T) {
 `
 	if got != want {
 		t.Errorf("got\n%s", got)
+	}
+}
+
+// A machine's text, and a node's name in a step, neither move the cursor nor hide or turn around what follows.
+func TestWhatATerminalObeysOrHidesIsLeftOut(t *testing.T) {
+	for name, text := range map[string]string{
+		"an escape sequence": "\x1b[2J", "another line": "\n", "the line's beginning": "\r", "DEL": "\x7f", "CSI in one character": "\u009b2J",
+		"text from right to left": "\u202e", "an isolate": "\u2066", "no width": "\u200b", "a tag": "\U000e0041", "a byte that is no UTF-8": "\xff",
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, format := range []progress.Format{progress.Plain, progress.Bar} {
+				var with, without bytes.Buffer
+				for out, text := range map[*bytes.Buffer]string{&with: text, &without: strings.Repeat(" ", utf8.RuneCountInString(text))} {
+					r := progress.New(progress.Config{Out: out, Format: format, Width: 200, Now: func() time.Time { return time.Time{} }})
+					r.Begin("step" + text)
+					r.Update("update" + text)
+					r.End("detail"+text, nil)
+					r.Close()
+				}
+				visible := func(s string) string { return strings.NewReplacer("[2J", "   ", "2J", "  ").Replace(s) }
+				if visible(with.String()) != without.String() {
+					t.Errorf("%q, want %q", with.String(), without.String())
+				}
+			}
+		})
 	}
 }
 

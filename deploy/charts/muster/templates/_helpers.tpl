@@ -25,18 +25,18 @@ readOnlyRootFilesystem: true
      looks at other services (a restart cures nothing there). */}}
 {{- define "muster.probes" -}}
 startupProbe:
-  exec: {command: [/{{ . }}, probe, /healthz]}
+  exec: {command: [/probe, /healthz]}
   periodSeconds: 1
   timeoutSeconds: 3
   failureThreshold: 60
 {{- /* A restart makes a busy node busier: only a process that has not answered for a minute is restarted. */}}
 livenessProbe:
-  exec: {command: [/{{ . }}, probe, /healthz]}
+  exec: {command: [/probe, /healthz]}
   periodSeconds: 10
   timeoutSeconds: 10
   failureThreshold: 6
 readinessProbe:
-  exec: {command: [/{{ . }}, probe, /readyz]}
+  exec: {command: [/probe, /readyz]}
   periodSeconds: 5
   timeoutSeconds: 3
 {{- end }}

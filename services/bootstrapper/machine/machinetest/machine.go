@@ -161,7 +161,7 @@ func (m *Machine) Unit(ctx context.Context, verb, unit string) error {
 	defer m.mu.Unlock()
 	switch verb {
 	case "start", "restart":
-		if _, err := os.Stat(m.on(mayStart)); err != nil && unit == machine.UnitKubelet {
+		if _, err := os.Stat(m.on(machine.KubeletMayStart)); err != nil && unit == machine.UnitKubelet {
 			return nil // as systemd: a unit whose condition is not met does not fail
 		}
 		return m.set(unit, true)
@@ -170,9 +170,6 @@ func (m *Machine) Unit(ctx context.Context, verb, unit string) error {
 	}
 	return nil
 }
-
-// mayStart is the condition of the kubelet's unit (B7, B8).
-const mayStart = "/run/muster/kubelet-may-start"
 
 // Kubeadm implements [machine.Machine].
 func (m *Machine) Kubeadm(ctx context.Context, line func(string), args ...string) error {

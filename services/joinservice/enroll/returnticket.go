@@ -21,13 +21,13 @@ const (
 	HoldMargin = 10 * time.Minute
 )
 
-// Withdraw marks the enrollment of a returned ticket as released. The ticket must be that of the machine (J1), and no Node
+// ReturnTicket marks the enrollment of a returned ticket as released. The ticket must be that of the machine (J1), and no Node
 // may exist for it; otherwise it returns TICKET_UNKNOWN.
 //
 // The machine may still have the ticket's certificate and disk key. So its node may not write from now on, but name and
 // disk stay the machine's until the certificate has expired: otherwise one machine could collect names and keys of disks
 // (J2, J4).
-func (es *Enrollments) Withdraw(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
+func (es *Enrollments) ReturnTicket(ctx context.Context, m attest.MachineID, ticket string) (node string, err error) {
 	unknown := attest.Refuse(attestv1.Reason_REASON_TICKET_UNKNOWN, "machine %s has no such ticket, or it is older than %s, or it was used", m, returnWithin)
 	for _, n := range es.state.Cluster.Nodes.ByMachine(m) {
 		if t := n.Status.Ticket; t == nil || t.ID != ticket {

@@ -3,7 +3,6 @@ package enroll
 import (
 	"cmp"
 	"context"
-	"errors"
 	"sync"
 	"time"
 
@@ -23,16 +22,16 @@ import (
 const (
 	// maxWatch bounds how long a Lease with a long duration is watched: less than the maximum age of evidence at its use.
 	maxWatch = 45 * time.Second
-	// leasePoll is the pause between two reads.
-	leasePoll = time.Second
+	// leasePoll is the pause between two reads. A shorter watch has shorter ones, but none below leastPoll.
+	leasePoll, leastPoll = time.Second, 50 * time.Millisecond
 	// maxLeaseWaits bounds how many machines wait at the same time.
 	maxLeaseWaits = 64
 	// retryWait is the pause that is sent to a machine if no such place is free.
 	retryWait = 5 * time.Second
 )
 
-// Leases are the waits for kubelets' Leases, which distinguish a running machine from one that has stopped (J11).
-type Leases struct {
+// LeaseTimings are the waits for kubelets' Leases, which distinguish a running machine from one that has stopped (J11).
+type LeaseTimings struct {
 	// First is the maximum time from a machine's ticket, or from the key of its disk, to the first Lease of its kubelet:
 	// until then no later boot of it is accepted. 0: one is accepted at once.
 	First time.Duration
@@ -41,8 +40,8 @@ type Leases struct {
 	Watch time.Duration
 }
 
-// DefaultLeases fit kubelets with their default settings.
-var DefaultLeases = Leases{First: 2 * time.Minute, Watch: 15 * time.Second}
+// DefaultLeaseTimings fit kubelets with their default settings.
+var DefaultLeaseTimings = LeaseTimings{First: 2 * time.Minute, Watch: 15 * time.Second}
 
 // leaseWaits are the machines whose earlier boot is being checked, each at most once: an attacker with a copy of one
 // machine must not take the places of others.
@@ -70,10 +69,10 @@ func (w *leaseWaits) end(m attest.MachineID) {
 	delete(w.set, m)
 }
 
-// AwaitEarlier waits until it is known that the machine's previous boot has ended, and returns the claim with that result.
-// It is for a machine that asks for a ticket, before anything is written. Errors are those of [Rejoining.AwaitEarlier] and
+// AwaitPreviousBootEnd waits until it is known that the machine's previous boot has ended, and returns the claim with that result.
+// It is for a machine that asks for a ticket, before anything is written. Errors are those of [Rejoining.AwaitPreviousBootEnd] and
 // the refusals of the enrollment.
-func (es *Enrollments) AwaitEarlier(ctx context.Context, c Claim) (Claim, error) {
+func (es *Enrollments) AwaitPreviousBootEnd(ctx context.Context, c Claim) (Claim, error) {
 	if es.state.Cluster.Nodes.ByName(c.Node) == nil {
 		return c, nil // with an outdated view, recording the boot fails, and the machine asks again
 	}
@@ -83,27 +82,27 @@ func (es *Enrollments) AwaitEarlier(ctx context.Context, c Claim) (Claim, error)
 	} else if err != nil {
 		return c, clusterview.Unavailable("read AttestedNode "+c.Node, err)
 	}
-	if n.Spec.MachineID != c.Machine.String() || es.Vacant(n) {
+	if n.Spec.MachineID != c.Machine.String() || es.Expired(n) {
 		return c, nil // the write of the claim checks that
 	}
-	err := es.awaitEnd(ctx, n, c.Machine, &c.Boot)
+	err := es.awaitPreviousBootEnd(ctx, n, c.Machine, &c.Boot)
 	return c, err
 }
 
-// awaitEnd checks that the machine's boot before b has ended: while its kubelet still renews the node's Lease, the machine
+// awaitPreviousBootEnd checks that the machine's boot before b has ended: while its kubelet still renews the node's Lease, the machine
 // that shows b is a copy (J11). Only the node's kubelet writes that Lease. A missing Lease is watched too: if it was
 // deleted, a running kubelet creates it again at its next renewal, as long as its Node exists.
 //
 // A boot that is already recorded is checked too if that was not done before: re-attestation records a later boot without
 // this check.
-func (es *Enrollments) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.MachineID, b *Boot) error {
+func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.AttestedNode, m attest.MachineID, b *Boot) error {
 	later, err := checkBoot(n, &n.Status, *b)
 	if err != nil {
 		return err
 	}
 	last := idOf(n.Status.Boot)
-	b.over = &last
-	if !unproven(&n.Status, later) {
+	b.previousEnded = &last
+	if !previousMayRun(&n.Status, later) {
 		return nil
 	}
 	lease, slow, err := es.nodeLease(ctx, n.Name)
@@ -111,7 +110,7 @@ func (es *Enrollments) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m
 		return err
 	}
 	began := time.Now()
-	if left := es.comesUp(n.Status.Boot, lease, began); left > 0 {
+	if left := es.startupGraceLeft(n.Status.Boot, lease, began); left > 0 {
 		return attest.RefuseFor(left, attestv1.Reason_REASON_BUSY, "%s of node %s: the boot at %s got its key or ticket, or attested, at %s, and its kubelet has not come yet. If that was this machine, and it went down again, it is let in after %s; if not, one of the two is a copy",
 			b, n.Name, cmp.Or(n.Status.Boot.Address, "an unknown address"), state.UTC(n.Status.Boot.Since.Time), left.Round(time.Second))
 	}
@@ -120,7 +119,7 @@ func (es *Enrollments) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m
 	}
 	defer es.waits.end(m)
 	es.state.Log.InfoContext(ctx, "a machine has booted anew; waiting whether its kubelet still renews its Lease", "node", n.Name, "machine", m.String(), "boot", b.String())
-	tick := time.NewTicker(leasePoll)
+	tick := time.NewTicker(es.leases.poll())
 	defer tick.Stop()
 	for {
 		select {
@@ -134,7 +133,7 @@ func (es *Enrollments) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m
 		case err != nil:
 			return err
 		case now != nil && (lease == nil || now.UID != lease.UID || !now.Spec.RenewTime.Equal(lease.Spec.RenewTime)):
-			return cloned(n, n.Status.Boot, *b, "a later boot can't be true while the kubelet of the last one still renews its Lease")
+			return refuseClone(n, n.Status.Boot, *b, "a later boot can't be true while the kubelet of the last one still renews its Lease")
 		case asked > es.leases.watch(lease)+2*slow:
 			return nil
 		}
@@ -144,16 +143,19 @@ func (es *Enrollments) awaitEnd(ctx context.Context, n *v1alpha1.AttestedNode, m
 // watch returns how long a Lease is watched: one and a half times the kubelet's renewal interval, which is a quarter of the
 // Lease's duration (plus any delay of the API server). The time of the last write is not used: it is by the clock of
 // another machine.
-func (l Leases) watch(lease *coordinationv1.Lease) time.Duration {
+func (l LeaseTimings) watch(lease *coordinationv1.Lease) time.Duration {
 	if lease == nil || lease.Spec.LeaseDurationSeconds == nil {
 		return l.Watch
 	}
 	return max(l.Watch, min(time.Duration(*lease.Spec.LeaseDurationSeconds)*time.Second*3/8, maxWatch))
 }
 
-// comesUp returns how long no boot later than the last one is accepted, since the last one's kubelet has not had the time
+// poll returns the pause between two reads of a Lease: four or more of them fit into a watch.
+func (l LeaseTimings) poll() time.Duration { return min(leasePoll, max(l.Watch/4, leastPoll)) }
+
+// startupGraceLeft returns how long no boot later than the last one is accepted, since the last one's kubelet has not had the time
 // to write its Lease (J11).
-func (es *Enrollments) comesUp(last *v1alpha1.Boot, lease *coordinationv1.Lease, now time.Time) time.Duration {
+func (es *Enrollments) startupGraceLeft(last *v1alpha1.Boot, lease *coordinationv1.Lease, now time.Time) time.Duration {
 	if last == nil || lease != nil && writtenAt(lease, now).After(last.Since.Time) {
 		return 0
 	}
@@ -187,30 +189,4 @@ func writtenAt(l *coordinationv1.Lease, now time.Time) time.Time {
 		return now
 	}
 	return last.Time
-}
-
-// Rejoining is the decision that a machine may have the key of its disk, with its enrollment as it was then.
-type Rejoining struct {
-	enrollments *Enrollments
-	node        *v1alpha1.AttestedNode
-	claim       Claim
-	// Salt is the disk's, from its AttestedDisk.
-	Salt Salt
-}
-
-// AwaitEarlier waits until it is known that the machine's previous boot has ended, at most about 20 s, longer if the API
-// server is slow. Errors are refusals: MACHINE_CLONED, BUSY, API_UNAVAILABLE.
-func (r *Rejoining) AwaitEarlier(ctx context.Context) error {
-	return r.enrollments.awaitEnd(ctx, r.node, r.claim.Machine, &r.claim.Boot)
-}
-
-// Record records the boot, by compare-and-swap: of two machines with the same TPM one gets the key (J11). It fails after a
-// ban or another change of the enrollment. Errors are refusals.
-func (r *Rejoining) Record(ctx context.Context) error {
-	if r.claim.Boot.over == nil {
-		return clusterview.Unavailable("record the boot of node "+r.node.Name, errors.New("it was not checked whether the previous boot has ended"))
-	}
-	return r.enrollments.WriteStatus(ctx, r.node, func(s *v1alpha1.AttestedNodeStatus) error {
-		return r.claim.Boot.record(r.node, s, true)
-	})
 }

@@ -1,0 +1,23 @@
+package owner
+
+import (
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+)
+
+func TestAnAPIServerThatDoesNotAnswerIsNamedWithWhatToDo(t *testing.T) {
+	o := newLost(t)
+	kube, err := Connect(o.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = kube.Status(t.Context(), slog.New(slog.DiscardHandler))
+	if p := Explain(Unanswered(kube.Server(), err)); p.Reason != "API_UNAVAILABLE" || !strings.Contains(p.Message, "https://127.0.0.1:1") || !strings.Contains(p.Remedy, "muster recover") {
+		t.Errorf("%+v", p)
+	}
+	if p := Explain(Unanswered(kube.Server(), errors.New("it answered with nonsense"))); p.Reason != "" || !strings.Contains(p.Message, "https://127.0.0.1:1: it answered with nonsense") {
+		t.Errorf("another error: %+v", p)
+	}
+}
