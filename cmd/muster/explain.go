@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -47,7 +48,7 @@ The exit code is 1 if something differs.`,
 			if err != nil {
 				return fmt.Errorf("%s: %w", path, err)
 			}
-			ways, err := expectedBoots(imagePath)
+			ways, err := expectedBoots(imagePath, p.Bank())
 			if err != nil {
 				return err
 			}
@@ -80,8 +81,8 @@ func (a *app) policyPath(flag string) (string, error) {
 	return dir.File(ownerdir.PolicyFile), dir.Close()
 }
 
-// expectedBoots returns the measurements of an image without and with Secure Boot; nothing without an image.
-func expectedBoots(path string) (ways [][]explain.Step, err error) {
+// expectedBoots returns the measurements of an image in a bank without and with Secure Boot; nothing without an image.
+func expectedBoots(path string, bank crypto.Hash) (ways [][]explain.Step, err error) {
 	if path == "" {
 		return nil, nil
 	}
@@ -90,7 +91,7 @@ func expectedBoots(path string) (ways [][]explain.Step, err error) {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	for _, secure := range []bool{false, true} {
-		way, err := image.Steps(program, secure)
+		way, err := image.Steps(program, bank, secure)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", path, err)
 		}

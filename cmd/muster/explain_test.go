@@ -61,11 +61,11 @@ func TestARefusalIsExplainedByTheImage(t *testing.T) {
 	parts := imagetest.New(t)
 	program := parts.Program(t)
 	disk := parts.Write(t)
-	plain, err := image.Steps(program, false)
+	plain, err := image.Steps(program, crypto.SHA256, false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	secure, err := image.Steps(program, true)
+	secure, err := image.Steps(program, crypto.SHA256, true)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -119,6 +119,7 @@ func (a *app) fromImageCommand() *cobra.Command {
 		p          policyFlags
 		secureBoot string
 		compare    []string
+		bank       string
 	)
 	cmd := &cobra.Command{
 		Use:   "from-image muster.raw --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
@@ -129,13 +130,16 @@ func (a *app) fromImageCommand() *cobra.Command {
 			if on == nil {
 				return usagef("--secure-boot %q: want off, on or both", secureBoot)
 			}
+			if attest.Banks[bank] == 0 {
+				return usagef("--bank %q: want sha256, sha384 or sha512", bank)
+			}
 			program, err := readImage(args[0], &p)
 			if err != nil {
 				return fmt.Errorf("%s: %w", args[0], err)
 			}
 			var all []policyfile.Measurements
 			for _, secure := range []bool{false, true} {
-				m, err := image.Measurements(program, secure)
+				m, err := image.Measurements(program, attest.Banks[bank], secure)
 				if err != nil {
 					return fmt.Errorf("%s: %w", args[0], err)
 				}
@@ -158,6 +162,7 @@ func (a *app) fromImageCommand() *cobra.Command {
 	}
 	p.add(cmd)
 	cmd.Flags().StringVar(&secureBoot, "secure-boot", "off", "firmware of the machines has Secure Boot off, on, or both kinds are there")
+	cmd.Flags().StringVar(&bank, "bank", "sha256", "bank of PCRs that the machines quote, tpm.bank of the image's image.yaml: sha256, sha384 or sha512")
 	cmd.Flags().StringSliceVar(&compare, "measurements", nil, "the build's file of measurements, to compare")
 	return cmd
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"crypto"
 	"crypto/ed25519"
 	"encoding/json"
 	"encoding/pem"
@@ -24,7 +25,7 @@ func release(t *testing.T) (dir, key string) {
 	p := imagetest.New(t)
 	dir = filepath.Dir(p.Write(t))
 	for name, secure := range map[string]bool{"measurements.json": false, "measurements-secureboot.json": true} {
-		m, err := image.Measurements(p.Program(t), secure)
+		m, err := image.Measurements(p.Program(t), crypto.SHA256, secure)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -193,7 +194,7 @@ func otherMeasurements(t *testing.T, dir string) {
 	t.Helper()
 	p := imagetest.New(t)
 	p.Cmdline += " more"
-	m, err := image.Measurements(p.Program(t), false)
+	m, err := image.Measurements(p.Program(t), crypto.SHA256, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -55,7 +56,7 @@ var fixedCmdline = []string{
 var lockdowns = []string{"confidentiality", "integrity"}
 
 func build(ctx context.Context, o options, stdout, log io.Writer) error {
-	config, err := o.config.make()
+	config, bank, err := o.config.make()
 	if err != nil {
 		return err
 	}
@@ -130,7 +131,7 @@ func build(ctx context.Context, o options, stdout, log io.Writer) error {
 	if err := os.WriteFile(filepath.Join(o.out, ukiFile), boot, 0o644); err != nil {
 		return err
 	}
-	if err := writeMeasurements(o, boot); err != nil {
+	if err := writeMeasurements(o, boot, bank); err != nil {
 		return err
 	}
 	if err := os.WriteFile(filepath.Join(o.out, lockFile), l.Format(), 0o644); err != nil {
@@ -203,11 +204,11 @@ func sign(ctx context.Context, o options, image []byte, work string) ([]byte, er
 	if err != nil {
 		return nil, err
 	}
-	before, err := uki.Authenticode(image)
+	before, err := uki.Authenticode(image, crypto.SHA256)
 	if err != nil {
 		return nil, err
 	}
-	if after, err := uki.Authenticode(signed); err != nil || before != after {
+	if after, err := uki.Authenticode(signed, crypto.SHA256); err != nil || !bytes.Equal(before, after) {
 		return nil, fmt.Errorf("signing changed what firmware measures: %w", err)
 	}
 	return signed, nil
@@ -262,9 +263,9 @@ func writeDisk(to string, esp []byte, root io.ReadSeeker, rootSize int64, tree [
 	return err
 }
 
-func writeMeasurements(o options, program []byte) error {
+func writeMeasurements(o options, program []byte, bank crypto.Hash) error {
 	for file, secure := range map[string]bool{measuredFile: false, measuredSBFile: true} {
-		m, err := image.Measurements(program, secure)
+		m, err := image.Measurements(program, bank, secure)
 		if err != nil {
 			return err
 		}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"crypto"
 	"crypto/ed25519"
 	"encoding/base64"
 	"io"
@@ -29,12 +30,12 @@ func place(t *testing.T, dir, name, content string) string {
 
 func TestTheDefaultConfigurationIsEncryptedAndComplete(t *testing.T) {
 	key := base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))
-	b, err := configOptions{ownerKeys: key + "," + base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{1}, ed25519.PublicKeySize)), lowestSerial: 7}.make()
+	b, bank, err := configOptions{ownerKeys: key + "," + base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{1}, ed25519.PublicKeySize)), lowestSerial: 7}.make()
 	if err != nil {
 		t.Fatal(err)
 	}
 	img, err := metadata.ParseImage(b)
-	if err != nil || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || len(img.OwnerKeys) != 2 || img.LowestPolicySerial != 7 {
+	if err != nil || bank != crypto.SHA256 || img.StateDisk.Mode != metadata.DiskLUKS || img.StateDisk.Path != layout.StateDevice || len(img.OwnerKeys) != 2 || img.LowestPolicySerial != 7 {
 		t.Errorf("%+v, %v", img, err)
 	}
 	if ignored := img.Kubeadm.IgnorePreflightErrors; len(ignored) > 0 { // the root has everything that kubeadm checks
@@ -66,13 +67,16 @@ func TestConfigurationsThatAMachineWouldRefuseAreRefusedHere(t *testing.T) {
 		"a lowest serial of nobody":   {configOptions{noOwner: true, lowestSerial: 7}, "lowestPolicySerial"},
 		"a file and a key":            {configOptions{file: good, ownerKeys: "x"}, "-config"},
 	} {
-		if _, err := tt.options.make(); err == nil || !strings.Contains(err.Error(), tt.says) {
+		if _, _, err := tt.options.make(); err == nil || !strings.Contains(err.Error(), tt.says) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	for _, o := range []configOptions{{file: owned, plain: true}, {file: unowned, noOwner: true}, {noOwner: true}} {
-		if _, err := o.make(); err != nil {
-			t.Error(err)
+	aws := place(t, dir, "aws.yaml", head+"stateDisk: {mode: luks, path: /dev/disk/by-id/x}\ninsecure: {noOwnerKey: true}\ntpm: {bank: sha384}\n")
+	for want, o := range map[crypto.Hash][]configOptions{crypto.SHA256: {{file: owned, plain: true}, {file: unowned, noOwner: true}, {noOwner: true}}, crypto.SHA384: {{file: aws, noOwner: true}}} {
+		for _, o := range o {
+			if _, bank, err := o.make(); err != nil || bank != want {
+				t.Errorf("bank %s, %v", bank, err)
+			}
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"crypto"
 	"errors"
 	"fmt"
 	"os"
@@ -9,6 +10,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // configOptions are the options of image.yaml.
@@ -18,26 +20,30 @@ type configOptions struct {
 	plain, noOwner           bool // insecure options
 }
 
-// make returns an image.yaml that the bootstrapper accepts.
-func (c configOptions) make() ([]byte, error) {
+// make returns an image.yaml that the bootstrapper accepts, and the bank that its machines quote.
+func (c configOptions) make() ([]byte, crypto.Hash, error) {
 	b, err := c.text()
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
 	img, err := metadata.ParseImage(b)
 	if err != nil {
-		return nil, fmt.Errorf("image.yaml: %w", err)
+		return nil, 0, fmt.Errorf("image.yaml: %w", err)
 	}
 	if img.StateDisk.Mode != metadata.DiskLUKS && !c.plain {
-		return nil, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that is not encrypted; -allow-plain-state builds such an image")
+		return nil, 0, errors.New("image.yaml: stateDisk.mode is not luks: secrets of the cluster would lie on a disk that is not encrypted; -allow-plain-state builds such an image")
 	}
 	if img.NoOwnerKey && !c.noOwner {
-		return nil, errors.New("image.yaml: insecure.noOwnerKey: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-keys KEY names the owner, -allow-no-owner-key builds such an image")
+		return nil, 0, errors.New("image.yaml: insecure.noOwnerKey: a machine would take the key of its disk from whoever boots this image on a machine that an EK root vouches for; -owner-keys KEY names the owner, -allow-no-owner-key builds such an image")
 	}
 	if err := img.KnowsOwner(); err != nil {
-		return nil, fmt.Errorf("image.yaml: %w; -owner-keys KEY names the owner, -allow-no-owner-key builds an image without", err)
+		return nil, 0, fmt.Errorf("image.yaml: %w; -owner-keys KEY names the owner, -allow-no-owner-key builds an image without", err)
 	}
-	return b, nil
+	bank, ok := attest.Banks[img.TPM.Bank]
+	if !ok {
+		return nil, 0, fmt.Errorf("image.yaml: tpm.bank %q is not known", img.TPM.Bank)
+	}
+	return b, bank, nil
 }
 
 func (c configOptions) text() ([]byte, error) {

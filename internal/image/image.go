@@ -5,6 +5,7 @@ package image
 
 import (
 	"bytes"
+	"crypto"
 	"errors"
 	"fmt"
 	"io"
@@ -71,8 +72,8 @@ func ReadProgram(r io.ReaderAt, size int64) ([]byte, error) {
 	return program, nil
 }
 
-// Measurements predicts PCRs from the program that firmware starts. Firmware with Secure Boot on leads to other values.
-func Measurements(program []byte, secureBoot bool) (policyfile.Measurements, error) {
+// Measurements predicts PCRs of a bank from the program that firmware starts. Firmware with Secure Boot on leads to other values.
+func Measurements(program []byte, bank crypto.Hash, secureBoot bool) (policyfile.Measurements, error) {
 	version, err := versionOf(program)
 	if err != nil {
 		return policyfile.Measurements{}, err
@@ -81,12 +82,12 @@ func Measurements(program []byte, secureBoot bool) (policyfile.Measurements, err
 	if secureBoot {
 		name += ", Secure Boot"
 	}
-	return measure.Boot{UKI: program, SecureBoot: secureBoot}.Predict(name)
+	return measure.Boot{UKI: program, SecureBoot: secureBoot, Bank: bank}.Predict(name)
 }
 
 // Steps returns the measurements of which [Measurements] predicts the results.
-func Steps(program []byte, secureBoot bool) ([]explain.Step, error) {
-	return measure.Boot{UKI: program, SecureBoot: secureBoot}.Steps()
+func Steps(program []byte, bank crypto.Hash, secureBoot bool) ([]explain.Step, error) {
+	return measure.Boot{UKI: program, SecureBoot: secureBoot, Bank: bank}.Steps()
 }
 
 // versionOf returns the image's version (os-release(5)).

@@ -2,6 +2,7 @@ package image
 
 import (
 	"bytes"
+	"crypto"
 	"os"
 	"strings"
 	"testing"
@@ -37,8 +38,8 @@ func TestADiskLeadsToTheMeasurementsOfItsProgram(t *testing.T) {
 		t.Fatalf("%d bytes, %v", len(program), err)
 	}
 	for name, secure := range map[string]bool{"muster v1.2.3": false, "muster v1.2.3, Secure Boot": true} {
-		got, err := Measurements(program, secure)
-		want, werr := measure.Boot{UKI: p.Program(t), SecureBoot: secure}.Predict(name)
+		got, err := Measurements(program, crypto.SHA384, secure)
+		want, werr := measure.Boot{UKI: p.Program(t), SecureBoot: secure, Bank: crypto.SHA384}.Predict(name)
 		if err != nil || werr != nil || got.Image != name || got.PCRs["4"] != want.PCRs["4"] || got.PCRs["11"] != want.PCRs["11"] {
 			t.Errorf("%s: %v, %v; want %v, %v", name, got, err, want, werr)
 		}
@@ -105,7 +106,7 @@ func TestAlteredImagesAreRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	before, err := Measurements(program, false)
+	before, err := Measurements(program, crypto.SHA384, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -113,7 +114,7 @@ func TestAlteredImagesAreRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	after, err := Measurements(other, false)
+	after, err := Measurements(other, crypto.SHA384, false)
 	if err != nil || after.PCRs["4"] == before.PCRs["4"] || after.PCRs["9"] == before.PCRs["9"] || after.PCRs["11"] == before.PCRs["11"] {
 		t.Errorf("%v, %v", after.PCRs, err)
 	}

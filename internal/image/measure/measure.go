@@ -6,7 +6,6 @@ package measure
 
 import (
 	"crypto"
-	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
@@ -17,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/explain"
 	"github.com/muster-k8s/muster/internal/image/uki"
 	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // sections is the order in which the loader measures what it finds (systemd 252,
@@ -29,16 +29,26 @@ type Boot struct {
 	// SecureBoot is whether firmware checks signatures. The loader then starts the kernel without firmware, which measures
 	// only what it starts itself.
 	SecureBoot bool
+	// Bank is the hash of the TPM's bank that machines quote.
+	Bank crypto.Hash
 }
 
 // Predict returns the measurements of an image of this name.
 func (b Boot) Predict(name string) (policyfile.Measurements, error) {
-	m := policyfile.Measurements{Version: 1, Bank: "sha256", Image: name, PCRs: map[string]string{}}
+	m := policyfile.Measurements{Version: 1, Image: name, PCRs: map[string]string{}}
+	for bank, h := range attest.Banks {
+		if h == b.Bank {
+			m.Bank = bank
+		}
+	}
+	if m.Bank == "" {
+		return m, fmt.Errorf("measure: %s is no bank that machines quote", b.Bank)
+	}
 	steps, err := b.Steps()
 	if err != nil {
 		return m, err
 	}
-	for i, v := range explain.Values(crypto.SHA256, steps) {
+	for i, v := range explain.Values(b.Bank, steps) {
 		m.PCRs[strconv.Itoa(i)] = hex.EncodeToString(v)
 	}
 	return m, nil
@@ -53,16 +63,18 @@ func (b Boot) Steps() ([]explain.Step, error) {
 	if len(parts) != len(sections) {
 		return nil, fmt.Errorf("measure: the image has %d of the sections %v", len(parts), sections)
 	}
-	whole, err := uki.Authenticode(b.UKI)
+	whole, err := uki.Authenticode(b.UKI, b.Bank)
 	if err != nil {
 		return nil, err
 	}
 	kernel, cmdline, initrd := parts[0].Data, parts[2].Data, parts[3].Data
 	var out []explain.Step
-	digest := func(pcr int, d [sha256.Size]byte, what string) {
-		out = append(out, explain.Step{PCR: pcr, Digest: d[:], What: what})
+	digest := func(pcr int, d []byte, what string) { out = append(out, explain.Step{PCR: pcr, Digest: d, What: what}) }
+	event := func(pcr int, data []byte, what string) {
+		h := b.Bank.New()
+		h.Write(data)
+		digest(pcr, h.Sum(nil), what)
 	}
-	event := func(pcr int, data []byte, what string) { digest(pcr, sha256.Sum256(data), what) }
 
 	// TCG PC Client Platform Firmware Profile 1.06, sections 3.3.4.5 and 10.4.1: the attempt to boot,
 	// the separator, and each program that firmware starts.
@@ -70,7 +82,7 @@ func (b Boot) Steps() ([]explain.Step, error) {
 	event(4, make([]byte, 4), "the separator")
 	digest(4, whole, "the unified kernel image, a file of the EFI system partition")
 	if !b.SecureBoot {
-		inner, err := uki.Authenticode(kernel)
+		inner, err := uki.Authenticode(kernel, b.Bank)
 		if err != nil {
 			return nil, fmt.Errorf("measure: the kernel: %w", err)
 		}

@@ -1,8 +1,7 @@
 package measure
 
 import (
-	"bytes"
-	"crypto/sha256"
+	"crypto"
 	"encoding/hex"
 	"fmt"
 	"net/netip"
@@ -18,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/internal/image/uki/ukitest"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
-)
+	"github.com/muster-k8s/muster/trust/attest"
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
@@ -40,42 +39,66 @@ func image(t *testing.T, change map[string]string) []byte {
 
 func predict(t *testing.T, b []byte, secure bool) policyfile.Measurements {
 	t.Helper()
-	m, err := Boot{UKI: b, SecureBoot: secure}.Predict("x")
+	m, err := Boot{UKI: b, SecureBoot: secure, Bank: crypto.SHA256}.Predict("x")
 	if err != nil {
 		t.Fatal(err)
 	}
 	return m
 }
 
+// sum is the hash of a bank over some data.
+func sum(bank crypto.Hash, parts ...[]byte) []byte {
+	h := bank.New()
+	for _, p := range parts {
+		h.Write(p)
+	}
+	return h.Sum(nil)
+}
+
 // chain implements the definition: digests of digests, from zeros.
-func chain(digests ...[]byte) string {
-	v := make([]byte, 32)
+func chain(bank crypto.Hash, digests ...[]byte) string {
+	v := make([]byte, bank.Size())
 	for _, d := range digests {
-		s := sha256.Sum256(bytes.Join([][]byte{v, d}, nil))
-		v = s[:]
+		v = sum(bank, v, d)
 	}
 	return hex.EncodeToString(v)
 }
 
-func sha(s string) []byte { h := sha256.Sum256([]byte(s)); return h[:] }
-
 func TestPCRsAreTheChainsOfTheSpecifications(t *testing.T) {
+	for name, bank := range attest.Banks {
+		t.Run(name, func(t *testing.T) { chains(t, name, bank) })
+	}
+	if m, err := (Boot{UKI: image(t, nil), Bank: crypto.MD5}).Predict("x"); err == nil {
+		t.Errorf("of a bank that no policy has: %+v", m)
+	}
+}
+
+func chains(t *testing.T, name string, bank crypto.Hash) {
+	t.Helper()
 	b := image(t, nil)
-	whole, err := uki.Authenticode(b)
+	whole, err := uki.Authenticode(b, bank)
 	if err != nil {
 		t.Fatal(err)
 	}
-	inner, err := uki.Authenticode(ukitest.Program(512))
+	inner, err := uki.Authenticode(ukitest.Program(512), bank)
 	if err != nil {
 		t.Fatal(err)
 	}
+	sha := func(s string) []byte { return sum(bank, []byte(s)) }
 	action, separator := sha("Calling EFI Application from Boot Option"), sha("\x00\x00\x00\x00")
-	m, s := predict(t, b, false), predict(t, b, true)
+	m, err := Boot{UKI: b, Bank: bank}.Predict("x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := Boot{UKI: b, SecureBoot: true, Bank: bank}.Predict("x")
+	if err != nil || m.Bank != name || s.Bank != name {
+		t.Fatalf("bank %q and %q, %v", m.Bank, s.Bank, err)
+	}
 	for what, x := range map[string][2]string{
-		"PCR 4":                  {m.PCRs["4"], chain(action, separator, whole[:], inner[:])},
-		"PCR 4 with Secure Boot": {s.PCRs["4"], chain(action, separator, whole[:])},
-		"PCR 9":                  {m.PCRs["9"], chain(sha("q\x00u\x00i\x00e\x00t\x00 \x00r\x00o\x00o\x00t\x00=\x00x\x00\x00\x00"), sha("ram"))},
-		"PCR 11": {m.PCRs["11"], chain(sha(".linux\x00"), sha(string(ukitest.Program(512))), sha(".osrel\x00"), sha("ID=x\n"),
+		"PCR 4":                  {m.PCRs["4"], chain(bank, action, separator, whole, inner)},
+		"PCR 4 with Secure Boot": {s.PCRs["4"], chain(bank, action, separator, whole)},
+		"PCR 9":                  {m.PCRs["9"], chain(bank, sha("q\x00u\x00i\x00e\x00t\x00 \x00r\x00o\x00o\x00t\x00=\x00x\x00\x00\x00"), sha("ram"))},
+		"PCR 11": {m.PCRs["11"], chain(bank, sha(".linux\x00"), sha(string(ukitest.Program(512))), sha(".osrel\x00"), sha("ID=x\n"),
 			sha(".cmdline\x00"), sha("quiet root=x \x00"), sha(".initrd\x00"), sha("ram"))},
 	} {
 		if x[0] != x[1] {
@@ -136,7 +159,7 @@ func TestWhatIsNotOurImageIsNotForetold(t *testing.T) {
 		"nothing": nil, "no sections": ukitest.Program(512), "cut off": whole[:len(whole)-512],
 		"a kernel that firmware can't start": image(t, map[string]string{".linux": "kernel"}),
 	} {
-		if m, err := (Boot{UKI: b}).Predict("x"); err == nil {
+		if m, err := (Boot{UKI: b, Bank: crypto.SHA256}).Predict("x"); err == nil {
 			t.Errorf("%s: %v", name, m)
 		}
 	}

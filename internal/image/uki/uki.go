@@ -7,7 +7,9 @@ package uki
 
 import (
 	"bytes"
-	"crypto/sha256"
+	"crypto"
+	_ "crypto/sha256" // the banks of TPMs
+	_ "crypto/sha512"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -178,15 +180,15 @@ func (p *program) makeRoom(n int, first uint32) error {
 	return nil
 }
 
-// Authenticode returns the SHA-256 by which firmware measures a program and signatures name it (Microsoft, Windows
+// Authenticode returns the hash by which firmware measures a program, and with SHA-256 signatures name it (Microsoft, Windows
 // Authenticode Portable Executable Signature Format, "Calculating the PE Image Hash"): of all bytes except checksum and
-// signature.
-func Authenticode(b []byte) ([sha256.Size]byte, error) {
+// signature. Which hash it is depends on the bank of the TPM.
+func Authenticode(b []byte, bank crypto.Hash) ([]byte, error) {
 	p, err := parse(b)
 	if err != nil {
-		return [sha256.Size]byte{}, fmt.Errorf("authenticode: %w", err)
+		return nil, fmt.Errorf("authenticode: %w", err)
 	}
-	h := sha256.New()
+	h := bank.New()
 	sum, cert := p.opt+optCheckSum, p.opt+certificateDir
 	h.Write(b[:sum])
 	h.Write(b[sum+4 : cert])
@@ -201,10 +203,10 @@ func Authenticode(b []byte) ([sha256.Size]byte, error) {
 	certificates := int64(p.u32(cert + 4))
 	rest := int64(len(b)) - certificates
 	if rest < hashed {
-		return [sha256.Size]byte{}, fmt.Errorf("authenticode: %w: its sections overlap", errShort)
+		return nil, fmt.Errorf("authenticode: %w: its sections overlap", errShort)
 	}
 	h.Write(b[hashed:rest])
-	return [sha256.Size]byte(h.Sum(nil)), nil
+	return h.Sum(nil), nil
 }
 
 // Sections returns a program's sections of these names, as the loader finds them.

@@ -2,6 +2,7 @@ package uki
 
 import (
 	"bytes"
+	"crypto"
 	"encoding/binary"
 	"fmt"
 	"os"
@@ -101,31 +102,31 @@ func TestTheHashIsWhatOtherProgramsSign(t *testing.T) {
 			t.Fatalf("%s: %v: %s", c[0], err, out)
 		}
 	}
-	sum, err := Authenticode(b)
+	sum, err := Authenticode(b, crypto.SHA256)
 	if err != nil {
 		t.Fatal(err)
 	}
 	signature, err := os.ReadFile(at("signature"))
-	if err != nil || !bytes.Contains(signature, sum[:]) { // SpcIndirectDataContent has the digest in clear
+	if err != nil || !bytes.Contains(signature, sum) { // SpcIndirectDataContent has the digest in clear
 		t.Errorf("sbsign did not sign %x: %v", sum, err)
 	}
 	signed, err := os.ReadFile(at("signed.efi"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if after, err := Authenticode(signed); err != nil || after != sum {
+	if after, err := Authenticode(signed, crypto.SHA256); err != nil || !bytes.Equal(after, sum) {
 		t.Errorf("signed it hashes to %x, %v", after, err)
 	}
 	for i, change := range map[string]int{"a header": ukitest.PE + 8, "a section": len(b) - 512} {
 		c := bytes.Clone(signed)
 		c[change] ^= 1
-		if other, err := Authenticode(c); err == nil && other == sum {
+		if other, err := Authenticode(c, crypto.SHA256); err == nil && bytes.Equal(other, sum) {
 			t.Errorf("%s changes, the hash doesn't", i)
 		}
 	}
 	c := bytes.Clone(signed)
 	c[ukitest.Optional+optCheckSum] ^= 1
-	if same, err := Authenticode(c); err != nil || same != sum {
+	if same, err := Authenticode(c, crypto.SHA256); err != nil || !bytes.Equal(same, sum) {
 		t.Errorf("the checksum counts: %v", err)
 	}
 }
@@ -151,7 +152,7 @@ func TestWhatIsNoProgramIsRefused(t *testing.T) {
 			if _, err := Build(b, sections()); err == nil {
 				t.Error("it was built on")
 			}
-			if _, err := Authenticode(b); err == nil {
+			if _, err := Authenticode(b, crypto.SHA256); err == nil {
 				t.Error("it has a hash")
 			}
 		})
@@ -175,7 +176,7 @@ func TestWhatIsNoProgramIsRefused(t *testing.T) {
 func FuzzPrograms(f *testing.F) {
 	f.Add(ukitest.Program(512))
 	f.Fuzz(func(_ *testing.T, b []byte) {
-		_, _ = Authenticode(b)
+		_, _ = Authenticode(b, crypto.SHA256)
 		_, _ = Sections(b, ".text")
 		if out, err := Build(b, []Section{{".linux", []byte("x")}}); err == nil {
 			_, _ = Sections(out, ".linux")
