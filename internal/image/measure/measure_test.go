@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/internal/image/uki/ukitest"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/attest"
+)
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
