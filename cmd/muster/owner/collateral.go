@@ -50,11 +50,13 @@ func FetchCollateral(ctx context.Context, s CollateralSource, now time.Time) (*a
 		if !productName.MatchString(p) {
 			return nil, nil, fmt.Errorf("product %q: want Milan, Genoa (also for Bergamo and Siena) or Turin", p)
 		}
-		crl, _, err := fetchAnswer(ctx, s.AMD+"/vcek/v1/"+p+"/crl", "")
-		if err != nil {
-			return nil, nil, err
+		for _, key := range []string{"vcek", "vlek"} { // one root signs both lists
+			crl, _, err := fetchAnswer(ctx, s.AMD+"/"+key+"/v1/"+p+"/crl", "")
+			if err != nil {
+				return nil, nil, err
+			}
+			c.AmdCrls = append(c.AmdCrls, crl)
 		}
-		c.AmdCrls = append(c.AmdCrls, crl)
 	}
 	for _, f := range s.FMSPCs {
 		if !fmspcDigits.MatchString(f) {

@@ -60,14 +60,14 @@ func source(s *httptest.Server) owner.CollateralSource {
 func TestCollateralIsFetchedAndChecked(t *testing.T) {
 	s := vendor(t, nil)
 	c, ends, err := owner.FetchCollateral(t.Context(), source(s), march)
-	if err != nil || len(ends) != 5 {
+	if err != nil || len(ends) != 4 {
 		t.Fatalf("%v, %v", ends, err)
 	}
 	text, err := protojson.MarshalOptions{Multiline: true}.Marshal(c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, again, err := owner.ReadCollateral(text, march); err != nil || len(again) != 5 {
+	if _, again, err := owner.ReadCollateral(text, march); err != nil || len(again) != 4 {
 		t.Errorf("from its file: %v, %v", again, err)
 	}
 	if _, _, err := owner.ReadCollateral(text, march.Add(60*24*time.Hour)); err == nil || !strings.Contains(err.Error(), "HARDWARE_COLLATERAL") {
@@ -119,5 +119,35 @@ func TestCollateralThatIsNotTheVendorsIsNotFetched(t *testing.T) {
 	}
 	if _, _, err := owner.FetchCollateral(t.Context(), source(s), march); err != nil {
 		t.Errorf("repaired: %v", err)
+	}
+}
+
+// TestBothListsOfAMDAreFetched: one root signs that of VCEKs' issuers and that of VLEKs'. No list of AMD was captured, so these
+// are Intel's, and the check of what was fetched refuses them.
+func TestBothListsOfAMDAreFetched(t *testing.T) {
+	for _, missing := range []string{"vcek", "vlek", ""} {
+		answers := map[string]http.HandlerFunc{}
+		for _, key := range []string{"vcek", "vlek"} {
+			answers["/"+key+"/v1/Milan/crl"] = func(w http.ResponseWriter, r *http.Request) {
+				if key == missing {
+					http.NotFound(w, r)
+					return
+				}
+				b, err := os.ReadFile(filepath.Join("..", "..", "..", "trust", "attest", "hardware", "testdata", "tdx", "collateral-2026-03", "root_ca_crl.der"))
+				if err != nil {
+					t.Error(err)
+				}
+				_, _ = w.Write(b)
+			}
+		}
+		s := source(vendor(t, answers))
+		s.Products = []string{"Milan"}
+		want := "/" + missing + "/v1/Milan/crl: 404"
+		if missing == "" {
+			want = "none of its roots"
+		}
+		if _, _, err := owner.FetchCollateral(t.Context(), s, march); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("without the list of %q: %v, want an error about %q", missing, err, want)
+		}
 	}
 }

@@ -109,13 +109,36 @@ func CheckIssued(c, issuer *x509.Certificate, now time.Time) error {
 	return nil
 }
 
-// CheckRevoked checks that a revocation list in DER is issuer's and valid at now (RFC 5280, section
-// 6.3.3), with the reason HARDWARE_COLLATERAL; and that it has none of certs, which issuer issued,
-// with HARDWARE_UNTRUSTED.
-func CheckRevoked(der []byte, issuer *x509.Certificate, now time.Time, certs ...*x509.Certificate) error {
+// ListsOf returns those revocation lists in DER that have the issuer's name.
+func ListsOf(issuer *x509.Certificate, lists [][]byte) (out [][]byte) {
+	for _, der := range lists {
+		if l, err := x509.ParseRevocationList(der); err == nil && bytes.Equal(l.RawIssuer, issuer.RawSubject) {
+			out = append(out, der)
+		}
+	}
+	return out
+}
+
+// CheckRevoked checks that there are revocation lists, in DER, and that each is issuer's and valid at
+// now (RFC 5280, section 6.3.3), with the reason HARDWARE_COLLATERAL; and that none of them has one of
+// certs, which issuer issued, with HARDWARE_UNTRUSTED. A vendor may publish several lists by one key:
+// AMD's root has one for the issuers of VCEKs and one for those of VLEKs.
+func CheckRevoked(lists [][]byte, issuer *x509.Certificate, now time.Time, certs ...*x509.Certificate) error {
+	if len(lists) == 0 { // A3
+		return Refuse(Collateral, "the revocation list of %q is missing", issuer.Subject)
+	}
+	for _, der := range lists {
+		if err := checkRevoked(der, issuer, now, certs); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func checkRevoked(der []byte, issuer *x509.Certificate, now time.Time, certs []*x509.Certificate) error {
 	l, err := x509.ParseRevocationList(der)
 	if err != nil {
-		return Refuse(Collateral, "the revocation list of %q is missing or malformed: %w", issuer.Subject, err)
+		return Refuse(Collateral, "the revocation list of %q is malformed: %w", issuer.Subject, err)
 	}
 	if !bytes.Equal(l.RawIssuer, issuer.RawSubject) {
 		return Refuse(Collateral, "the revocation list is one of %q, not of %q", l.Issuer, issuer.Subject)
@@ -148,15 +171,21 @@ type End struct {
 	Time time.Time
 }
 
-// CRLEnds returns when revocation lists in DER end. It checks no signatures. The error says which list
-// cannot be read.
+// CRLEnds returns when each issuer's revocation lists in DER end: of several, the first end. It checks
+// no signatures. The error says which list cannot be read.
 func CRLEnds(lists [][]byte) (out []End, err error) {
 	for i, der := range lists {
 		l, err := x509.ParseRevocationList(der)
 		if err != nil {
 			return nil, fmt.Errorf("revocation list %d: %w", i, err)
 		}
-		out = append(out, End{"revocation list of " + l.Issuer.CommonName, l.NextUpdate})
+		e := End{"revocation list of " + l.Issuer.CommonName, l.NextUpdate}
+		switch at := slices.IndexFunc(out, func(o End) bool { return o.Name == e.Name }); {
+		case at < 0:
+			out = append(out, e)
+		case e.Time.Before(out[at].Time):
+			out[at].Time = e.Time
+		}
 	}
 	return out, nil
 }

@@ -1,7 +1,6 @@
 package tdx
 
 import (
-	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/sha256"
@@ -81,7 +80,7 @@ func (c Collateral) signedBody(answer []byte, name string, chain []byte, roots [
 	if _, err := readPCK(signer); signer.IsCA || err == nil || signer.Subject.CommonName != "Intel SGX TCB Signing" {
 		return nil, refuseCollateral("%q may not sign Intel's %s", signer.Subject, name)
 	}
-	if err := hardware.CheckRevoked(c.crl(root), root, now, signer); err != nil {
+	if err := hardware.CheckRevoked(hardware.ListsOf(root, c.CRLs), root, now, signer); err != nil {
 		return nil, err
 	}
 	if !verifyP256(signer.PublicKey, body, signature) {
@@ -244,14 +243,4 @@ func (c Collateral) qeIdentity(roots []*x509.Certificate, now time.Time) (*qeIde
 		return nil, refuseCollateral("Intel's enclaveIdentity is %q, version %d; want TD_QE, version 2", i.ID, i.Version)
 	}
 	return &i, i.valid("enclaveIdentity", now)
-}
-
-// crl returns the revocation list with the name of an authority; nil if it is missing.
-func (c Collateral) crl(issuer *x509.Certificate) []byte {
-	for _, der := range c.CRLs {
-		if l, err := x509.ParseRevocationList(der); err == nil && bytes.Equal(l.RawIssuer, issuer.RawSubject) {
-			return der
-		}
-	}
-	return nil
 }

@@ -1,8 +1,6 @@
 package hwreport
 
 import (
-	"bytes"
-	"crypto/x509"
 	"fmt"
 	"maps"
 	"time"
@@ -26,20 +24,10 @@ func CollateralOf(m *attestv1.Collateral, v Vendors) Collateral {
 		TCBInfo: m.GetTcbInfos(), TCBInfoChain: m.GetTcbInfoChain(), QEIdentity: m.GetQeIdentity(), QEIdentityChain: m.GetQeIdentityChain(), CRLs: m.GetIntelCrls(),
 	}}
 	for product, a := range c.AMD {
-		for _, der := range c.lists {
-			if issued(der, a.Root) {
-				a.RevocationList = der
-			}
-		}
+		a.RevocationLists = hardware.ListsOf(a.Root, c.lists)
 		c.AMD[product] = a
 	}
 	return c
-}
-
-// issued reports whether a list has the name of that issuer.
-func issued(der []byte, issuer *x509.Certificate) bool {
-	l, err := x509.ParseRevocationList(der)
-	return err == nil && bytes.Equal(l.RawIssuer, issuer.RawSubject)
 }
 
 // Ends returns when each part ends. The error names a part that cannot be read.
@@ -64,16 +52,16 @@ func CheckCollateral(m *attestv1.Collateral, v Vendors, now time.Time) ([]hardwa
 	}
 	c := CollateralOf(m, v)
 	for i, der := range c.lists {
-		var issuer *x509.Certificate
+		one, of := [][]byte{der}, snp.Authority{}
 		for _, a := range c.AMD {
-			if issued(der, a.Root) {
-				issuer = a.Root
+			if len(hardware.ListsOf(a.Root, one)) > 0 {
+				of = a
 			}
 		}
-		if issuer == nil {
+		if of.Root == nil {
 			return nil, hardware.Refuse(hardware.Collateral, "the list %d of AMD is of none of its roots", i)
 		}
-		if err := hardware.CheckRevoked(der, issuer, now); err != nil {
+		if err := hardware.CheckRevoked(one, of.Root, now); err != nil {
 			return nil, err
 		}
 	}

@@ -17,7 +17,7 @@ func TestListsOfAMDGoToTheLinesThatTheyAreOf(t *testing.T) {
 	v := hwreport.RealVendors()
 	c := hwreport.CollateralOf(&attestv1.Collateral{AmdCrls: collateral(t).GetIntelCrls()}, v)
 	for p, a := range c.AMD {
-		if a.RevocationList != nil {
+		if a.RevocationLists != nil {
 			t.Errorf("%s got a list of Intel", p)
 		}
 	}
@@ -46,12 +46,14 @@ func TestCollateralThatNoVendorPublishedIsRefused(t *testing.T) {
 		want   attestv1.Reason
 		about  string
 	}{
-		"nothing changed":                   {func(*attestv1.Collateral) {}, 0, ""},
-		"AMD alone":                         {func(c *attestv1.Collateral) { *c = attestv1.Collateral{AmdCrls: c.GetAmdCrls()} }, 0, ""},
-		"Intel alone":                       {func(c *attestv1.Collateral) { c.AmdCrls = nil }, 0, ""},
-		"nothing":                           {func(c *attestv1.Collateral) { *c = attestv1.Collateral{} }, hardware.Collateral, "of any vendor"},
-		"AMD's list signed by another root": {func(c *attestv1.Collateral) { c.AmdCrls = [][]byte{other.List} }, hardware.Collateral, "not signed"},
-		"Intel's list as AMD's":             {func(c *attestv1.Collateral) { c.AmdCrls = c.GetIntelCrls()[:1] }, hardware.Collateral, "none of its roots"},
+		"nothing changed":                        {func(*attestv1.Collateral) {}, 0, ""},
+		"AMD alone":                              {func(c *attestv1.Collateral) { *c = attestv1.Collateral{AmdCrls: c.GetAmdCrls()} }, 0, ""},
+		"Intel alone":                            {func(c *attestv1.Collateral) { c.AmdCrls = nil }, 0, ""},
+		"nothing":                                {func(c *attestv1.Collateral) { *c = attestv1.Collateral{} }, hardware.Collateral, "of any vendor"},
+		"AMD's list signed by another root":      {func(c *attestv1.Collateral) { c.AmdCrls = [][]byte{other.List} }, hardware.Collateral, "not signed"},
+		"Intel's list as AMD's":                  {func(c *attestv1.Collateral) { c.AmdCrls = c.GetIntelCrls()[:1] }, hardware.Collateral, "none of its roots"},
+		"two lists of one root":                  {func(c *attestv1.Collateral) { c.AmdCrls = append(c.AmdCrls, a.Root.CRL(t, nil)) }, 0, ""},
+		"a second list that another root signed": {func(c *attestv1.Collateral) { c.AmdCrls = append(c.AmdCrls, other.List) }, hardware.Collateral, "not signed"},
 		"AMD's list that has ended": {func(c *attestv1.Collateral) {
 			c.AmdCrls = [][]byte{a.Root.CRL(t, func(l *x509.RevocationList) { l.NextUpdate = hardwaretest.Now.Add(-time.Minute) })}
 		}, hardware.Collateral, "valid from"},
