@@ -169,23 +169,21 @@ type End struct {
 	Name string
 	// Time of the end: with a list, that of its next update.
 	Time time.Time
+	// Issued is when the vendor issued the part.
+	Issued time.Time
+	// Evaluation is Intel's tcbEvaluationDataNumber; 0 for revocation lists.
+	Evaluation uint32
 }
 
-// CRLEnds returns when each issuer's revocation lists in DER end: of several, the first end. It checks
-// no signatures. The error says which list cannot be read.
+// CRLEnds returns when revocation lists in DER end. It checks no signatures. The error says which list
+// cannot be read.
 func CRLEnds(lists [][]byte) (out []End, err error) {
 	for i, der := range lists {
 		l, err := x509.ParseRevocationList(der)
 		if err != nil {
 			return nil, fmt.Errorf("revocation list %d: %w", i, err)
 		}
-		e := End{"revocation list of " + l.Issuer.CommonName, l.NextUpdate}
-		switch at := slices.IndexFunc(out, func(o End) bool { return o.Name == e.Name }); {
-		case at < 0:
-			out = append(out, e)
-		case e.Time.Before(out[at].Time):
-			out[at].Time = e.Time
-		}
+		out = append(out, End{Name: "revocation list of " + l.Issuer.CommonName, Time: l.NextUpdate, Issued: l.ThisUpdate})
 	}
 	return out, nil
 }

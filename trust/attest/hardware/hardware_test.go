@@ -2,11 +2,9 @@ package hardware_test
 
 import (
 	"bytes"
-	"crypto/x509"
 	"encoding/hex"
 	"os"
 	"testing"
-	"time"
 
 	"go.uber.org/goleak"
 
@@ -73,21 +71,6 @@ func TestAnIssuerIsAnAuthorityWithTheRightName(t *testing.T) {
 	}
 	if err := hardware.CheckRevoked([][]byte{v.Renamed(t).CRL(t, nil)}, v.VCEK.Cert, hardwaretest.Now); attest.ReasonOf(err) != hardware.Collateral {
 		t.Errorf("a list by the key under another name: %v", err)
-	}
-}
-
-// Two lists of one root: the first end counts, in either order.
-func TestSeveralListsOfAnIssuerEndWithTheFirst(t *testing.T) {
-	v := hardwaretest.NewAMD(t)
-	early := v.Root.CRL(t, func(l *x509.RevocationList) { l.NextUpdate = hardwaretest.Now.Add(time.Hour) })
-	for name, lists := range map[string][][]byte{"early first": {early, v.List, v.VCEK.CRL(t, nil)}, "early last": {v.List, early, v.VCEK.CRL(t, nil)}} {
-		ends, err := hardware.CRLEnds(lists)
-		if err != nil || len(ends) != 2 || !ends[0].Time.Equal(hardwaretest.Now.Add(time.Hour)) || ends[1].Time.Equal(ends[0].Time) {
-			t.Errorf("%s: %+v, %v", name, ends, err)
-		}
-	}
-	if _, err := hardware.CRLEnds([][]byte{early, {1}}); err == nil {
-		t.Error("a list that is none has an end")
 	}
 }
 

@@ -3,6 +3,7 @@ package hwreport
 import (
 	"fmt"
 	"maps"
+	"slices"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -30,8 +31,23 @@ func CollateralOf(m *attestv1.Collateral, v Vendors) Collateral {
 	return c
 }
 
-// Ends returns when each part ends. The error names a part that cannot be read.
-func (c Collateral) Ends() ([]hardware.End, error) {
+// Ends returns when each part ends; of several revocation lists of one issuer, the first end. The error
+// names a part that cannot be read.
+func (c Collateral) Ends() (out []hardware.End, err error) {
+	all, err := c.parts()
+	for _, p := range all {
+		switch at := slices.IndexFunc(out, func(e hardware.End) bool { return e.Name == p.Name }); {
+		case at < 0:
+			out = append(out, p)
+		case p.Time.Before(out[at].Time):
+			out[at] = p
+		}
+	}
+	return out, err
+}
+
+// parts returns when each part was issued and ends.
+func (c Collateral) parts() ([]hardware.End, error) {
 	out, err := hardware.CRLEnds(c.lists)
 	if err != nil {
 		return nil, fmt.Errorf("from AMD: %w", err)
@@ -66,7 +82,7 @@ func CheckCollateral(m *attestv1.Collateral, v Vendors, now time.Time) ([]hardwa
 		}
 	}
 	if len(m.GetTcbInfos())+len(m.GetQeIdentity())+len(m.GetIntelCrls()) > 0 {
-		if err := c.Intel.Check(v.Intel, now); err != nil {
+		if err := c.Intel.Check(v.Intel, v.IntelPCK, now); err != nil {
 			return nil, err
 		}
 	}
