@@ -469,7 +469,7 @@ func TestThePolicyKnowsTheEndsOfItsCollateral(t *testing.T) {
 			t.Errorf("%s ends on %s", e.Name, e.Time)
 		}
 	}
-	want := []string{"revocation list of ARK test", "revocation list of Intel SGX Root CA", "revocation list of Intel SGX PCK Platform CA", "TCB info of 90c06f000000", "identity of the quoting enclave"}
+	want := []string{"revocation list of ARK test", "revocation list of Intel SGX Root CA", "revocation list of Intel SGX PCK Platform CA", "revocation list of Intel SGX PCK Processor CA", "TCB info of 90c06f000000", "identity of the quoting enclave"}
 	if !slices.Equal(names, want) {
 		t.Errorf("%q", names)
 	}
