@@ -171,20 +171,20 @@ func TestAnOutageOfTheMetadataServiceStopsNoMachine(t *testing.T) {
 			t.Fatal(err)
 		}
 		a.answerWrongly(func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusServiceUnavailable) })
-		for _, calls := range []int{2, 2, 3} { // a minute is between the second and the third
-			now = now.Add(fresh)
-			if calls == 2 && a.asked() == 2 {
-				now = now.Add(30*time.Second - fresh)
-			}
-			if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !proto.Equal(got, first) || a.asked() != calls {
-				t.Errorf("%v: %v after %d calls, want %d", kind, err, a.asked(), calls)
+		for _, step := range []struct {
+			after time.Duration
+			calls int // of the service, so far
+		}{{fresh, 2}, {30 * time.Second, 2}, {30 * time.Second, 3}} {
+			now = now.Add(step.after)
+			if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !proto.Equal(got, first) || a.asked() != step.calls {
+				t.Errorf("%v: %v after %d calls, want %d", kind, err, a.asked(), step.calls)
 			}
 		}
 		s.report = bytes.Clone(s.report)
 		s.report[0x20] ^= 1 // a report that binds another key is another one
 		now = now.Add(fresh)
 		if got, err := r.Report(t.Context(), hardware.ReportData{1}); got != nil || err == nil || !strings.Contains(err.Error(), "503") {
-			t.Errorf("%v: an answer for another report of the TPM: %v, %v", kind, got, err)
+			t.Errorf("%v: an answer for another report of the TPM: %t, %v", kind, got != nil, err)
 		}
 		s.report[0x20] ^= 1
 		a.answerWrongly(nil)
