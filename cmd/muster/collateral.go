@@ -29,8 +29,8 @@ func (a *app) fetchCollateralCommand() *cobra.Command {
 		Use:   "fetch -o FILE [--product Milan|Genoa|Turin]... [--fmspc DIGITS]...",
 		Short: "Fetch revocation lists and TCB data of processors from AMD and Intel, and check them",
 		Long: `Fetches AMD's revocation lists of the lines of processors, and Intel's TCB data of the models, its quoting enclave's identity and
-revocation lists. Nothing is written that its vendor has not signed. It needs no cluster: without a network at the site, run it
-elsewhere, and carry the file.
+revocation lists. Nothing is written unless each part is signed by its vendor, valid, and what was requested. It needs no cluster:
+without a network at the site, run it elsewhere, and carry the file.
 
 The refusal HARDWARE_COLLATERAL names the FMSPC of a machine's processor.`,
 		Args: cobra.NoArgs,
@@ -84,16 +84,20 @@ func (a *app) verifyCollateralCommand() *cobra.Command {
 
 func (a *app) applyCollateralCommand() *cobra.Command {
 	var (
-		dry           bool
+		dry, worse    bool
 		wait, timeout time.Duration
 	)
 	cmd := &cobra.Command{
-		Use:   "apply FILE [--dry-run]",
+		Use:   "apply FILE [--dry-run] [--allow-worse]",
 		Short: "Put collateral into the policy of the owner's folder, sign it, and put it in force",
 		Long: `The policy of the owner's folder gets the collateral, and its serial is counted up. A vendor may have raised a TCB since: so first
 run it with --dry-run. Then nothing comes into force, and the joinservices appraise each running node by it as well, when its
 machine attests next, within five minutes. The output names the nodes that would be refused, and the exit code is 1 if there is
-one.`,
+one.
+
+The file takes the place of all collateral in the policy. A file is refused that lacks what the policy's rules need, or that has
+a document older than the policy's: a mirror can repeat documents that are signed and not yet ended. --allow-worse applies it
+with a warning, for instance when a model of processors is no longer used.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			text, err := os.ReadFile(args[0])
@@ -105,9 +109,12 @@ one.`,
 				return fmt.Errorf("%s: %w", args[0], err)
 			}
 			return a.withFolder(func(dir *ownerdir.Dir) error {
-				policy, err := owner.WithCollateral(dir, c)
+				policy, why, err := owner.WithCollateral(dir, c, worse)
 				if err != nil {
 					return err
+				}
+				for _, w := range why {
+					fmt.Fprintf(a.stderr, "Warning: %s.\n", w)
 				}
 				if dry {
 					return a.policyDiff(cmd.Context(), dir, policy, wait)
@@ -128,6 +135,7 @@ one.`,
 		},
 	}
 	cmd.Flags().BoolVar(&dry, "dry-run", false, "only show which running nodes would be refused")
+	cmd.Flags().BoolVar(&worse, "allow-worse", false, "apply it also if it lacks what the rules need, or has data older than the policy's")
 	cmd.Flags().DurationVar(&wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0: show the difference only")
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
 	return cmd

@@ -38,6 +38,16 @@ func SetCollateral(text []byte, serial uint64, c *attestv1.Collateral) ([]byte, 
 	return out, nil
 }
 
+// WorseCollateral returns why collateral must not take the place of that of a policy, in YAML or JSON: see
+// [attest.WorseCollateral].
+func WorseCollateral(text []byte, c *attestv1.Collateral) ([]string, error) {
+	m, err := message(text)
+	if err != nil {
+		return nil, err
+	}
+	return attest.WorseCollateral(m.GetHardware(), c)
+}
+
 // writeCollateral writes collateral into a policy's document.
 func writeCollateral(root *yaml.Node, c *attestv1.Collateral) error {
 	hardware := field(root, "hardware")
@@ -121,8 +131,8 @@ func checkHardware(h *attestv1.HardwarePolicy, ends []attest.CollateralEnd, now 
 	if h.GetSevSnp() != nil || h.GetTdx() != nil {
 		add("hardware", "sevSnp and tdx show that an accepted guest took part in the session, not that it is this machine: root on one can lend its reports to another machine")
 	}
-	if len(ends) == 0 {
-		add("hardware.collateral", "empty: every report is refused with HARDWARE_COLLATERAL; run muster collateral fetch and apply")
+	for _, lack := range attest.CollateralLacks(h) {
+		add("hardware.collateral", "every report of the kind is refused with HARDWARE_COLLATERAL: %s; run muster collateral fetch and apply", lack)
 	}
 	for _, e := range ends {
 		if end := e.Time.UTC().Format(time.DateOnly); now.After(e.Time) {

@@ -111,7 +111,8 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		about string
 		want  bool
 	}{
-		"no collateral":               {string(read(t, "policy.yaml")) + hardwareRules, march, "hardware.collateral: empty", true},
+		"no collateral":               {string(read(t, "policy.yaml")) + hardwareRules, march, "no TCB data of Intel: fetch with --fmspc", true},
+		"collateral of one vendor of two": {string(with) + "  sevSnp: {minTcb: [{product: Milan}, {product: Genoa}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march, "of the line Genoa, and no revocation list of AMD", true},
 		"valid collateral":            {string(with), march.Add(-10 * 24 * time.Hour), "hardware.collateral", false},
 		"collateral that ends soon":   {string(with), march.Add(20 * 24 * time.Hour), "hardware.collateral: the ", true},
 		"collateral that has ended":   {string(with), march.Add(90 * 24 * time.Hour), "ended on", true},
@@ -133,5 +134,33 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		if has != tt.want {
 			t.Errorf("%s: %t, %+v", name, has, found)
 		}
+	}
+}
+
+func TestCollateralThatIsWorseThanThePolicysIsNamed(t *testing.T) {
+	with, err := policyfile.SetCollateral([]byte(string(read(t, "policy.yaml"))+hardwareRules), 8, collateral(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := collateral(t)
+	other.IntelCrls = other.GetIntelCrls()[:0]
+	for name, tt := range map[string]struct {
+		text string
+		next *attestv1.Collateral
+		want string
+	}{
+		"the same":                {string(with), collateral(t), ""},
+		"nothing":                 {string(with), &attestv1.Collateral{}, "no TCB data of Intel"},
+		"no revocation lists":     {string(with), other, "no TCB data of Intel"},
+		"nothing for no rules":    {string(read(t, "policy.yaml")), &attestv1.Collateral{}, ""},
+		"the first for the rules": {string(read(t, "policy.yaml")) + hardwareRules, collateral(t), ""},
+	} {
+		why, err := policyfile.WorseCollateral([]byte(tt.text), tt.next)
+		if err != nil || (tt.want == "") != (len(why) == 0) || tt.want != "" && !strings.Contains(why[0], tt.want) {
+			t.Errorf("%s: %q, %v", name, why, err)
+		}
+	}
+	if _, err := policyfile.WorseCollateral([]byte("hardware: ["), collateral(t)); err == nil {
+		t.Error("a text that is no policy was compared")
 	}
 }

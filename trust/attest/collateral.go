@@ -21,3 +21,27 @@ func (p *Policy) CollateralEnds() []CollateralEnd { return p.hardware.Ends() }
 func CheckCollateral(c *attestv1.Collateral, now time.Time) ([]CollateralEnd, error) {
 	return hwreport.CheckCollateral(c, hwreport.RealVendors(), now)
 }
+
+// CollateralLacks returns what the rules of a policy need and its collateral does not have, in words for
+// the owner. Without it all reports of a kind are refused.
+func CollateralLacks(h *attestv1.HardwarePolicy) []string {
+	return hwreport.Lacks(h, h.GetCollateral(), hwreport.RealVendors())
+}
+
+// WorseCollateral returns why next must not take the place of the collateral of a policy, in words for the
+// owner: it lacks what the rules need, or the vendor issued a part of it before what the policy has. The
+// error names a part that cannot be read.
+func WorseCollateral(h *attestv1.HardwarePolicy, next *attestv1.Collateral) ([]string, error) {
+	return hwreport.Worse(h, next, hwreport.RealVendors())
+}
+
+// CheckFetchedCollateral checks, beside [CheckCollateral], that nothing is missing of what was requested:
+// both revocation lists of each of AMD's products, and the TCB info of each FMSPC. The refusal is
+// HARDWARE_COLLATERAL.
+func CheckFetchedCollateral(c *attestv1.Collateral, products, models []string, now time.Time) ([]CollateralEnd, error) {
+	ends, err := CheckCollateral(c, now)
+	if err == nil {
+		err = hwreport.Covers(c, products, models, hwreport.RealVendors())
+	}
+	return ends, err
+}

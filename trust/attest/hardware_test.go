@@ -48,7 +48,7 @@ func newFleet(t testing.TB) *fleet {
 	f := &fleet{ca: attesttest.NewCAValid(t, time.Unix(0, 0), time.Unix(1<<32, 0)), amd: hardwaretest.NewAMD(t), intel: hardwaretest.NewIntel(t)}
 	authorities := f.amd.Authorities()
 	for p, a := range authorities {
-		a.RevocationList = nil // it comes with the policy
+		a.RevocationLists = nil // it comes with the policy
 		authorities[p] = a
 	}
 	f.vendors = hwreport.Vendors{AMD: authorities, Intel: []*x509.Certificate{f.intel.Root.Cert}}
@@ -315,7 +315,10 @@ func TestEvidenceWithHardwareReportsThatIsRefused(t *testing.T) {
 	add("lists of AMD in place of Intel's", hardware.Collateral, hwreport.AzureTDX, collateral(func(c *attestv1.Collateral) { c.IntelCrls = c.AmdCrls }))
 	add("data of Intel that are too old for the policy", hardware.Collateral, hwreport.TDX, rule(func(p *attestv1.HardwarePolicy) { p.Tdx.MinEvaluationNumber = 19 }))
 	add("verifier whose clock is after the end of the processor's certificate", hardware.Untrusted, hwreport.TDX, later)
-	add("issuer on AMD's list", hardware.Untrusted, hwreport.SevSnp, collateral(func(c *attestv1.Collateral) { c.AmdCrls = [][]byte{f.amd.Root.CRL(t, nil, f.amd.VCEK.Cert)} }))
+	revoked := f.amd.Root.CRL(t, nil, f.amd.VCEK.Cert)
+	add("issuer on AMD's list", hardware.Untrusted, hwreport.SevSnp, collateral(func(c *attestv1.Collateral) { c.AmdCrls = [][]byte{revoked} }))
+	add("issuer on the first of AMD's lists of one root", hardware.Untrusted, hwreport.SevSnp, collateral(func(c *attestv1.Collateral) { c.AmdCrls = [][]byte{revoked, f.amd.List} }))
+	add("issuer on the last of AMD's lists of one root", hardware.Untrusted, hwreport.SevSnp, collateral(func(c *attestv1.Collateral) { c.AmdCrls = [][]byte{f.amd.List, revoked} }))
 	tcb := func(change func(*attestv1.SevSnpTcb)) func(*scene) {
 		return rule(func(p *attestv1.HardwarePolicy) { change(p.GetSevSnp().GetMinTcb()[0]) })
 	}
@@ -494,7 +497,7 @@ func TestThePolicyKnowsTheEndsOfItsCollateral(t *testing.T) {
 			t.Errorf("%s ends on %s", e.Name, e.Time)
 		}
 	}
-	want := []string{"revocation list of ARK test", "revocation list of Intel SGX Root CA", "revocation list of Intel SGX PCK Platform CA", "TCB info of 90c06f000000", "identity of the quoting enclave"}
+	want := []string{"revocation list of ARK test", "revocation list of Intel SGX Root CA", "revocation list of Intel SGX PCK Platform CA", "revocation list of Intel SGX PCK Processor CA", "TCB info of 90c06f000000", "identity of the quoting enclave"}
 	if !slices.Equal(names, want) {
 		t.Errorf("%q", names)
 	}

@@ -91,7 +91,7 @@ func (r *Reports) Report(ctx context.Context, data hardware.ReportData) (out *at
 	if len(report) != snp.ReportSize {
 		return nil, fmt.Errorf("the SEV-SNP report has %d bytes, want %d", len(report), snp.ReportSize)
 	}
-	certificate, err := keyCertificate(aux)
+	certificate, err := keyCertificate(report, aux)
 	if err != nil {
 		return nil, err
 	}
@@ -159,19 +159,21 @@ func (e entry) make(data hardware.ReportData) (report, aux []byte, err error) {
 
 // The identifiers of the chip's and the provider's key in the host's table of certificates
 // (GHCB specification, AMD 56421, section 4.1.8.1; the bytes in the order of RFC 9562).
-var tableKeys = []string{"63da758de6644564adc5f4b93be8accd", "a8074bc2a25a483eaae639c045a0b8a1"}
+var tableKeys = map[snp.Key]string{snp.VCEK: "63da758de6644564adc5f4b93be8accd", snp.VLEK: "a8074bc2a25a483eaae639c045a0b8a1"}
 
-// keyCertificate returns the certificate of the VCEK or VLEK from the table that the host gives to the
-// guest; empty if it gives none, which a policy without rules for such reports accepts. The table has
-// entries of an identifier of 16 bytes, offset and length; the last is zero.
-func keyCertificate(table []byte) ([]byte, error) {
+// keyCertificate returns the certificate of the key that signed the report, VCEK or VLEK, from the table
+// that the host gives to the guest: it can have both. It is empty if the table lacks it, or if no such key
+// signed the report, which a policy without rules for such reports accepts. The table has entries of an
+// identifier of 16 bytes, offset and length; the last is zero.
+func keyCertificate(report, table []byte) ([]byte, error) {
+	key, _ := snp.SigningKey(report) // none: no entry has its identifier, and the verifier refuses with the reason
 	for at := 0; at+24 <= len(table); at += 24 {
 		id := hex.EncodeToString(table[at : at+16])
 		offset, length := uint64(binary.LittleEndian.Uint32(table[at+16:])), uint64(binary.LittleEndian.Uint32(table[at+20:]))
 		if id == strings.Repeat("0", 32) {
 			break
 		}
-		if id != tableKeys[0] && id != tableKeys[1] {
+		if id != tableKeys[key] {
 			continue
 		}
 		if length == 0 || length > snp.MaxCertificate || offset+length > uint64(len(table)) {

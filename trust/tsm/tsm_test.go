@@ -17,6 +17,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/muster-k8s/muster/trust/attest/hardware"
+	"github.com/muster-k8s/muster/trust/attest/snp"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -149,7 +150,7 @@ func newSNP(t testing.TB) *kernel {
 			copy(b[0x50:0x90], in)
 			return b, nil
 		},
-		aux: table([2]string{other, "issuer"}, [2]string{tableKeys[0], string(captured(t, "snp/milan-v2-vcek/vcek.der"))}),
+		aux: table([2]string{other, "issuer"}, [2]string{tableKeys[snp.VCEK], string(captured(t, "snp/milan-v2-vcek/vcek.der"))}),
 	}
 }
 
@@ -205,11 +206,36 @@ func TestAGuestAsksAtItsOwnPrivilegeLevel(t *testing.T) {
 	}
 }
 
-func TestAProvidersKeyIsUsedToo(t *testing.T) {
-	k := newSNP(t)
-	k.aux = table([2]string{tableKeys[1], "VLEK"})
-	if r, err := (&Reports{k}).Report(t.Context(), value()); err != nil || string(r.GetSevSnp().GetCertificate()) != "VLEK" {
-		t.Errorf("%q, %v", r.GetSevSnp().GetCertificate(), err)
+// TestTheCertificateIsThatOfTheKeyThatSigned: a host can have both keys, in any order.
+func TestTheCertificateIsThatOfTheKeyThatSigned(t *testing.T) {
+	vcek, vlek := [2]string{tableKeys[snp.VCEK], "VCEK"}, [2]string{tableKeys[snp.VLEK], "VLEK"}
+	for name, tt := range map[string]struct {
+		info byte // KEY_INFO of the report
+		aux  []byte
+		want string
+	}{
+		"VCEK, alone":                 {0, table(vcek), "VCEK"},
+		"VCEK, before the VLEK":       {0, table(vcek, vlek), "VCEK"},
+		"VCEK, after the VLEK":        {0, table(vlek, vcek), "VCEK"},
+		"VCEK, and the VLEK is there": {0, table(vlek), ""},
+		"VLEK, alone":                 {1 << 2, table(vlek), "VLEK"},
+		"VLEK, after the VCEK":        {1 << 2, table(vcek, vlek), "VLEK"},
+		"VLEK, before the VCEK":       {1 << 2, table(vlek, vcek), "VLEK"},
+		"VLEK, and the VCEK is there": {1 << 2, table(vcek), ""},
+		"masked key":                  {2, table(vcek, vlek), ""},
+		"no key":                      {7 << 2, table(vcek, vlek), ""},
+	} {
+		k := newSNP(t)
+		report := k.report
+		k.report = func(in []byte) ([]byte, error) {
+			b, err := report(in)
+			b[0x48] = tt.info
+			return b, err
+		}
+		k.aux = tt.aux
+		if r, err := (&Reports{k}).Report(t.Context(), value()); err != nil || string(r.GetSevSnp().GetCertificate()) != tt.want {
+			t.Errorf("%s: %q, %v, want %q", name, r.GetSevSnp().GetCertificate(), err, tt.want)
+		}
 	}
 }
 
@@ -232,7 +258,7 @@ func (noDriver) mkdir(string) error { return &os.PathError{Op: "mkdir", Err: sys
 func TestAHostWithoutCertificatesDoesNotStopAMachine(t *testing.T) {
 	for name, aux := range map[string][]byte{
 		"no table": nil, "empty table": table(), "table of the issuer alone": table([2]string{other, "issuer"}),
-		"key after the end of the table": append(make([]byte, 24), table([2]string{tableKeys[0], "certificate"})...),
+		"key after the end of the table": append(make([]byte, 24), table([2]string{tableKeys[snp.VCEK], "certificate"})...),
 	} {
 		k := newSNP(t)
 		k.aux = aux
@@ -247,7 +273,7 @@ func TestErrorsOfThePlatformAreReported(t *testing.T) {
 	short := func(n int) func([]byte) ([]byte, error) {
 		return func([]byte) ([]byte, error) { return make([]byte, n), nil }
 	}
-	cut := table([2]string{tableKeys[0], "certificate"})
+	cut := table([2]string{tableKeys[snp.VCEK], "certificate"})
 	for name, tt := range map[string]struct {
 		kernel func(testing.TB) *kernel
 		change func(*kernel)
@@ -262,9 +288,9 @@ func TestErrorsOfThePlatformAreReported(t *testing.T) {
 		"report of more than 32 KiB":         {newTDX, func(k *kernel) { k.report = short(32<<10 + 1) }, "more than 32768"},
 		"another program's write":            {newSNP, func(k *kernel) { k.interfere = true }, "another program has written"},
 		"certificate beyond the table":       {newSNP, func(k *kernel) { k.aux = cut[:len(cut)-1] }, "an entry for the SEV-SNP key"},
-		"empty certificate":                  {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[0], ""}) }, "an entry for the SEV-SNP key"},
-		"certificate of more than 4 KiB":     {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[0], strings.Repeat("x", 4097)}) }, "an entry for the SEV-SNP key"},
-		"certificate of exactly 4 KiB":       {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[0], strings.Repeat("x", 4096)}) }, ""},
+		"empty certificate":                  {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[snp.VCEK], ""}) }, "an entry for the SEV-SNP key"},
+		"certificate of more than 4 KiB":     {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[snp.VCEK], strings.Repeat("x", 4097)}) }, "an entry for the SEV-SNP key"},
+		"certificate of exactly 4 KiB":       {newSNP, func(k *kernel) { k.aux = table([2]string{tableKeys[snp.VCEK], strings.Repeat("x", 4096)}) }, ""},
 		"quote of exactly 16 KiB":            {newTDX, func(k *kernel) { k.report = short(16 << 10) }, ""},
 		"issuer beside the key, key as last": {newSNP, func(*kernel) {}, ""},
 	} {

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/url"
 	"regexp"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/encoding/protojson"
@@ -43,18 +44,20 @@ var (
 	fmspcDigits = regexp.MustCompile(`^[0-9A-Fa-f]{12}$`)
 )
 
-// FetchCollateral fetches what the vendors publish, and checks that it is theirs and valid at now.
+// FetchCollateral fetches what the vendors publish, and checks that it is theirs, valid at now, and what was requested.
 func FetchCollateral(ctx context.Context, s CollateralSource, now time.Time) (*attestv1.Collateral, []attest.CollateralEnd, error) {
 	c := &attestv1.Collateral{}
 	for _, p := range s.Products {
 		if !productName.MatchString(p) {
 			return nil, nil, fmt.Errorf("product %q: want Milan, Genoa (also for Bergamo and Siena) or Turin", p)
 		}
-		crl, _, err := fetchAnswer(ctx, s.AMD+"/vcek/v1/"+p+"/crl", "")
-		if err != nil {
-			return nil, nil, err
+		for _, key := range []string{"vcek", "vlek"} { // one root signs both lists
+			crl, _, err := fetchAnswer(ctx, s.AMD+"/"+key+"/v1/"+p+"/crl", "")
+			if err != nil {
+				return nil, nil, err
+			}
+			c.AmdCrls = append(c.AmdCrls, crl)
 		}
-		c.AmdCrls = append(c.AmdCrls, crl)
 	}
 	for _, f := range s.FMSPCs {
 		if !fmspcDigits.MatchString(f) {
@@ -79,7 +82,7 @@ func FetchCollateral(ctx context.Context, s CollateralSource, now time.Time) (*a
 			c.IntelCrls = append(c.IntelCrls, crl)
 		}
 	}
-	ends, err := attest.CheckCollateral(c, now)
+	ends, err := attest.CheckFetchedCollateral(c, s.Products, s.FMSPCs, now)
 	return c, ends, err
 }
 
@@ -128,18 +131,28 @@ func ReadCollateral(text []byte, now time.Time) (*attestv1.Collateral, []attest.
 	return c, ends, err
 }
 
-// WithCollateral returns the policy of the owner's folder with other collateral and the next serial.
-func WithCollateral(d *ownerdir.Dir, c *attestv1.Collateral) ([]byte, error) {
+// WithCollateral returns the policy of the owner's folder with other collateral and the next serial. It also returns why the
+// collateral is worse than that of the policy, in words: it lacks what the rules need, or has older data. If there is such a
+// reason and it is not allowed, this is an error.
+func WithCollateral(d *ownerdir.Dir, c *attestv1.Collateral, allowWorse bool) (policy []byte, worse []string, err error) {
 	text, err := d.Read(ownerdir.PolicyFile)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	p, _, err := policyfile.Parse(text)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if p.Serial()+1 == 0 {
-		return nil, errors.New("the policy's serial cannot be increased")
+		return nil, nil, errors.New("the policy's serial cannot be increased")
 	}
-	return policyfile.SetCollateral(text, p.Serial()+1, c)
+	if worse, err = policyfile.WorseCollateral(text, c); err != nil {
+		return nil, nil, err
+	}
+	if len(worse) > 0 && !allowWorse {
+		return nil, worse, fmt.Errorf("the collateral is worse than that of the policy in the folder, so reports would be refused, or accepted by data that have been replaced:\n- %s\nFetch it again, from the vendor itself if you used a mirror, with all lines of processors and models in one file; or give --allow-worse",
+			strings.Join(worse, "\n- "))
+	}
+	policy, err = policyfile.SetCollateral(text, p.Serial()+1, c)
+	return policy, worse, err
 }

@@ -35,6 +35,8 @@ const (
 	maxAnswer = 64 << 10
 	// fresh is how long an answer of the metadata service is used. The report itself is made at boot.
 	fresh = time.Hour
+	// retry is how long the previous answer is used after the service has failed.
+	retry = time.Minute
 )
 
 // TPM is the part of the machine's TPM that this package reads.
@@ -51,7 +53,7 @@ type Reports struct {
 	now      func() time.Time
 
 	mu    sync.Mutex // serializes the requests to the metadata service
-	none  bool       // the TPM has no report; a boot does not change that
+	none  bool       // the TPM has no report that a policy knows; a boot does not change that
 	azure *attestv1.AzureReport
 	since time.Time
 }
@@ -88,6 +90,10 @@ func (r *Reports) azureReport(ctx context.Context) (*attestv1.AzureReport, error
 		return nil, err
 	}
 	kind, report, _, err := hcl.Split(b)
+	if _, other := errors.AsType[*hcl.OtherKindError](err); other {
+		r.none = true // as of a virtual machine with VBS: no rule of a policy is about it
+		return nil, nil
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -98,6 +104,12 @@ func (r *Reports) azureReport(ctx context.Context) (*attestv1.AzureReport, error
 		out.Quote, err = r.quote(ctx, report)
 	}
 	if err != nil {
+		// What the service adds does not change during a boot either: an outage stops no machine that has had an answer. The
+		// TPM's report binds the attestation key, so the answer must be one for this report.
+		if r.azure != nil && bytes.Equal(r.azure.GetHclReport(), b) {
+			r.since = r.now().Add(retry - fresh)
+			return r.azure, nil
+		}
 		return nil, fmt.Errorf("the metadata service of Azure: %w", err)
 	}
 	r.azure, r.since = out, r.now()

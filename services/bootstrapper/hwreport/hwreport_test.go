@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"google.golang.org/protobuf/proto"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
@@ -156,6 +157,59 @@ func TestAMachineOfNoKindSendsNoReport(t *testing.T) {
 	}
 	if a.asked() != 0 || s.reads != 1 {
 		t.Errorf("%d calls of the metadata service, %d reads of the TPM", a.asked(), s.reads)
+	}
+}
+
+// TestAnOutageOfTheMetadataServiceStopsNoMachine: the first answer of the boot is used on, and asked for again.
+func TestAnOutageOfTheMetadataServiceStopsNoMachine(t *testing.T) {
+	for _, kind := range []hcl.Kind{hcl.SNP, hcl.TDX} {
+		a, s, now := newAzure(t), &stored{report: hclReport(kind)}, time.Now()
+		r := reports(t, s, a)
+		r.now = func() time.Time { return now }
+		first, err := r.Report(t.Context(), hardware.ReportData{1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		a.answerWrongly(func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusServiceUnavailable) })
+		for _, step := range []struct {
+			after time.Duration
+			calls int // of the service, so far
+		}{{fresh, 2}, {30 * time.Second, 2}, {30 * time.Second, 3}} {
+			now = now.Add(step.after)
+			if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !proto.Equal(got, first) || a.asked() != step.calls {
+				t.Errorf("%v: %v after %d calls, want %d", kind, err, a.asked(), step.calls)
+			}
+		}
+		s.report = bytes.Clone(s.report)
+		s.report[0x20] ^= 1 // a report that binds another key is another one
+		now = now.Add(fresh)
+		if got, err := r.Report(t.Context(), hardware.ReportData{1}); got != nil || err == nil || !strings.Contains(err.Error(), "503") {
+			t.Errorf("%v: an answer for another report of the TPM: %t, %v", kind, got != nil, err)
+		}
+		s.report[0x20] ^= 1
+		a.answerWrongly(nil)
+		if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !proto.Equal(got, first) {
+			t.Errorf("%v, repaired: %v", kind, err)
+		}
+	}
+}
+
+// TestAReportOfAnotherKindIsNone: a virtual machine with VBS joins as one without a report. A malformed report is an error.
+func TestAReportOfAnotherKindIsNone(t *testing.T) {
+	a, s := newAzure(t), &stored{report: hclReport(hcl.Kind(1))}
+	r := reports(t, s, a)
+	for range 2 {
+		if got, err := r.Report(t.Context(), hardware.ReportData{1}); got != nil || err != nil {
+			t.Errorf("%v, %v", got, err)
+		}
+	}
+	if a.asked() != 0 || s.reads != 1 {
+		t.Errorf("%d calls of the metadata service, %d reads of the TPM", a.asked(), s.reads)
+	}
+	malformed := &stored{report: hclReport(hcl.Kind(1))}
+	malformed.report[4] = 9 // version
+	if got, err := reports(t, malformed, a).Report(t.Context(), hardware.ReportData{1}); got != nil || err == nil {
+		t.Errorf("a malformed report of another kind: %v, %v", got, err)
 	}
 }
 

@@ -109,13 +109,36 @@ func CheckIssued(c, issuer *x509.Certificate, now time.Time) error {
 	return nil
 }
 
-// CheckRevoked checks that a revocation list in DER is issuer's and valid at now (RFC 5280, section
-// 6.3.3), with the reason HARDWARE_COLLATERAL; and that it has none of certs, which issuer issued,
-// with HARDWARE_UNTRUSTED.
-func CheckRevoked(der []byte, issuer *x509.Certificate, now time.Time, certs ...*x509.Certificate) error {
+// ListsOf returns those revocation lists in DER that have the issuer's name.
+func ListsOf(issuer *x509.Certificate, lists [][]byte) (out [][]byte) {
+	for _, der := range lists {
+		if l, err := x509.ParseRevocationList(der); err == nil && bytes.Equal(l.RawIssuer, issuer.RawSubject) {
+			out = append(out, der)
+		}
+	}
+	return out
+}
+
+// CheckRevoked checks that there are revocation lists, in DER, and that each is issuer's and valid at
+// now (RFC 5280, section 6.3.3), with the reason HARDWARE_COLLATERAL; and that none of them has one of
+// certs, which issuer issued, with HARDWARE_UNTRUSTED. A vendor may publish several lists by one key:
+// AMD's root has one for the issuers of VCEKs and one for those of VLEKs.
+func CheckRevoked(lists [][]byte, issuer *x509.Certificate, now time.Time, certs ...*x509.Certificate) error {
+	if len(lists) == 0 { // A3
+		return Refuse(Collateral, "the revocation list of %q is missing", issuer.Subject)
+	}
+	for _, der := range lists {
+		if err := checkRevoked(der, issuer, now, certs); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func checkRevoked(der []byte, issuer *x509.Certificate, now time.Time, certs []*x509.Certificate) error {
 	l, err := x509.ParseRevocationList(der)
 	if err != nil {
-		return Refuse(Collateral, "the revocation list of %q is missing or malformed: %w", issuer.Subject, err)
+		return Refuse(Collateral, "the revocation list of %q is malformed: %w", issuer.Subject, err)
 	}
 	if !bytes.Equal(l.RawIssuer, issuer.RawSubject) {
 		return Refuse(Collateral, "the revocation list is one of %q, not of %q", l.Issuer, issuer.Subject)
@@ -146,6 +169,10 @@ type End struct {
 	Name string
 	// Time of the end: with a list, that of its next update.
 	Time time.Time
+	// Issued is when the vendor issued the part.
+	Issued time.Time
+	// Evaluation is Intel's tcbEvaluationDataNumber; 0 for revocation lists.
+	Evaluation uint32
 }
 
 // CRLEnds returns when revocation lists in DER end. It checks no signatures. The error says which list
@@ -156,7 +183,7 @@ func CRLEnds(lists [][]byte) (out []End, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("revocation list %d: %w", i, err)
 		}
-		out = append(out, End{"revocation list of " + l.Issuer.CommonName, l.NextUpdate})
+		out = append(out, End{Name: "revocation list of " + l.Issuer.CommonName, Time: l.NextUpdate, Issued: l.ThisUpdate})
 	}
 	return out, nil
 }

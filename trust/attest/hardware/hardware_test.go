@@ -66,10 +66,10 @@ func TestAnIssuerIsAnAuthorityWithTheRightName(t *testing.T) {
 		t.Error("an issuer of version 1 is an authority")
 	}
 	list := v.VCEK.CRL(t, nil)
-	if err := hardware.CheckRevoked(list, v.VCEK.Cert, hardwaretest.Now); err != nil {
+	if err := hardware.CheckRevoked([][]byte{list}, v.VCEK.Cert, hardwaretest.Now); err != nil {
 		t.Fatal(err)
 	}
-	if err := hardware.CheckRevoked(v.Renamed(t).CRL(t, nil), v.VCEK.Cert, hardwaretest.Now); attest.ReasonOf(err) != hardware.Collateral {
+	if err := hardware.CheckRevoked([][]byte{v.Renamed(t).CRL(t, nil)}, v.VCEK.Cert, hardwaretest.Now); attest.ReasonOf(err) != hardware.Collateral {
 		t.Errorf("a list by the key under another name: %v", err)
 	}
 }

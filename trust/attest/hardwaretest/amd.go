@@ -149,7 +149,7 @@ func (v *AMD) Renamed(t testing.TB) *Authority {
 func (v *AMD) Authorities() snp.Authorities {
 	out := snp.Authorities{}
 	for _, p := range snp.Products {
-		out[p] = snp.Authority{Root: v.Root.Cert, VCEK: v.VCEK.Cert, VLEK: v.VLEK.Cert, RevocationList: v.List}
+		out[p] = snp.Authority{Root: v.Root.Cert, VCEK: v.VCEK.Cert, VLEK: v.VLEK.Cert, RevocationLists: [][]byte{v.List}}
 	}
 	return out
 }

@@ -27,8 +27,9 @@ const FMSPC = "90c06f000000"
 
 // Intel is a vendor of TDX processors.
 type Intel struct {
-	Root, Platform, Signing *Authority
-	pck                     *Authority
+	// Platform and Processor are the authorities for PCKs. Those of this package are below Platform.
+	Root, Platform, Processor, Signing *Authority
+	pck                                *Authority
 }
 
 // NewIntel makes a vendor.
@@ -37,9 +38,15 @@ func NewIntel(t testing.TB) *Intel {
 	p256 := func() *ecdsa.PrivateKey { return NewECDSA(t, elliptic.P256()) }
 	v := &Intel{Root: (*Authority)(nil).issue(t, ca("Intel SGX Root CA"), p256())}
 	v.Platform = v.Root.issue(t, ca("Intel SGX PCK Platform CA"), p256())
+	v.Processor = v.Root.issue(t, ca("Intel SGX PCK Processor CA"), p256())
 	v.Signing = v.NewSigning(t, nil)
 	v.pck = v.NewPCK(t, nil)
 	return v
+}
+
+// PCKAuthorities returns the certificates of both authorities for PCKs.
+func (v *Intel) PCKAuthorities() []*x509.Certificate {
+	return []*x509.Certificate{v.Platform.Cert, v.Processor.Cert}
 }
 
 // NewRoot makes another certificate for the root's key and name.
@@ -196,7 +203,7 @@ func (v *Intel) Collateral(t testing.TB, tcbInfo, qeIdentity any) tdx.Collateral
 	chain := PEM(v.Signing.Cert, v.Root.Cert)
 	return tdx.Collateral{
 		TCBInfo: [][]byte{v.Signing.Answer(t, "tcbInfo", tcbInfo)}, QEIdentity: v.Signing.Answer(t, "enclaveIdentity", qeIdentity),
-		TCBInfoChain: chain, QEIdentityChain: chain, CRLs: [][]byte{v.Root.CRL(t, nil), v.Platform.CRL(t, nil)},
+		TCBInfoChain: chain, QEIdentityChain: chain, CRLs: [][]byte{v.Root.CRL(t, nil), v.Platform.CRL(t, nil), v.Processor.CRL(t, nil)},
 	}
 }
 

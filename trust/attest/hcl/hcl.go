@@ -19,6 +19,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
+	"fmt"
 	"math/big"
 	"time"
 
@@ -49,8 +50,18 @@ const (
 	hashSHA256   = 1
 )
 
+// OtherKindError is the cause of the refusal of an HCL report that is well-formed, and has a hardware
+// report of another kind: 1 for virtual machines with VBS, which have no report of a processor.
+type OtherKindError struct{ Kind Kind }
+
+// Error implements error.
+func (e *OtherKindError) Error() string {
+	return fmt.Sprintf("is of kind %d; known are 2 (SEV-SNP) and 4 (TDX)", e.Kind)
+}
+
 // Split takes an HCL report apart, as the TPM's NV index has it: the hardware report and the JSON
-// text that it is bound to. Nothing is verified. The refusal is EVIDENCE_MALFORMED.
+// text that it is bound to. Nothing is verified. The refusal is EVIDENCE_MALFORMED, with an
+// [OtherKindError] for a well-formed report of another kind.
 func Split(b []byte) (kind Kind, report, runtime []byte, err error) {
 	refuse := func(format string, args ...any) (Kind, []byte, []byte, error) {
 		return 0, nil, nil, hardware.Refuse(hardware.Malformed, "the HCL report "+format, args...)
@@ -85,7 +96,7 @@ func Split(b []byte) (kind Kind, report, runtime []byte, err error) {
 	case TDX:
 		size = tdReportSize
 	default:
-		return refuse("is of kind %d; known are 2 (SEV-SNP) and 4 (TDX)", kind)
+		return refuse("%w", &OtherKindError{kind})
 	}
 	if !zero(b[hardwareAt+size : runtimeAt]) {
 		return refuse("has bytes after the hardware report that are not zero")

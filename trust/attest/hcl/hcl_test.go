@@ -44,7 +44,7 @@ func file(t testing.TB, path string) []byte {
 func amd() snp.Authorities {
 	out := snp.AMD()
 	for p, a := range out {
-		a.InsecureNoRevocationList = true // none was captured
+		a.InsecureNoRevocationLists = true // none was captured
 		out[p] = a
 	}
 	return out

@@ -15,11 +15,11 @@ type Authority struct {
 	// VCEK and VLEK are the issuers of both kinds of keys, ASK and ASVK. A kind without issuer is
 	// refused.
 	VCEK, VLEK *x509.Certificate
-	// RevocationList is the Root's list of revoked issuers, in DER. Without one everything is
-	// refused, except with InsecureNoRevocationList.
-	RevocationList []byte
-	// InsecureNoRevocationList accepts keys below an issuer that AMD may have revoked.
-	InsecureNoRevocationList bool
+	// RevocationLists are the Root's lists of revoked issuers, in DER: an issuer must be in none of
+	// them. Without one everything is refused, except with InsecureNoRevocationLists.
+	RevocationLists [][]byte
+	// InsecureNoRevocationLists accepts keys below an issuer that AMD may have revoked.
+	InsecureNoRevocationLists bool
 }
 
 // Authorities has those of each product. A product without one is refused (A3).
@@ -63,8 +63,8 @@ func (a Authority) check(c *x509.Certificate, k Key, now time.Time) error {
 	if c.IsCA {
 		return hardware.Refuse(hardware.Untrusted, "the certificate of the %s is that of an authority", k)
 	}
-	if a.InsecureNoRevocationList {
+	if a.InsecureNoRevocationLists {
 		return nil
 	}
-	return hardware.CheckRevoked(a.RevocationList, a.Root, now, issuer)
+	return hardware.CheckRevoked(a.RevocationLists, a.Root, now, issuer)
 }

@@ -32,7 +32,7 @@ func day(s string) time.Time {
 func amd() snp.Authorities {
 	out := snp.AMD()
 	for p, a := range out {
-		a.InsecureNoRevocationList = true
+		a.InsecureNoRevocationLists = true
 		out[p] = a
 	}
 	return out

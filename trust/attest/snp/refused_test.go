@@ -269,23 +269,28 @@ func TestReportsThatAreRefused(t *testing.T) {
 	add("no authority of the product", hardware.Untrusted, nil, func(in *input) { delete(in.auth, snp.Milan) })
 	add("no issuer of VLEKs", hardware.Untrusted, withVLEK, authority(func(a *snp.Authority) { a.VLEK = nil }))
 	add("no root", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.Root = nil }))
-	add("revoked issuer", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.RevocationList = v.Root.CRL(t, nil, a.VCEK) }))
+	add("revoked issuer", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.RevocationLists = [][]byte{v.Root.CRL(t, nil, a.VCEK)} }))
+	add("issuer that the first of two lists has revoked", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.RevocationLists = [][]byte{v.Root.CRL(t, nil, a.VCEK), v.List} }))
+	add("issuer that the last of two lists has revoked", hardware.Untrusted, nil, authority(func(a *snp.Authority) { a.RevocationLists = [][]byte{v.List, v.Root.CRL(t, nil, a.VCEK)} }))
 
 	// Collateral.
-	add("no revocation list", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationList = nil }))
-	add("revocation list that is none", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationList = []byte{0x30, 0} }))
+	add("no revocation list", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationLists = nil }))
+	add("revocation list that is none", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationLists = [][]byte{{0x30, 0}} }))
 	add("expired revocation list", hardware.Collateral, nil, authority(func(a *snp.Authority) {
-		a.RevocationList = v.Root.CRL(t, func(l *x509.RevocationList) { l.NextUpdate = hardwaretest.Now.Add(-time.Second) })
+		a.RevocationLists = [][]byte{v.Root.CRL(t, func(l *x509.RevocationList) { l.NextUpdate = hardwaretest.Now.Add(-time.Second) })}
+	}))
+	add("expired second revocation list", hardware.Collateral, nil, authority(func(a *snp.Authority) {
+		a.RevocationLists = [][]byte{v.List, v.Root.CRL(t, func(l *x509.RevocationList) { l.NextUpdate = hardwaretest.Now.Add(-time.Second) })}
 	}))
 	add("revocation list of the future", hardware.Collateral, nil, authority(func(a *snp.Authority) {
-		a.RevocationList = v.Root.CRL(t, func(l *x509.RevocationList) { l.ThisUpdate = hardwaretest.Now.Add(time.Second) })
+		a.RevocationLists = [][]byte{v.Root.CRL(t, func(l *x509.RevocationList) { l.ThisUpdate = hardwaretest.Now.Add(time.Second) })}
 	}))
-	add("revocation list of another authority", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationList = v.VCEK.CRL(t, nil) }))
-	add("revocation list signed by another root with the same name", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationList = other.List }))
+	add("revocation list of another authority", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationLists = [][]byte{v.VCEK.CRL(t, nil)} }))
+	add("revocation list signed by another root with the same name", hardware.Collateral, nil, authority(func(a *snp.Authority) { a.RevocationLists = [][]byte{other.List} }))
 	add("revocation list for some certificates only", hardware.Collateral, nil, authority(func(a *snp.Authority) {
-		a.RevocationList = v.Root.CRL(t, func(l *x509.RevocationList) {
+		a.RevocationLists = [][]byte{v.Root.CRL(t, func(l *x509.RevocationList) {
 			l.ExtraExtensions = []pkixExtension{{Id: asn1.ObjectIdentifier{2, 5, 29, 28}, Critical: true, Value: []byte{0x30, 0}}}
-		})
+		})}
 	}))
 
 	// TCB, part by part.
@@ -434,7 +439,7 @@ func TestWithoutAuthoritiesNoReportIsGenuine(t *testing.T) {
 		t.Error(err)
 	}
 	for p, a := range snp.AMD() {
-		if a.RevocationList != nil || a.InsecureNoRevocationList {
+		if a.RevocationLists != nil || a.InsecureNoRevocationLists {
 			t.Errorf("%s comes without the need of a revocation list", p)
 		}
 	}

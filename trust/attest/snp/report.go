@@ -157,16 +157,9 @@ func parse(b []byte) (*Report, error) {
 	if r.Policy&policyReserved == 0 || r.Policy&^(policyABI|policyWeak|policyStrong|policyReserved) != 0 {
 		return nil, hardware.Refuse(hardware.Malformed, "the SEV-SNP report's guest policy %#x has unknown bits", uint64(r.Policy))
 	}
-	// MASK_CHIP_KEY and SIGNING_KEY. A report with a masked key has no signature.
-	switch info := u32(0x048); {
-	case info&2 != 0:
-		return nil, hardware.Refuse(hardware.Untrusted, "the host has masked the chip's key (MASK_CHIP_KEY), so no key signs reports")
-	case info>>2 == 0:
-		r.Key = VCEK
-	case info>>2 == 1:
-		r.Key = VLEK
-	default:
-		return nil, hardware.Refuse(hardware.Untrusted, "the SEV-SNP report is signed by no VCEK or VLEK (key information %#x)", info)
+	var err error
+	if r.Key, err = SigningKey(b); err != nil {
+		return nil, err
 	}
 	// The host can ask for reports too, with data of its choice; their VMPL is 0xFFFFFFFF.
 	if r.VMPL > 3 {
@@ -231,4 +224,23 @@ func zero(b []byte) bool {
 		}
 	}
 	return true
+}
+
+// SigningKey returns the kind of key that signed a report of [ReportSize] bytes, by MASK_CHIP_KEY and
+// SIGNING_KEY of its key information. Nothing is verified. It refuses reports that no VCEK or VLEK has
+// signed with HARDWARE_UNTRUSTED, and those of another size with EVIDENCE_MALFORMED.
+func SigningKey(report []byte) (Key, error) {
+	if len(report) != ReportSize {
+		return "", hardware.Refuse(hardware.Malformed, "the SEV-SNP report has %d bytes, want %d", len(report), ReportSize)
+	}
+	switch info := binary.LittleEndian.Uint32(report[0x048:]); {
+	case info&2 != 0: // such a report has no signature
+		return "", hardware.Refuse(hardware.Untrusted, "the host has masked the chip's key (MASK_CHIP_KEY), so no key signs reports")
+	case info>>2 == 0:
+		return VCEK, nil
+	case info>>2 == 1:
+		return VLEK, nil
+	default:
+		return "", hardware.Refuse(hardware.Untrusted, "the SEV-SNP report is signed by no VCEK or VLEK (key information %#x)", info)
+	}
 }

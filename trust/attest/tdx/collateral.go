@@ -1,7 +1,6 @@
 package tdx
 
 import (
-	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/sha256"
@@ -45,6 +44,23 @@ func Intel() []*x509.Certificate {
 	return c
 }
 
+//go:embed pck.pem
+var pckPEM []byte
+
+// PCKAuthorities returns Intel's authorities for PCKs: Intel SGX PCK Platform CA, of platforms with
+// several processors, and Intel SGX PCK Processor CA. The root has issued both, until 2033
+// (Phala-Network/dcap-qvl, field pck_crl_issuer_chain of sample/tdx_quote_collateral.json in
+// 9bffe30b4da53acc05f2e3a36fafc0f6418973b8 and of sample/sgx_quote_collateral.json in
+// 18e8e5ef7219c4b71430a34385ba380695cf435b). Only [Collateral.Check] needs them: a quote has the
+// certificate of its authority.
+func PCKAuthorities() []*x509.Certificate {
+	c, err := hardware.ParsePEM(pckPEM, 2)
+	if err != nil {
+		panic(err) // of the constant above
+	}
+	return c
+}
+
 func refuseCollateral(format string, args ...any) error {
 	return hardware.Refuse(hardware.Collateral, format, args...)
 }
@@ -81,7 +97,7 @@ func (c Collateral) signedBody(answer []byte, name string, chain []byte, roots [
 	if _, err := readPCK(signer); signer.IsCA || err == nil || signer.Subject.CommonName != "Intel SGX TCB Signing" {
 		return nil, refuseCollateral("%q may not sign Intel's %s", signer.Subject, name)
 	}
-	if err := hardware.CheckRevoked(c.crl(root), root, now, signer); err != nil {
+	if err := hardware.CheckRevoked(hardware.ListsOf(root, c.CRLs), root, now, signer); err != nil {
 		return nil, err
 	}
 	if !verifyP256(signer.PublicKey, body, signature) {
@@ -209,6 +225,14 @@ func equalUnder(got, want, mask []byte) bool {
 	return true
 }
 
+// check checks that a signed TCB info is one for TDX that is valid at now.
+func (i tcbInfo) check(now time.Time) error {
+	if i.ID != "TDX" || i.Version != 3 || i.Type == nil || *i.Type != 0 {
+		return refuseCollateral("Intel's tcbInfo is %q, version %d; want TDX, version 3, tcbType 0", i.ID, i.Version)
+	}
+	return i.valid("tcbInfo", now)
+}
+
 // tcbInfo returns the TCB info of a platform.
 func (c Collateral) tcbInfo(p pckExtension, roots []*x509.Certificate, now time.Time) (*tcbInfo, error) {
 	for _, answer := range c.TCBInfo {
@@ -219,13 +243,10 @@ func (c Collateral) tcbInfo(p pckExtension, roots []*x509.Certificate, now time.
 		if _, err := c.signedBody(answer, "tcbInfo", c.TCBInfoChain, roots, now); err != nil {
 			return nil, err
 		}
-		if i.ID != "TDX" || i.Version != 3 || i.Type == nil || *i.Type != 0 {
-			return nil, refuseCollateral("Intel's tcbInfo is %q, version %d; want TDX, version 3, tcbType 0", i.ID, i.Version)
-		}
 		if !strings.EqualFold(i.PCEID, p.pceID) {
 			return nil, refuseCollateral("Intel's tcbInfo is for PCE %s, and the platform has %s", i.PCEID, p.pceID)
 		}
-		return &i, i.valid("tcbInfo", now)
+		return &i, i.check(now)
 	}
 	return nil, refuseCollateral("Intel's tcbInfo of the FMSPC %s is missing", p.fmspc)
 }
@@ -244,14 +265,4 @@ func (c Collateral) qeIdentity(roots []*x509.Certificate, now time.Time) (*qeIde
 		return nil, refuseCollateral("Intel's enclaveIdentity is %q, version %d; want TD_QE, version 2", i.ID, i.Version)
 	}
 	return &i, i.valid("enclaveIdentity", now)
-}
-
-// crl returns the revocation list with the name of an authority; nil if it is missing.
-func (c Collateral) crl(issuer *x509.Certificate) []byte {
-	for _, der := range c.CRLs {
-		if l, err := x509.ParseRevocationList(der); err == nil && bytes.Equal(l.RawIssuer, issuer.RawSubject) {
-			return der
-		}
-	}
-	return nil
 }

@@ -4,6 +4,8 @@ import (
 	"crypto/x509"
 	"encoding/json"
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/muster-k8s/muster/trust/attest/hardware"
@@ -25,7 +27,7 @@ func (c Collateral) Ends() ([]hardware.End, error) {
 		if err != nil {
 			return nil, fmt.Errorf("tcbInfo %d: %w", i, err)
 		}
-		out = append(out, hardware.End{Name: "TCB info of " + info.FMSPC, Time: info.NextUpdate})
+		out = append(out, hardware.End{Name: "TCB info of " + strings.ToLower(info.FMSPC), Time: info.NextUpdate, Issued: info.IssueDate, Evaluation: info.Evaluation})
 	}
 	if len(c.QEIdentity) > 0 {
 		var id qeIdentity
@@ -36,15 +38,27 @@ func (c Collateral) Ends() ([]hardware.End, error) {
 		if err != nil {
 			return nil, fmt.Errorf("enclaveIdentity: %w", err)
 		}
-		out = append(out, hardware.End{Name: "identity of the quoting enclave", Time: id.NextUpdate})
+		out = append(out, hardware.End{Name: "identity of the quoting enclave", Time: id.NextUpdate, Issued: id.IssueDate, Evaluation: id.Evaluation})
 	}
 	return out, nil
 }
 
-// Check checks that each part is Intel's and valid at now, as far as that is possible without a quote:
-// of the authorities for PCKs, whose certificates quotes have, only the dates of their lists. The
-// refusal is HARDWARE_COLLATERAL.
-func (c Collateral) Check(roots []*x509.Certificate, now time.Time) error {
+// Models returns the FMSPCs that have a TCB info, in lower-case hexadecimal digits. It checks no
+// signatures, and leaves out what cannot be read.
+func (c Collateral) Models() (out []string) {
+	for _, answer := range c.TCBInfo {
+		var info tcbInfo
+		if body, _, err := split(answer, "tcbInfo"); err == nil && json.Unmarshal(body, &info) == nil {
+			out = append(out, strings.ToLower(info.FMSPC))
+		}
+	}
+	return out
+}
+
+// Check checks that each part is Intel's and valid at now, and that no part is missing by which quotes
+// of one of the models are checked: authorities are those for PCKs, see [PCKAuthorities]. The refusal is
+// HARDWARE_COLLATERAL.
+func (c Collateral) Check(roots, authorities []*x509.Certificate, now time.Time) error {
 	if _, err := c.qeIdentity(roots, now); err != nil {
 		return err
 	}
@@ -60,18 +74,21 @@ func (c Collateral) Check(roots []*x509.Certificate, now time.Time) error {
 		if err := json.Unmarshal(body, &info); err != nil {
 			return refuseCollateral("Intel's tcbInfo: %w", err)
 		}
-		if err := info.valid("tcbInfo", now); err != nil {
+		if err := info.check(now); err != nil {
 			return err
 		}
 	}
-	ends, err := hardware.CRLEnds(c.CRLs)
-	if err != nil {
-		return refuseCollateral("%w", err)
-	}
-	for _, e := range ends {
-		if now.After(e.Time) {
-			return refuseCollateral("the %s ended on %s", e.Name, e.Time.UTC())
+	// Whoever can name a list after an authority must not be able to replace its list.
+	known := 0
+	for _, issuer := range slices.Concat(roots, authorities) {
+		lists := hardware.ListsOf(issuer, c.CRLs)
+		if err := hardware.CheckRevoked(lists, issuer, now); err != nil {
+			return err
 		}
+		known += len(lists)
+	}
+	if known != len(c.CRLs) {
+		return refuseCollateral("%d of Intel's %d revocation lists are malformed, or of none of its authorities", len(c.CRLs)-known, len(c.CRLs))
 	}
 	return nil
 }

@@ -1,7 +1,10 @@
 package tdx_test
 
 import (
+	"bytes"
 	"crypto/x509"
+	"encoding/pem"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -25,8 +28,32 @@ func TestCapturedCollateralHasItsEnds(t *testing.T) {
 	if ends, err := (tdx.Collateral{}).Ends(); err != nil || len(ends) != 0 {
 		t.Errorf("of nothing: %v, %v", ends, err)
 	}
-	if err := march(t).Check(tdx.Intel(), day("2026-03-20")); err != nil {
+	june := phala(t, "tdx/v4-uptodate-2025")
+	if err := june.Check(tdx.Intel(), tdx.PCKAuthorities(), day("2025-06-20")); attest.ReasonOf(err) != hardware.Collateral || !strings.Contains(err.Error(), "Processor CA") {
+		t.Errorf("without the list of the processors' authority: %v", err)
+	}
+	june.CRLs = append(june.CRLs, file(t, "tdx/v4-uptodate-2025/pck_crl_processor.der"))
+	if err := june.Check(tdx.Intel(), tdx.PCKAuthorities(), day("2025-06-20")); err != nil {
 		t.Error(err)
+	}
+	if m := june.Models(); len(m) != 1 || m[0] != "b0c06f000000" {
+		t.Errorf("models %q", m)
+	}
+}
+
+// TestIntelsAuthoritiesForPCKsAreBelowItsRoot also compares one with a captured quote's.
+func TestIntelsAuthoritiesForPCKsAreBelowItsRoot(t *testing.T) {
+	all, now := tdx.PCKAuthorities(), day("2026-03-20")
+	if len(all) != 2 || all[0].Subject.CommonName != "Intel SGX PCK Platform CA" || all[1].Subject.CommonName != "Intel SGX PCK Processor CA" {
+		t.Fatalf("%d authorities", len(all))
+	}
+	for _, c := range all {
+		if err := hardware.CheckIssued(c, tdx.Intel()[0], now); err != nil {
+			t.Error(err)
+		}
+	}
+	if p, _ := pem.Decode([]byte(field(t, "tdx/v4-uptodate-2025/collateral.json", "pck_crl_issuer_chain"))); p == nil || !bytes.Equal(p.Bytes, all[0].Raw) {
+		t.Error("the platforms' authority is not that of captured collateral")
 	}
 }
 
@@ -56,13 +83,26 @@ func TestCollateralThatIsNotIntelsOrHasEndedIsRefused(t *testing.T) {
 		"no list of the root": {func(c *tdx.Collateral) { c.CRLs = c.CRLs[1:] }, 0, "missing"},
 		"list of the platform authority that has ended": {func(c *tdx.Collateral) {
 			c.CRLs[1] = v.Platform.CRL(t, func(l *x509.RevocationList) { l.NextUpdate = hardwaretest.Now.Add(-time.Minute) })
-		}, 0, "PCK Platform CA ended"},
-		"list that is none": {func(c *tdx.Collateral) { c.CRLs = append(c.CRLs, []byte{1}) }, 0, "revocation list 2"},
-		"two days later":    {func(*tdx.Collateral) {}, 48 * time.Hour, "valid from"},
+		}, 0, "PCK Platform CA\" is valid"},
+		"no list of the platform authority":            {func(c *tdx.Collateral) { c.CRLs = slices.Delete(c.CRLs, 1, 2) }, 0, "PCK Platform CA\" is missing"},
+		"no list of the processor authority":           {func(c *tdx.Collateral) { c.CRLs = c.CRLs[:2] }, 0, "PCK Processor CA\" is missing"},
+		"platform list in place of the processor list": {func(c *tdx.Collateral) { c.CRLs[2] = c.CRLs[1] }, 0, "PCK Processor CA\" is missing"},
+		"list by another with the authority's name, until 2099": {func(c *tdx.Collateral) {
+			c.CRLs[1] = other.Platform.CRL(t, func(l *x509.RevocationList) { l.NextUpdate = time.Date(2099, 1, 1, 0, 0, 0, 0, time.UTC) })
+		}, 0, "not signed"},
+		"second list by another with the authority's name": {func(c *tdx.Collateral) { c.CRLs = append(c.CRLs, other.Processor.CRL(t, nil)) }, 0, "not signed"},
+		"list of an authority that is not Intel's":         {func(c *tdx.Collateral) { c.CRLs = append(c.CRLs, hardwaretest.NewAMD(t).List) }, 0, "1 of Intel's 4"},
+		"list that is none":                                {func(c *tdx.Collateral) { c.CRLs = append(c.CRLs, []byte{1}) }, 0, "1 of Intel's 4"},
+		"TCB info of SGX": {func(c *tdx.Collateral) {
+			i := hardwaretest.TCBInfo()
+			i["id"] = "SGX"
+			c.TCBInfo = append(c.TCBInfo, v.Signing.Answer(t, "tcbInfo", i))
+		}, 0, "want TDX"},
+		"two days later": {func(*tdx.Collateral) {}, 48 * time.Hour, "valid from"},
 	} {
 		c := good()
 		tt.change(&c)
-		err := c.Check([]*x509.Certificate{v.Root.Cert}, hardwaretest.Now.Add(tt.at))
+		err := c.Check([]*x509.Certificate{v.Root.Cert}, v.PCKAuthorities(), hardwaretest.Now.Add(tt.at))
 		if tt.want == "" && err != nil || tt.want != "" && (attest.ReasonOf(err) != hardware.Collateral || !strings.Contains(err.Error(), tt.want)) {
 			t.Errorf("%s: %v, want an error about %q", name, err, tt.want)
 		}

@@ -236,6 +236,10 @@ func TestQuotesThatAreRefused(t *testing.T) {
 		in.td.PCK = v.NewPCK(in.t, nil)
 		in.published = func(c *tdx.Collateral) { c.CRLs[1] = v.Platform.CRL(in.t, nil, in.td.PCK.Cert) }
 	})
+	add("PCK on the last of two lists of its authority", hardware.Untrusted, nil, func(in *input) {
+		in.td.PCK = v.NewPCK(in.t, nil)
+		in.published = func(c *tdx.Collateral) { c.CRLs = append(c.CRLs, v.Platform.CRL(in.t, nil, in.td.PCK.Cert)) }
+	})
 	add("revoked platform authority", hardware.Untrusted, nil, func(in *input) {
 		in.published = func(c *tdx.Collateral) { c.CRLs[0] = v.Root.CRL(in.t, nil, v.Platform.Cert) }
 	})

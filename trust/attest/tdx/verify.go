@@ -89,10 +89,10 @@ func (p *parsed) checkChain(c Collateral, roots []*x509.Certificate, now time.Ti
 	if p.platform, err = readPCK(pck); err != nil {
 		return untrusted("the processor's certificate: %w", err)
 	}
-	if err := hardware.CheckRevoked(c.crl(root), root, now, authority); err != nil {
+	if err := hardware.CheckRevoked(hardware.ListsOf(root, c.CRLs), root, now, authority); err != nil {
 		return err
 	}
-	return hardware.CheckRevoked(c.crl(authority), authority, now, pck)
+	return hardware.CheckRevoked(hardware.ListsOf(authority, c.CRLs), authority, now, pck)
 }
 
 // checkSignatures checks what the PCK has signed: it signs the quoting enclave's report, which has

@@ -53,6 +53,10 @@ type Attester struct {
 // TPM that is busy with them would have no time for machines that join.
 const publicInterval = time.Second
 
+// reportInterval is the interval between quotes with a hardware report. Sessions need one before their
+// peer has proven anything, and hosts throttle their guests' requests for reports.
+const reportInterval = time.Second
+
 // batch is a set of statements that share a quote.
 type batch struct {
 	leaves  []digest
@@ -208,16 +212,16 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 		b.err = context.Cause(ctx)
 		return
 	}
+	timer := time.NewTimer(time.Until(a.next))
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+		timer.Stop()
+		b.err = context.Cause(ctx)
+		return
+	}
 	if a.cfg.Purpose == attest.PurposePublic {
-		timer := time.NewTimer(time.Until(a.next))
-		select {
-		case <-timer.C:
-			a.next = time.Now().Add(publicInterval)
-		case <-ctx.Done():
-			timer.Stop()
-			b.err = context.Cause(ctx)
-			return
-		}
+		a.next = time.Now().Add(publicInterval)
 	}
 	a.mu.Lock()
 	if a.waiting == b {
@@ -228,13 +232,17 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 	if b.by, b.err = a.endorse(ctx, top); b.err != nil {
 		return
 	}
-	if b.quote, b.err = a.cfg.TPM.Quote(ctx, top, a.cfg.Bank); b.err != nil || a.cfg.Hardware == nil {
+	// Public evidence has no report: no session accepts it, so nobody verifies one, and any client may ask.
+	if b.quote, b.err = a.cfg.TPM.Quote(ctx, top, a.cfg.Bank); b.err != nil || a.cfg.Hardware == nil || a.cfg.Purpose == attest.PurposePublic {
 		return
 	}
 	ak := sha256.Sum256(b.quote.AKPublic)
 	name := append([]byte{0x00, 0x0B}, ak[:]...)
 	if b.report, b.err = a.cfg.Hardware.Report(ctx, hardware.NewReportData(name, top)); b.err != nil {
 		b.err = fmt.Errorf("hardware report: %w", b.err)
+	}
+	if b.report != nil || b.err != nil {
+		a.next = time.Now().Add(reportInterval)
 	}
 }
 

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -55,6 +57,43 @@ func TestSessionsThatShareAQuoteShareAHardwareReport(t *testing.T) {
 	}
 }
 
+// TestPublicEvidenceHasNoHardwareReport: any client may ask for it.
+func TestPublicEvidenceHasNoHardwareReport(t *testing.T) {
+	for purpose, made := range map[attest.Purpose]int{
+		attest.PurposePublic: 0, attest.PurposeMachine: 1, attest.PurposeJoinservice: 1, attest.PurposeKMS: 1, attest.PurposeOrder: 1,
+	} {
+		r := &reports{}
+		ev, err := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Hardware: r}).Attester(purpose).Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{1})
+		if err != nil || r.made != made || (ev.GetTpm2().GetHardware() != nil) != (made > 0) {
+			t.Errorf("%s: %d reports, want %d, %v", purpose, r.made, made, err)
+		}
+	}
+}
+
+// TestReportsAreMadeOnceASecond: a session needs a report before its peer has proven anything. Without a report, quotes do not
+// wait.
+func TestReportsAreMadeOnceASecond(t *testing.T) {
+	for name, tt := range map[string]struct {
+		reports *reports
+		want    time.Duration
+	}{
+		"reports": {&reports{}, 4 * time.Second}, "failures": {&reports{err: errors.New("busy")}, 4 * time.Second}, "a machine that is no confidential one": {&reports{none: true}, 0},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			a := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Hardware: tt.reports}).Attester(attest.PurposeMachine)
+			begin := time.Now()
+			for i := range 5 {
+				if _, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{byte(i)}); (err != nil) != (tt.reports.err != nil) {
+					t.Errorf("%s: %v", name, err)
+				}
+			}
+			if took := time.Since(begin); tt.reports.made != 5 || took != tt.want {
+				t.Errorf("%s: %d reports in %s, want 5 in %s", name, tt.reports.made, took, tt.want)
+			}
+		})
+	}
+}
+
 func TestAMachineWithoutHardwareSendsNoReport(t *testing.T) {
 	for name, o := range map[string]attesttest.Options{"no reporter": {}, "no hardware": {Hardware: &reports{none: true}}} {
 		ev, err := attesttest.NewMachine(t, attesttest.NewCA(t), o).Attester(attest.PurposeMachine).Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{1})
@@ -67,16 +106,18 @@ func TestAMachineWithoutHardwareSendsNoReport(t *testing.T) {
 // TestAReportThatFailsIsNotLeftOut: evidence without it would be refused elsewhere, for a reason that
 // hides the cause.
 func TestAReportThatFailsIsNotLeftOut(t *testing.T) {
-	r := &reports{err: errors.New("the firmware is busy")}
-	m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Hardware: r})
-	a := m.Attester(attest.PurposeMachine)
-	if _, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{1}); err == nil || !strings.Contains(err.Error(), "hardware report: the firmware is busy") {
-		t.Errorf("%v", err)
-	}
-	r.err = nil
-	if _, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{1}); err != nil {
-		t.Errorf("repaired: %v", err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		r := &reports{err: errors.New("the firmware is busy")}
+		m := attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Hardware: r})
+		a := m.Attester(attest.PurposeMachine)
+		if _, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{1}); err == nil || !strings.Contains(err.Error(), "hardware report: the firmware is busy") {
+			t.Errorf("%v", err)
+		}
+		r.err = nil
+		if _, err := a.Attest(t.Context(), attestv1.Format_FORMAT_TPM2, attest.Binding{1}); err != nil {
+			t.Errorf("repaired: %v", err)
+		}
+	})
 }
 
 // TestAnUnprovenPeersReportIsNotVerified: a report costs a verifier its bytes, until the machine has

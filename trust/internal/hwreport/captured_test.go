@@ -44,7 +44,7 @@ func file(t testing.TB, path string) []byte {
 func vendors() hwreport.Vendors {
 	v := hwreport.RealVendors()
 	for p, a := range v.AMD {
-		a.InsecureNoRevocationList = true
+		a.InsecureNoRevocationLists = true
 		v.AMD[p] = a
 	}
 	return v

@@ -1,10 +1,9 @@
 package hwreport
 
 import (
-	"bytes"
-	"crypto/x509"
 	"fmt"
 	"maps"
+	"slices"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -26,24 +25,29 @@ func CollateralOf(m *attestv1.Collateral, v Vendors) Collateral {
 		TCBInfo: m.GetTcbInfos(), TCBInfoChain: m.GetTcbInfoChain(), QEIdentity: m.GetQeIdentity(), QEIdentityChain: m.GetQeIdentityChain(), CRLs: m.GetIntelCrls(),
 	}}
 	for product, a := range c.AMD {
-		for _, der := range c.lists {
-			if issued(der, a.Root) {
-				a.RevocationList = der
-			}
-		}
+		a.RevocationLists = hardware.ListsOf(a.Root, c.lists)
 		c.AMD[product] = a
 	}
 	return c
 }
 
-// issued reports whether a list has the name of that issuer.
-func issued(der []byte, issuer *x509.Certificate) bool {
-	l, err := x509.ParseRevocationList(der)
-	return err == nil && bytes.Equal(l.RawIssuer, issuer.RawSubject)
+// Ends returns when each part ends; of several revocation lists of one issuer, the first end. The error
+// names a part that cannot be read.
+func (c Collateral) Ends() (out []hardware.End, err error) {
+	all, err := c.parts()
+	for _, p := range all {
+		switch at := slices.IndexFunc(out, func(e hardware.End) bool { return e.Name == p.Name }); {
+		case at < 0:
+			out = append(out, p)
+		case p.Time.Before(out[at].Time):
+			out[at] = p
+		}
+	}
+	return out, err
 }
 
-// Ends returns when each part ends. The error names a part that cannot be read.
-func (c Collateral) Ends() ([]hardware.End, error) {
+// parts returns when each part was issued and ends.
+func (c Collateral) parts() ([]hardware.End, error) {
 	out, err := hardware.CRLEnds(c.lists)
 	if err != nil {
 		return nil, fmt.Errorf("from AMD: %w", err)
@@ -64,21 +68,21 @@ func CheckCollateral(m *attestv1.Collateral, v Vendors, now time.Time) ([]hardwa
 	}
 	c := CollateralOf(m, v)
 	for i, der := range c.lists {
-		var issuer *x509.Certificate
+		one, of := [][]byte{der}, snp.Authority{}
 		for _, a := range c.AMD {
-			if issued(der, a.Root) {
-				issuer = a.Root
+			if len(hardware.ListsOf(a.Root, one)) > 0 {
+				of = a
 			}
 		}
-		if issuer == nil {
+		if of.Root == nil {
 			return nil, hardware.Refuse(hardware.Collateral, "the list %d of AMD is of none of its roots", i)
 		}
-		if err := hardware.CheckRevoked(der, issuer, now); err != nil {
+		if err := hardware.CheckRevoked(one, of.Root, now); err != nil {
 			return nil, err
 		}
 	}
 	if len(m.GetTcbInfos())+len(m.GetQeIdentity())+len(m.GetIntelCrls()) > 0 {
-		if err := c.Intel.Check(v.Intel, now); err != nil {
+		if err := c.Intel.Check(v.Intel, v.IntelPCK, now); err != nil {
 			return nil, err
 		}
 	}

@@ -25,10 +25,14 @@ const (
 type Vendors struct {
 	AMD   snp.Authorities
 	Intel []*x509.Certificate
+	// IntelPCK are Intel's authorities for PCKs. Quotes have their certificates, so only their revocation lists are checked by these.
+	IntelPCK []*x509.Certificate
 }
 
 // RealVendors returns AMD's and Intel's.
-func RealVendors() Vendors { return Vendors{AMD: snp.AMD(), Intel: tdx.Intel()} }
+func RealVendors() Vendors {
+	return Vendors{AMD: snp.AMD(), Intel: tdx.Intel(), IntelPCK: tdx.PCKAuthorities()}
+}
 
 // Parse reads the rules of a policy; nil means that it has none. Rules by which no report could be
 // accepted are refused with POLICY_INVALID, as are contradictions.
