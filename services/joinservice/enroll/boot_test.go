@@ -108,7 +108,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 
 // A copy that was booted once more asks while the original, which has its key, is still starting: it is refused until the
 // original's kubelet has had the time to start.
-func TestNoLaterBootIsBelievedWhileTheLastOneStartupGraceLeft(t *testing.T) {
+func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 	roomtest.Shared.Reset(t)
 	k := roomtest.New(t)
 	k.SetFirst(time.Hour)
