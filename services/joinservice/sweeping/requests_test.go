@@ -64,7 +64,7 @@ func TestNodesWhoseEvidenceIsRefusedAreCounted(t *testing.T) {
 		if got := testutil.ToFloat64(s.refused.WithLabelValues("POLICY_REFUSED")); got != want {
 			t.Errorf("%v nodes are refused, want %v", got, want)
 		}
-		if got := testutil.CollectAndCount(s.refused); got != 4 {
+		if got := testutil.CollectAndCount(s.refused); got != 7 {
 			t.Errorf("%d reasons, want those of appraisals, also while they are 0", got)
 		}
 	}
