@@ -111,17 +111,17 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		about string
 		want  bool
 	}{
-		"no collateral":               {string(read(t, "policy.yaml")) + hardwareRules, march, "no TCB data of Intel: fetch with --fmspc", true},
+		"no collateral":                   {string(read(t, "policy.yaml")) + hardwareRules, march, "no TCB data of Intel: fetch with --fmspc", true},
 		"collateral of one vendor of two": {string(with) + "  sevSnp: {minTcb: [{product: Milan}, {product: Genoa}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march, "of the line Genoa, and no revocation list of AMD", true},
-		"valid collateral":            {string(with), march.Add(-10 * 24 * time.Hour), "hardware.collateral", false},
-		"collateral that ends soon":   {string(with), march.Add(20 * 24 * time.Hour), "hardware.collateral: the ", true},
-		"collateral that has ended":   {string(with), march.Add(90 * 24 * time.Hour), "ended on", true},
-		"nothing required":            {string(read(t, "policy.yaml")) + weak, march, "hardware.require: empty", true},
-		"a kind required":             {string(with), march, "hardware.require", false},
-		"any measurement":             {string(read(t, "policy.yaml")) + weak, march, "hardware.tdx.anyMrtd: a quote only", true},
-		"measurements":                {string(with), march, "anyMrtd", false},
-		"reports that can be lent":    {string(with), march, "lend its reports", true},
-		"no rules for reports at all": {string(read(t, "policy.yaml")), march, "hardware", false},
+		"valid collateral":                {string(with), march.Add(-10 * 24 * time.Hour), "hardware.collateral", false},
+		"collateral that ends soon":       {string(with), march.Add(20 * 24 * time.Hour), "hardware.collateral: the ", true},
+		"collateral that has ended":       {string(with), march.Add(90 * 24 * time.Hour), "ended on", true},
+		"nothing required":                {string(read(t, "policy.yaml")) + weak, march, "hardware.require: empty", true},
+		"a kind required":                 {string(with), march, "hardware.require", false},
+		"any measurement":                 {string(read(t, "policy.yaml")) + weak, march, "hardware.tdx.anyMrtd: a quote only", true},
+		"measurements":                    {string(with), march, "anyMrtd", false},
+		"reports that can be lent":        {string(with), march, "lend its reports", true},
+		"no rules for reports at all":     {string(read(t, "policy.yaml")), march, "hardware", false},
 		"any chip": {string(read(t, "policy.yaml")) + "hardware:\n  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march,
 			"hardware.sevSnp.anyChip: every", true},
 	} {

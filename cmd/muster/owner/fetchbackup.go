@@ -140,6 +140,9 @@ func (f *fetcher) latestOn(ctx context.Context, node string) (backup.Stored, err
 	}
 	defer r.Close()
 	text, err := io.ReadAll(io.LimitReader(r, maxLatest))
+	if err == nil {
+		err = ctx.Err() // the end of the answer may be that of the request, which was given up
+	}
 	if err != nil {
 		return backup.Stored{}, because(ctx, err)
 	}
@@ -220,6 +223,9 @@ func (f *fetcher) download(ctx context.Context, node string, s backup.Stored, to
 		return 0, because(ctx, err)
 	}
 	n, err := io.Copy(to, io.LimitReader(heard{r, func() { silence.Reset(f.silence) }}, s.Size+1))
+	if err == nil && n < s.Size {
+		err = ctx.Err() // as in latestOn
+	}
 	if err != nil {
 		err = because(ctx, err)
 	}

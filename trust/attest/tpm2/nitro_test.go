@@ -196,7 +196,7 @@ func TestNitroDocumentsThatAreRefused(t *testing.T) {
 		"an empty key":                         {nitroField("public_key", []byte{}), badAK},
 		"another key": {nitro(func(n *attesttest.Nitro) {
 			n.Payload = func(f map[string]any) {
-				f["public_key"] = bytes.Replace(f["public_key"].([]byte), []byte{4}, []byte{5}, -1)
+				f["public_key"] = bytes.ReplaceAll(f["public_key"].([]byte), []byte{4}, []byte{5})
 			}
 		}), badAK},
 		"the key in another encoding":                      {nitro(func(n *attesttest.Nitro) { n.Payload = point }), badAK},

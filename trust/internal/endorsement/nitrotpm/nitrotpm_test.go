@@ -258,7 +258,7 @@ func TestMachineIDsDependOnTheModuleAlone(t *testing.T) {
 		"i-0123456789abcdef0":                                   "",
 		"i-0123456789abcdef0-tpm000000000000000":                "",
 		"i-0123456789ABCDEF0-tpm0000000000000000":               "",
-		" i-0123456789abcdef0-tpm0000000000000000":              "",
+		"\x20i-0123456789abcdef0-tpm0000000000000000":           "",
 		"i-0123456789abcdef0-tpm0000000000000000\n":             "",
 		"i-" + strings.Repeat("a", 33) + "-tpm0000000000000000": "",
 	} {
