@@ -107,7 +107,7 @@ func keepsItsPlace(t *testing.T, slowed func(sc *atls.ServerConfig, began chan<-
 type busy struct {
 	attest.Appraiser
 	running, most *atomic.Int64
-	takes         time.Duration
+	tooMany       chan struct{} // one for each call beside as many as there are cores
 }
 
 func (b busy) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, error) {
@@ -115,7 +115,13 @@ func (b busy) Appraise(ctx context.Context, c attest.Claims) (attest.Appraisal, 
 	defer b.running.Add(-1)
 	for most := b.most.Load(); n > most && !b.most.CompareAndSwap(most, n); most = b.most.Load() {
 	}
-	time.Sleep(b.takes)
+	if n > int64(runtime.GOMAXPROCS(0)) {
+		b.tooMany <- struct{}{}
+	}
+	select { // long enough for others to come, if they may
+	case <-b.tooMany:
+	case <-time.After(100 * time.Millisecond):
+	}
 	return b.Appraiser.Appraise(ctx, c)
 }
 
@@ -125,7 +131,7 @@ func TestPeersAreAppraisedInTheirQueue(t *testing.T) {
 	w := newFixture(t)
 	sc := w.serverConfig(t)
 	sc.Patient()
-	slow := busy{sc.Appraiser, new(atomic.Int64), new(atomic.Int64), 100 * time.Millisecond}
+	slow := busy{sc.Appraiser, new(atomic.Int64), new(atomic.Int64), make(chan struct{}, 4*runtime.GOMAXPROCS(0))}
 	sc.Appraiser = slow
 	s := serve(t, sc, whoami)
 	var wg sync.WaitGroup

@@ -266,20 +266,7 @@ func TestNitroDocumentsThatAreRefused(t *testing.T) {
 		"a bare EK beside it":                        {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkPublic = []byte{1} }), malformed},
 		"a platform key beside it":                   {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.PlatformKey = &attestv1.PlatformKey{} }), malformed},
 	} {
-		t.Run(name, func(t *testing.T) {
-			m := attesttest.NewMachine(t, ca, tt.opts)
-			ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
-			if err != nil {
-				t.Fatal(err)
-			}
-			p, err := attesttest.Verifier(t, ca).Verify(t.Context(), ev, attest.NewStatement(attest.PurposeMachine, b), b)
-			if attest.ReasonOf(err) != tt.want {
-				t.Fatalf("%v, want %s", err, attest.ReasonName(tt.want))
-			}
-			if err == nil && p.Challenge() != nil {
-				t.Error("a challenge, although nothing is left to prove")
-			}
-		})
+		t.Run(name, func(t *testing.T) { judged(t, ca, tt.opts, b, tt.want) })
 	}
 	t.Run("evidence of an old session", func(t *testing.T) {
 		fresh := attest.Binding{2}

@@ -227,20 +227,7 @@ func TestPlatformKeysThatAreRefused(t *testing.T) {
 			p.CA = ca.Intermediate(t, func(c *x509.Certificate) { c.UnknownExtKeyUsage = []asn1.ObjectIdentifier{{2, 23, 133, 8, 3}} })
 		}), attestv1.Reason_REASON_ACCEPTED},
 	} {
-		t.Run(name, func(t *testing.T) {
-			m := attesttest.NewMachine(t, ca, tt.opts)
-			ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
-			if err != nil {
-				t.Fatal(err)
-			}
-			p, err := attesttest.Verifier(t, ca).Verify(t.Context(), ev, attest.NewStatement(attest.PurposeMachine, b), b)
-			if attest.ReasonOf(err) != tt.want {
-				t.Fatalf("%v, want %s", err, attest.ReasonName(tt.want))
-			}
-			if err == nil && p.Challenge() != nil {
-				t.Error("a challenge, although nothing is left to prove")
-			}
-		})
+		t.Run(name, func(t *testing.T) { judged(t, ca, tt.opts, b, tt.want) })
 	}
 	t.Run("evidence of an old session", func(t *testing.T) {
 		old := &attestv1.Evidence{Format: tpmFormat, Body: &attestv1.Evidence_Tpm2{Tpm2: theirs}}
@@ -300,4 +287,20 @@ func FuzzPlatformKey(f *testing.F) {
 			t.Fatal(err)
 		}
 	})
+}
+
+// judged checks the reason with which the evidence of a machine is refused, and that accepted evidence leaves nothing to prove.
+func judged(t *testing.T, ca *attesttest.CA, opts attesttest.Options, b attest.Binding, want attestv1.Reason) {
+	t.Helper()
+	ev, err := attesttest.NewMachine(t, ca, opts).Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := attesttest.Verifier(t, ca).Verify(t.Context(), ev, attest.NewStatement(attest.PurposeMachine, b), b)
+	if attest.ReasonOf(err) != want {
+		t.Fatalf("%v, want %s", err, attest.ReasonName(want))
+	}
+	if err == nil && p.Challenge() != nil {
+		t.Error("a challenge, although nothing is left to prove")
+	}
 }
