@@ -4,14 +4,12 @@ import (
 	"context"
 	"encoding/hex"
 	"fmt"
-	"os"
 	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -58,7 +56,7 @@ discard the class, remove it from the file.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "the machine: HOST, or HOST:PORT of its bootstrapper (default port 9000)")
-	f.StringVar(&machine, "machine-id", "", "the machine that must answer there, as bootstrapper doctor and the machine's console show it (default: any that the policy's TPM roots certify)")
+	f.StringVar(&machine, "machine-id", "", "the machine that must answer there, as the machine's console shows it (default: any that the policy's TPM roots certify)")
 	f.StringVar(&policy, "policy", "", "policy to change (default: that of the owner's folder)")
 	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: no drivers but those that it has now, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not checked")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait")
@@ -91,7 +89,7 @@ func (a *app) addClass(ctx context.Context, name, from, path string, machine *at
 	if l := c.GetEventLog(); l != nil && l.GetSecureBoot() == nil {
 		fmt.Fprintf(a.stderr, "Warning: Secure Boot is off on this machine, so class %s requires nothing about Secure Boot: it accepts machines with Secure Boot off, and on with any keys.\n", name)
 	}
-	path, serial, err := a.writeClass(path, c)
+	path, serial, err := a.changePolicy(path, func(text []byte, serial uint64) ([]byte, error) { return policyfile.AddClass(text, serial, c) })
 	if err != nil {
 		return err
 	}
@@ -111,32 +109,4 @@ func (a *app) showFirmware(sight *owner.Report, values map[string]string) {
 	for _, line := range sight.Firmware {
 		fmt.Fprintf(a.stdout, "firmware     %s\n", line)
 	}
-}
-
-// writeClass adds the class to the policy in a file, or if path is empty to that of the owner's folder. It returns
-// the file and its new serial.
-func (a *app) writeClass(path string, c *attestv1.MachineClass) (string, uint64, error) {
-	read, write := func() ([]byte, error) { return os.ReadFile(path) }, func(text []byte) error { return os.WriteFile(path, text, 0o600) }
-	if path == "" {
-		dir, err := a.open() // no other command changes the folder meanwhile
-		if err != nil {
-			return "", 0, err
-		}
-		defer func() { _ = dir.Close() }()
-		path = dir.File(ownerdir.PolicyFile)
-		read, write = func() ([]byte, error) { return dir.Read(ownerdir.PolicyFile) }, func(text []byte) error { return dir.Write(ownerdir.PolicyFile, text) }
-	}
-	text, err := read()
-	if err != nil {
-		return "", 0, err
-	}
-	p, err := policyfile.ParseForClass(text)
-	if err != nil {
-		return "", 0, fmt.Errorf("%s: %w", path, err)
-	}
-	out, err := policyfile.AddClass(text, p.Serial()+1, c)
-	if err != nil {
-		return "", 0, fmt.Errorf("%s: %w", path, err)
-	}
-	return path, p.Serial() + 1, write(out)
 }

@@ -27,7 +27,7 @@ func (a *app) enrollCommand() *cobra.Command {
 		Use:   "enroll NAME --role worker|control-plane --machine-id ID",
 		Short: "Give a node name to a machine before it joins; control planes need it",
 		Long: `A name belongs to one machine from then on. A worker enrolls itself by passing attestation; a control plane gets the
-cluster's keys, so you say which machine that is. muster verify shows a machine's ID.
+cluster's keys, so you say which machine that is.
 
 A control plane is also listed in the policy, which is signed anew with the next serial: no machine believes a joinservice or
 kms on a machine that the policy does not list. The owner's folder records the name, too: enroll a control plane of a folder that lacks the
@@ -71,7 +71,7 @@ record again. Take the ID from the machine's console, not from the cluster. Afte
 	}
 	f := cmd.Flags()
 	f.StringVar(&role, "role", "", "worker or control-plane")
-	f.StringVar(&machine, "machine-id", "", "the machine, as muster verify shows it")
+	f.StringVar(&machine, "machine-id", "", "the machine, as its console shows it")
 	f.StringVar(&disk, "disk-id", "", "UUID of its state disk; the one that it first comes with if left out")
 	f.StringSliceVar(&addresses, "address", nil, "address that its node may have; those that it first comes with if left out")
 	f.DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the API server")

@@ -134,7 +134,7 @@ or by muster reboot. Labels and taints of the old Node are gone with it.`,
 			if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.Unban(ctx, d, args[0]) }); err != nil {
 				return err
 			}
-			return a.result(args[0], "the ban is lifted. Restart the machine: muster reboot "+args[0])
+			return a.result(args[0], "the ban is lifted. Restart the machine: muster reboot "+args[0]+". Its new Node has no labels and taints. A control plane gets no joinservice without them: kubectl label node "+args[0]+" node-role.kubernetes.io/control-plane= && kubectl taint node "+args[0]+" node-role.kubernetes.io/control-plane:NoSchedule")
 		},
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the API server")

@@ -57,8 +57,12 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.BoolVar(&p.t.AllowPlainState, "allow-plain-state", false, "insecure: accept machines whose state is not on an encrypted disk")
 	f.BoolVar(&p.t.AnyFirmware, "any-firmware", false, "insecure: accept any firmware, and any driver that it loads")
 	f.BoolVar(&p.t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root certifies")
-	f.StringVar(&p.builder, "builder-key", "", "public key of the image's builder, a file of ssh-keygen -t ed25519: take only what SHA256SUMS.sig beside it signs")
+	p.addBuilder(cmd)
 	f.StringVarP(&p.out, "out", "o", "", "file to write; standard output if left out")
+}
+
+func (p *policyFlags) addBuilder(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&p.builder, "builder-key", "", "public key of the image's builder, a file of ssh-keygen -t ed25519: take only what SHA256SUMS.sig beside it signs")
 }
 
 // signed checks a file by the builder's key, if the owner named one.

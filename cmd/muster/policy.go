@@ -19,7 +19,7 @@ import (
 
 func (a *app) policyCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "policy", Short: "Make, check, sign and apply the policy that says which machines may join"}
-	cmd.AddCommand(a.fromMeasurementsCommand(), a.fromImageCommand(), a.addClassCommand(), a.checkCommand(), a.diffCommand(), a.signCommand(), a.applyCommand())
+	cmd.AddCommand(a.fromMeasurementsCommand(), a.fromImageCommand(), a.addClassCommand(), a.addImageCommand(), a.removeImageCommand(), a.checkCommand(), a.diffCommand(), a.signCommand(), a.applyCommand())
 	return cmd
 }
 
@@ -146,6 +146,17 @@ func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 	p, _, err := policyfile.Parse(text)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	before, err := dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return nil, err
+	}
+	dropped, err := policyfile.DroppedMachines(before, text)
+	if err != nil {
+		return nil, err
+	}
+	for _, l := range dropped {
+		fmt.Fprintf(a.stderr, "Warning: %s does not list machine %s, which the policy in the folder has in %s: it is refused from then on, unless another rule accepts it.\n", path, l.Machine, l.Field)
 	}
 	if len(p.ControlPlanes()) == 0 {
 		kept, err := owner.ControlPlanesOf(dir)

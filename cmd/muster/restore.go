@@ -24,7 +24,7 @@ func (a *app) restoreCommand() *cobra.Command {
 what it booted first. It fetches the encrypted file from the URL, which may be any web server: it checks the SHA-256, and gets the key of this one file
 from this command.
 
-The machine may have been in the cluster before. Its state disk is empty. Its metadata have the role control-plane, a name that no node of the backup has,
+The machine may have been in the cluster before. Its state disk is empty. Its metadata have the role control-plane, a name that no node of the cluster has had,
 and the initSecretHash of the folder's init-secret. All
 control planes of before have to be off, and stay so: erase their disks, and let them join anew. Workers that were not lost go on.
 

@@ -76,6 +76,24 @@ func (a *app) rollout(ctx context.Context, timeout time.Duration) (r *owner.Roll
 	return r, err
 }
 
+// rolledOut returns an error if one of the nodes, which restarted after began, runs the image again.
+func (a *app) rolledOut(ctx context.Context, from string, nodes []string, began time.Time) error {
+	r, err := a.rollout(ctx, time.Minute)
+	if err != nil {
+		return err
+	}
+	var again []string
+	for _, n := range r.Nodes {
+		if n.Image == from && slices.Contains(nodes, n.Node) && n.Attested.After(began) {
+			again = append(again, n.Node)
+		}
+	}
+	if len(again) > 0 {
+		return fmt.Errorf("%q have booted %s again: write the new image to their disks, then run the same command again", again, from)
+	}
+	return nil
+}
+
 func (a *app) rolloutRebootCommand() *cobra.Command {
 	var (
 		pods      draining
@@ -94,7 +112,7 @@ are those whose last evidence is of that image of the policy. The command ends a
 			if (from == "") == (len(args) == 0) {
 				return usagef("which nodes? muster rollout reboot NODE…, or --from IMAGE")
 			}
-			nodes := args
+			nodes, began := args, time.Now()
 			if from != "" {
 				r, err := a.rollout(cmd.Context(), time.Minute)
 				if err != nil {
@@ -127,6 +145,9 @@ are those whose last evidence is of that image of the policy. The command ends a
 			var failed error
 			for _, n := range nodes {
 				failed = errors.Join(failed, a.result(n, "restarted, and Ready."))
+			}
+			if from != "" && failed == nil {
+				failed = a.rolledOut(cmd.Context(), from, nodes, began)
 			}
 			return failed
 		},

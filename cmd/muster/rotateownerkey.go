@@ -120,7 +120,7 @@ func (a *app) ownerKeyResult(step owner.OwnerKeyStep, p *owner.OwnerKeyPlan) err
 	}
 	text := map[owner.OwnerKeyStep]string{
 		owner.OwnerKeyPrepare: "The new key is in the owner's folder: copy the folder. Build an image with both keys in image.yaml, and roll it out:\n\n%s\nThen run `muster rotate owner-key --commit`.\n",
-		owner.OwnerKeyCommit:  "The new key signs: copy the owner's folder. Build an image with this key alone in image.yaml, and roll it out:\n\n%s\nThen run `muster rotate owner-key --finish`.\n",
+		owner.OwnerKeyCommit:  "The new key signs: copy the owner's folder. Build an image with this key alone in image.yaml and the serial of the policy in force as lowestPolicySerial, roll it out, and remove the images with the old key from the policy (muster policy remove-image):\n\n%s\nThen run `muster rotate owner-key --finish`.\n",
 		owner.OwnerKeyFinish:  "The cluster accepts only the new key: copy the owner's folder. Images that have the old key must not be in the policy any more. image.yaml has:\n\n%s",
 	}[step]
 	_, err := fmt.Fprintf(a.stdout, text, imageKeys(p))

@@ -104,7 +104,7 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 			w.says(t, thief.Name, tt.reason, bootTime)
 			t.Logf("audit record: %s", w.refusal(t, began, tt.reason, "rejoin refused"))
 			if tt.as == thief.Name {
-				w.reachable(t, thief.Name, node8, "locked worker")
+				w.reachable(t, thief.Name, node8, "worker that waits for its disk's key")
 			}
 			if err := w.RemoveVM(t.Context(), thief.Name); err != nil {
 				t.Fatal(err)
@@ -251,7 +251,7 @@ func TestANewImageIsRolledOutAndTheOldOneIsDropped(t *testing.T) {
 	w.boot(t, "node7", w.image)
 	w.says(t, "node7", "POLICY_REFUSED", bootTime)
 	t.Logf("audit record: %s", w.refusal(t, since, "POLICY_REFUSED", "PCR 4 is"))
-	w.reachable(t, "node7", node7, "locked worker")
+	w.reachable(t, "node7", node7, "worker that waits for its disk's key")
 	w.boot(t, "node7", second)
 	w.ready(t, "node7", boot)
 }
@@ -277,7 +277,7 @@ func (w *fixture) runs(t *testing.T, name string) string {
 func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	t.Parallel() // it mostly waits
 	w := prepare(t)
-	w.image = w.closedImage(t, append(versions.ImageNames(), "podnet", "joinservice", "kms")...)
+	w.image = w.closedImage(t, append(versions.ImageNames(), "podnet", "joinservice", "kms", "echo")...)
 	w.policy(t, 1, "policy.yaml", w.image)
 	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
 	if _, err := w.AddVM(t.Context(), v); err != nil {
@@ -305,7 +305,7 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	start := time.Now()
 	w.boot(t, "node5", w.image)
 	w.says(t, "node5", "waiting for the key of the state disk", bootTime)
-	w.reachable(t, "node5", node5, "locked control plane")
+	w.reachable(t, "node5", node5, "control plane that waits for its disk's key")
 	w.Block(t, driver.Owner, "restart-recover", "ADDRESS="+node5) // of docs/runbooks.md
 	until(t, 40*time.Minute, func(ctx context.Context) error {
 		_, err := w.Kubectl(ctx, "get", "--raw", "/readyz")

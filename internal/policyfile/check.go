@@ -73,6 +73,9 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	if n := len(m.GetTpm2().GetBareMachineIds()); n > 0 {
 		add(Warning, "tpm2.bareMachineIds", "%d machines without an EK certificate: no authority says that their TPMs are genuine, only this list; it must have IDs that you took from the machines themselves", n)
 	}
+	if len(m.GetTpm2().GetNitroRoots()) > 0 && len(m.GetTpm2().GetBareMachineIds()) > 0 {
+		add(Warning, "tpm2.bareMachineIds", "an instance of AWS that is listed here and in machineIds of tpm2.nitroRoots is two machines, and a ban of one leaves the other (A8): list each in one place")
+	}
 	for i, r := range m.GetTpm2().GetPlatformRoots() {
 		if len(r.GetMachineIds()) == 0 && len(r.GetProjects()) > 0 {
 			add(Warning, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i), "empty: whoever may create a virtual machine in the projects can let it join as a worker, if it boots an accepted image")
@@ -111,7 +114,7 @@ func checkClass(c *attestv1.MachineClass, add func(format string, args ...any)) 
 }
 
 var switches = map[string]string{
-	"anyMachine":        "any machine that a TPM vendor's root certifies is accepted, an attacker's too",
+	"anyMachine":        "any machine that an authority of the policy certifies is accepted, an attacker's too: that of any buyer of a TPM, or of any customer of a cloud",
 	"allowSelfAsserted": "evidence that only the peer itself asserts would be accepted",
 	"anyFirmware":       "machines may have any firmware, and any driver that it loads; these run before what the image measures, and can change it unseen",
 	"allowPlainState":   "machines may keep their state, and the cluster's secrets in it, on a disk that is not encrypted",

@@ -122,6 +122,52 @@ func listNode(tpm *yaml.Node, name string) (*yaml.Node, error) {
 	return field(roots.Content[i], "machineIds"), nil
 }
 
+// listsOf returns the names of a policy's lists of machines.
+func listsOf(t *attestv1.Tpm2Policy) []string {
+	names := []string{"tpm2.machineIds", "tpm2.bareMachineIds"}
+	for i := range t.GetPlatformRoots() {
+		names = append(names, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i))
+	}
+	for i := range t.GetNitroRoots() {
+		names = append(names, fmt.Sprintf("tpm2.nitroRoots[%d].machineIds", i))
+	}
+	return names
+}
+
+// DroppedMachines returns the machines that the policy before lists and the policy after does not list anywhere.
+func DroppedMachines(before, after []byte) (dropped []Listing, err error) {
+	old, err := message(before)
+	if err != nil {
+		return nil, err
+	}
+	next, err := message(after)
+	if err != nil {
+		return nil, err
+	}
+	var kept []string
+	for _, name := range listsOf(next.GetTpm2()) {
+		if list := listOf(next.GetTpm2(), name); list != nil {
+			kept = append(kept, *list...)
+		}
+	}
+	for _, name := range listsOf(old.GetTpm2()) {
+		list := listOf(old.GetTpm2(), name)
+		if list == nil {
+			continue
+		}
+		for _, s := range *list {
+			id, err := attest.ParseMachineID(s)
+			if err != nil {
+				return nil, err
+			}
+			if !slices.Contains(kept, s) {
+				dropped = append(dropped, Listing{Field: name, Machine: id})
+			}
+		}
+	}
+	return dropped, nil
+}
+
 // MoreMachines returns the machines that the policy after lists and the policy before does not. only reports whether the two
 // differ in nothing else but the serial, which is higher in after.
 func MoreMachines(before, after []byte) (more []Listing, only bool, err error) {
@@ -136,14 +182,7 @@ func MoreMachines(before, after []byte) (more []Listing, only bool, err error) {
 	if next.GetSerial() <= old.GetSerial() {
 		return nil, false, nil
 	}
-	names := []string{"tpm2.machineIds", "tpm2.bareMachineIds"}
-	for i := range next.GetTpm2().GetPlatformRoots() {
-		names = append(names, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i))
-	}
-	for i := range next.GetTpm2().GetNitroRoots() {
-		names = append(names, fmt.Sprintf("tpm2.nitroRoots[%d].machineIds", i))
-	}
-	for _, name := range names {
+	for _, name := range listsOf(next.GetTpm2()) {
 		have, list := listOf(old.GetTpm2(), name), listOf(next.GetTpm2(), name)
 		if have == nil || list == nil {
 			return nil, false, nil

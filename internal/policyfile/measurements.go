@@ -228,7 +228,7 @@ func writeBareMachines(line func(string, ...any), t Template) {
 		return
 	}
 	line("  # Machines whose TPM has no endorsement key certificate. Only this list says that a TPM is genuine, and yours:")
-	line("  # take the ID from the machine itself (bootstrapper doctor), not from the network.")
+	line("  # take the ID from the machine itself (its console), not from the network.")
 	line("  bareMachineIds:")
 	for _, id := range t.BareMachineIDs {
 		line("    - %q", id.String())

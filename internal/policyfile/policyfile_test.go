@@ -240,7 +240,7 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 	for _, f := range found {
 		got = append(got, string(f.Level)+" "+f.Field)
 	}
-	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.classes[1], warning tpm2.classes[1], warning tpm2.bareMachineIds, warning tpm2.platformRoots[0].machineIds, warning tpm2.nitroRoots, warning tpm2.machineIds, " +
+	want := "insecure insecure.allowPlainState, warning controlPlanes, warning roles, warning nodeCidrs, warning tpm2.classes[1], warning tpm2.classes[1], warning tpm2.bareMachineIds, warning tpm2.bareMachineIds, warning tpm2.platformRoots[0].machineIds, warning tpm2.nitroRoots, warning tpm2.machineIds, " +
 		"warning tpm2.ekRoots[0], warning tpm2.ekRoots[1], warning tpm2.ekRoots[2], warning tpm2.platformRoots[0]"
 	if s := strings.Join(got, ", "); s != want {
 		t.Errorf("found %s\nwant  %s", s, want)

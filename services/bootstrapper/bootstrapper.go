@@ -114,6 +114,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 		return b.linger(ctx)
 	}
 	b.node.Console.Print("this machine has the ID " + b.node.MachineID.String()) // the owner compares it with the one that is signed (A7)
+	b.node.Console.Print("the state disk has the UUID " + b.node.DiskID.String())
 	joined := make(chan error, 1)
 	if !rec.Kind.ByOwner() {
 		joining.Go(func() { joined <- b.join.Run(ctx) })

@@ -28,7 +28,7 @@ var phases = map[journal.Step]initv1.Phase{
 func (b *Bootstrapper) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.GetStatusResponse, error) {
 	rec := b.node.Lock.Record()
 	out := &initv1.GetStatusResponse{
-		Phase: phases[rec.Step], Now: timestamppb.Now(), Version: buildinfo.Read().Version, MachineId: b.node.MachineID[:],
+		Phase: phases[rec.Step], Now: timestamppb.Now(), Version: buildinfo.Read().Version, MachineId: b.node.MachineID[:], DiskId: b.node.DiskID.String(),
 	}
 	switch rec.Kind {
 	case journal.KindInit, journal.KindAdopt:

@@ -259,7 +259,7 @@ func (a *Approver) booted(c *Candidate, err error) {
 func (a *Approver) refuseBare(c *Candidate, named bool) {
 	if c.List == bareList && !named && !a.BareEK {
 		c.refuse(withRemedy(errors.New("its TPM has no EK certificate, so any program at its address could show this evidence"),
-			"Compare its ID with the one that bootstrapper doctor shows on the machine's own console, then run muster approve "+c.Machine+". With --bare-ek all such machines are approved unseen."))
+			"Compare its ID with the one on the machine's own console (this machine has the ID …), then run muster approve "+c.Machine+". With --bare-ek all such machines are approved unseen."))
 	}
 }
 

@@ -148,7 +148,7 @@ func removeMember(name, other string) string {
 		"  " + etcdctl + " member list",
 		"  " + etcdctl + " member remove ID   (the one that is named " + name + ")",
 		"  muster forget " + name + " --etcd-member-removed",
-		"It has held the cluster's keys: if you don't trust it any more, only a new CA shuts it out.",
+		"It has held the cluster's keys: if you don't trust it any more, docs/control-planes.md#ban-one says what shuts it out.",
 	}, "\n")
 }
 

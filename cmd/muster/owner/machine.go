@@ -46,6 +46,8 @@ type MachineStatus struct {
 	JoinEndpoints  []string   `json:"joinEndpoints,omitempty"`
 	Version        string     `json:"version"`
 	Machine        string     `json:"machine"`
+	// Disk is the UUID of its state disk; empty if the machine does not know it yet.
+	Disk string `json:"disk,omitempty"`
 	// Endorsement is that of its evidence; empty if the evidence was not genuine.
 	Endorsement string `json:"endorsement,omitempty"`
 	NodeName    string `json:"nodeName,omitempty"`
@@ -124,7 +126,7 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 		s.JoinEndpoints = append(s.JoinEndpoints, printable(e))
 	}
 	s.Version, s.Machine = printable(r.GetVersion()), hex.EncodeToString(r.GetMachineId()[:min(len(r.GetMachineId()), 32)])
-	s.NodeName, s.Role = printable(r.GetNodeName()), printable(r.GetRole())
+	s.NodeName, s.Role, s.Disk = printable(r.GetNodeName()), printable(r.GetRole()), printable(r.GetDiskId())
 	if now := at(r.GetNow()); now != nil {
 		// The middle between request and answer is the best estimate of the machine's time.
 		s.Skew = now.Sub(began.Add(time.Since(began) / 2)).Round(time.Millisecond)

@@ -251,7 +251,7 @@ func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) err
 	case v1alpha1.OrderRefused:
 		return withRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, refusalOf(r.Message)), "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
 	default:
-		return fmt.Errorf("%s: %s failed: %s", name, action, r.Message)
+		return withRemedy(fmt.Errorf("%s: %s failed: %s", name, action, r.Message), "muster doctor --node "+name+" shows what is wrong on the machine.")
 	}
 }
 
@@ -266,7 +266,7 @@ func refusalOf(message string) error {
 
 func noReport(name string, last *v1alpha1.OrderReport) string {
 	if last != nil {
-		return "The machine has begun. `muster status` shows when it attested last; the same command waits on, and --timeout waits longer."
+		return "The machine has begun. `muster status` shows when it attested last; the same command waits on."
 	}
 	return fmt.Sprintf("The machine may still begin, until %s after the order; the same command waits on. It gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there, which images of an earlier version do not have.", OrderLife, name)
 }

@@ -339,7 +339,7 @@ func (u *uninstaller) checkDisks(enrolled []v1alpha1.AttestedNode) {
 	}
 	if len(encrypted) > 0 {
 		u.problem(attestv1.Reason_REASON_STATE_DISK, "the state disks of "+allOf(encrypted)+" are encrypted, and nothing could open them at the next boot",
-			"replace each machine: drain it, run muster forget, and join another one with an unencrypted disk (stateDisk.mode plain in its image, insecure.allowPlainState in the policy), a control plane only while two others are left")
+			"replace each machine: drain it, run muster forget, and join another one with an unencrypted disk (stateDisk.mode plain in its image, with a login and a writable /etc, which the image of Muster does not have; insecure.allowPlainState in the policy), a control plane only while two others are left")
 	}
 	if len(unknown) > 0 {
 		u.problem(attestv1.Reason_REASON_STATE_DISK, "it is not recorded whether the state disks of "+allOf(unknown)+" are encrypted",

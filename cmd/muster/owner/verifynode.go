@@ -52,6 +52,9 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 		return nil, err
 	}
 	out := &Report{Node: name, Purpose: string(attest.PurposeOrder), At: time.Now().UTC()}
+	if v := recordOf(n); n.Status.LastVerdict != nil && v.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) {
+		report("the cluster says that joinservice refused it last with " + v.Reason + ", and a refused machine gets no orders: if nothing has been repaired since, end this command, and look at what differs by muster explain HOST, with the machine's address")
+	}
 	var challenge *tpm2.Activation
 	signed, r, err := follow(ctx, d, name, asked{action: ownerorder.ActionVerify, anew: true, args: func(n *v1alpha1.AttestedNode) (map[string]string, error) {
 		c, err := challengeTo(n)

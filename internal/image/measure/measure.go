@@ -36,15 +36,11 @@ type Boot struct {
 // Predict returns the measurements of an image of this name.
 func (b Boot) Predict(name string) (policyfile.Measurements, error) {
 	m := policyfile.Measurements{Version: 1, Image: name, PCRs: map[string]string{}}
-	for bank, h := range attest.Banks {
-		if h == b.Bank {
-			m.Bank = bank
-		}
-	}
-	if m.Bank == "" {
-		return m, fmt.Errorf("measure: %s is no bank that machines quote", b.Bank)
-	}
 	steps, err := b.Steps()
+	if err != nil {
+		return m, err
+	}
+	m.Bank, err = b.bank()
 	if err != nil {
 		return m, err
 	}
@@ -54,8 +50,21 @@ func (b Boot) Predict(name string) (policyfile.Measurements, error) {
 	return m, nil
 }
 
+// bank returns the name of the bank in a policy.
+func (b Boot) bank() (string, error) {
+	for name, h := range attest.Banks {
+		if h == b.Bank {
+			return name, nil
+		}
+	}
+	return "", fmt.Errorf("measure: %s is no bank that machines quote; does the policy have tpm2.bank?", b.Bank)
+}
+
 // Steps returns the single measurements of which [Boot.Predict] returns the results: PCR 4, 9 and 11.
 func (b Boot) Steps() ([]explain.Step, error) {
+	if _, err := b.bank(); err != nil {
+		return nil, err
+	}
 	parts, err := uki.Sections(b.UKI, sections...)
 	if err != nil {
 		return nil, err

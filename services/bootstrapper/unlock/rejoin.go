@@ -42,11 +42,15 @@ func (u *Unlocker) unlock(ctx context.Context) error {
 	if err != nil {
 		return disked(err)
 	}
+	u.mu.Lock()
+	u.disk = id
+	u.mu.Unlock()
 	searching, stop := context.WithCancel(ctx)
 	s := &search{Unlocker: u, id: id, end: stop}
 	defer s.recovery.Wait() // it still answers running calls
 	defer stop()
 	u.cfg.Log.InfoContext(ctx, "the state disk waits for its key", "disk", id.String())
+	u.cfg.Console.Print("the state disk has the UUID " + id.String())
 	u.cfg.Console.Print("looking for a joinservice to ask for the key of the state disk")
 	s.run(searching)
 	u.opening.Lock()

@@ -22,6 +22,7 @@ func (u *Unlocker) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1
 	if u.machine != nil {
 		out.MachineId = u.machine[:]
 	}
+	out.DiskId = u.disk.String()
 	u.mu.Unlock()
 	u.attempts.Report(out, true)
 	if meta, err := u.cfg.Metadata(); err == nil {

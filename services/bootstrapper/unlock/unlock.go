@@ -137,6 +137,7 @@ type Unlocker struct {
 
 	mu      sync.Mutex // guards the fields of the status
 	machine *attest.MachineID
+	disk    keys.DiskID // zero: not found yet
 	phase   initv1.Phase
 	since   time.Time
 }

@@ -43,7 +43,7 @@ type Hardware interface {
 type Attester struct {
 	cfg    Config
 	flight chan struct{} // holds one token: the right to quote
-	next   time.Time     // when the next quote for the public may begin; owned by the token's holder
+	next   time.Time     // when the next quote may begin; owned by the token's holder
 
 	mu      sync.Mutex
 	waiting *batch // takes statements until its quote begins; nil: none
@@ -53,8 +53,8 @@ type Attester struct {
 // TPM that is busy with them would have no time for machines that join.
 const publicInterval = time.Second
 
-// reportInterval is the interval between quotes with a hardware report. Sessions need one before their
-// peer has proven anything, and hosts throttle their guests' requests for reports.
+// reportInterval is the interval between quotes with a hardware report or a NitroTPM document. Sessions
+// need one before their peer has proven anything, and hosts throttle their guests' requests.
 const reportInterval = time.Second
 
 // batch is a set of statements that share a quote.

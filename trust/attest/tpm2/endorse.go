@@ -5,6 +5,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -32,9 +33,12 @@ type Endorser interface {
 
 // endorse makes the machine's endorsement: by the platform key if the TPM has one, else by NitroTPM's
 // document, else by the endorsement key's certificate, else by the endorsement key alone. The order is
-// fixed, because one TPM must not be two machines (A8). top is what the quote signs.
+// fixed, because one TPM must not be two machines (A8). top is what the quote signs. The caller holds the token.
 func (a *Attester) endorse(ctx context.Context, top digest) (endorsed, error) {
 	found, err := keys(ctx, a.cfg.TPM, top)
+	if found.requested {
+		a.next = time.Now().Add(reportInterval)
+	}
 	switch {
 	case err != nil:
 		return endorsed{}, err
@@ -59,6 +63,8 @@ type known struct {
 	platform [][]byte
 	nitro    []byte
 	ek       tpm.EK
+	// requested is whether the host was asked for a document, with success or not.
+	requested bool
 }
 
 // keys returns the first of them that the TPM has. A document is made for nonce.
@@ -69,7 +75,7 @@ func keys(ctx context.Context, t Endorser, nonce digest) (known, error) {
 	}
 	document, err := t.NitroDocument(ctx, nonce)
 	if !errors.Is(err, tpm.ErrNoNitroTPM) {
-		return known{nitro: document}, err
+		return known{nitro: document, requested: true}, err
 	}
 	ek, err := t.EndorsementKey(ctx)
 	return known{ek: ek}, err

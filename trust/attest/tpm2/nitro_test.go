@@ -9,6 +9,7 @@ import (
 	"encoding/hex"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	gotpm "github.com/google/go-tpm/tpm2"
@@ -391,6 +392,49 @@ func TestANitroTPMThatMakesNoDocumentAttestsByNothingElse(t *testing.T) {
 		if id, name, err := tpm2.Identity(t.Context(), d); err == nil {
 			t.Errorf("it is %s by %s", id, name)
 		}
+	}
+}
+
+// counted counts the documents that are requested.
+type counted struct {
+	*attesttest.Machine
+	err error // of each
+	n   int
+}
+
+func (c *counted) NitroDocument(ctx context.Context, nonce [32]byte) ([]byte, error) {
+	c.n++
+	if c.err != nil {
+		return nil, c.err
+	}
+	return c.Machine.NitroDocument(ctx, nonce)
+}
+
+// A session needs a document before its peer has proven anything.
+func TestDocumentsAreRequestedOnceASecond(t *testing.T) {
+	for name, tt := range map[string]struct {
+		options attesttest.Options
+		err     error
+		want    time.Duration
+	}{
+		"documents": {nitro(nil), nil, 4 * time.Second}, "failures": {nitro(nil), gotpm.TPMRCCommandCode, 4 * time.Second}, "another TPM": {attesttest.Options{}, tpm.ErrNoNitroTPM, 0},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			c := &counted{Machine: attesttest.NewMachine(t, attesttest.NewCA(t), tt.options), err: tt.err}
+			a, err := tpm2.NewAttester(tpm2.Config{TPM: c, Purpose: attest.PurposeMachine, Bank: tpm.SHA384})
+			if err != nil {
+				t.Fatal(err)
+			}
+			begin := time.Now()
+			for i := range 5 {
+				if _, err := a.Attest(t.Context(), tpmFormat, attest.Binding{byte(i)}); (err != nil) != (tt.err != nil && tt.want > 0) {
+					t.Errorf("%s: %v", name, err)
+				}
+			}
+			if took := time.Since(begin); c.n != 5 || took != tt.want {
+				t.Errorf("%s: %d documents in %s, want 5 in %s", name, c.n, took, tt.want)
+			}
+		})
 	}
 }
 

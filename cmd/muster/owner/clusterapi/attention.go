@@ -18,7 +18,7 @@ type Attention struct {
 }
 
 // RenewRemedy is the remedy for certificates that no machine renews by itself.
-const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. A CA that ends needs kubeadm's manual, in time."
+const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. For a CA that ends: docs/certificates.md#what-is-not-rotated."
 
 const (
 	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew no certificate.
@@ -30,6 +30,8 @@ const (
 	clockMargin = 15 * time.Minute
 	// ownCertificateSoon is for certificates that a person has to renew.
 	ownCertificateSoon = 30 * 24 * time.Hour
+	// heldLong is how long a node may be Ready and take no pods, while a command drains it or waits for Muster's services after its restart.
+	heldLong = 30 * time.Minute
 	// requestSoon is how long a kubelet's request may wait: a machine attests every five minutes.
 	requestSoon = 10 * time.Minute
 	// phaseSoon is how long a phase of a rotation may take: half an hour with three control planes, and one may be repaired meanwhile. In settledSoon, the
@@ -98,7 +100,7 @@ func (s *Status) servicesAttention(add func(about, remedy, problem string, args 
 	case c == nil:
 		add("chart", "Run muster init to its end.", "Muster's release is not installed")
 	case c.Status != "deployed":
-		add("chart", "Run muster init again, or helm history muster -n "+Namespace+" to see what became of it.", "revision %d is %s", c.Revision, c.Status)
+		add("chart", "Run the interrupted command again: muster upgrade with the same flags, or of a cluster that was never complete, muster init. helm history muster -n "+Namespace+" shows what became of it.", "revision %d is %s", c.Revision, c.Status)
 	}
 }
 
@@ -132,6 +134,9 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	}
 	if !n.Ready {
 		add(about, "kubectl describe node "+n.Name+" says why; if its kubelet does not run, the machine's console says what it waits for.", "it is not Ready")
+	}
+	if n.Held && n.ReadySince != nil && now.Sub(*n.ReadySince) > heldLong {
+		add(about, "If no command of yours is at work on it: run the interrupted one again, or kubectl uncordon "+n.Name+".", "it takes no pods since a command drained it, and is Ready for %s", now.Sub(*n.ReadySince).Round(time.Second))
 	}
 	switch {
 	case n.AppraisedAt == nil:

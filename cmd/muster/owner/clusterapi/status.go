@@ -116,6 +116,10 @@ type NodeStatus struct {
 	// Joined reports that there is a Node of that name, Ready the Node's condition.
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
+	// ReadySince is when it became Ready; nil: it is not.
+	ReadySince *time.Time `json:"readySince,omitempty"`
+	// Held reports that it takes no pods since a command drained it, until that command ends.
+	Held bool `json:"held,omitempty"`
 	// Enrolled reports that there is an AttestedNode. A Node without one was not admitted by Muster.
 	Enrolled    bool       `json:"enrolled"`
 	Role        string     `json:"role,omitempty"`
@@ -210,6 +214,7 @@ const maxVersion = 40
 // terminal.
 func (s *NodeStatus) see(n *corev1.Node) {
 	s.Joined = true
+	s.Held = n.Spec.Unschedulable && n.Annotations[v1alpha1.Returns] != ""
 	for _, r := range n.Status.NodeInfo.KubeletVersion {
 		// The characters of a semantic version (semver.org): no spaces, which would look like other columns.
 		if (unicode.IsLetter(r) || unicode.IsDigit(r) || strings.ContainsRune(".+-", r)) && r < unicode.MaxASCII && len(s.Kubelet) < maxVersion {
@@ -217,7 +222,9 @@ func (s *NodeStatus) see(n *corev1.Node) {
 		}
 	}
 	for _, cond := range n.Status.Conditions {
-		s.Ready = s.Ready || cond.Type == corev1.NodeReady && cond.Status == corev1.ConditionTrue
+		if cond.Type == corev1.NodeReady && cond.Status == corev1.ConditionTrue {
+			s.Ready, s.ReadySince = true, &cond.LastTransitionTime.Time
+		}
 	}
 }
 

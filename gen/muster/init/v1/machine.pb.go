@@ -156,8 +156,11 @@ type GetStatusResponse struct {
 	// Whether last_reason came from a peer that refused before it had proven to be a
 	// joinservice: a network attacker that answers in a joinservice's place can send it.
 	LastReasonUnproven bool `protobuf:"varint,16,opt,name=last_reason_unproven,json=lastReasonUnproven,proto3" json:"last_reason_unproven,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// UUID of its state disk, in its 36-character lower-case form (RFC 9562, section 4). In
+	// the initramfs, empty until the disk was found.
+	DiskId        string `protobuf:"bytes,17,opt,name=disk_id,json=diskId,proto3" json:"disk_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GetStatusResponse) Reset() {
@@ -302,12 +305,19 @@ func (x *GetStatusResponse) GetLastReasonUnproven() bool {
 	return false
 }
 
+func (x *GetStatusResponse) GetDiskId() string {
+	if x != nil {
+		return x.DiskId
+	}
+	return ""
+}
+
 var File_muster_init_v1_machine_proto protoreflect.FileDescriptor
 
 const file_muster_init_v1_machine_proto_rawDesc = "" +
 	"\n" +
 	"\x1cmuster/init/v1/machine.proto\x12\x0emuster.init.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dmuster/attest/v1/reason.proto\x1a\x19muster/init/v1/init.proto\"\x12\n" +
-	"\x10GetStatusRequest\"\xad\x05\n" +
+	"\x10GetStatusRequest\"\xc6\x05\n" +
 	"\x11GetStatusResponse\x12+\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x15.muster.init.v1.PhaseR\x05phase\x120\n" +
 	"\x05since\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x12,\n" +
@@ -327,7 +337,8 @@ const file_muster_init_v1_machine_proto_rawDesc = "" +
 	"\tnode_name\x18\r \x01(\tR\bnodeName\x12\x12\n" +
 	"\x04role\x18\x0e \x01(\tR\x04role\x12!\n" +
 	"\finit_allowed\x18\x0f \x01(\bR\vinitAllowed\x120\n" +
-	"\x14last_reason_unproven\x18\x10 \x01(\bR\x12lastReasonUnproven*>\n" +
+	"\x14last_reason_unproven\x18\x10 \x01(\bR\x12lastReasonUnproven\x12\x17\n" +
+	"\adisk_id\x18\x11 \x01(\tR\x06diskId*>\n" +
 	"\x05Taker\x12\x15\n" +
 	"\x11TAKER_UNSPECIFIED\x10\x00\x12\x0e\n" +
 	"\n" +
