@@ -50,6 +50,16 @@ func listOf(t *attestv1.Tpm2Policy, name string) *[]string {
 	return nil
 }
 
+// AnyCustomers reports whether the authority of a list endorses machines of all customers of a cloud, and says not whose they are.
+func AnyCustomers(text []byte, list string) (bool, error) {
+	m, err := message(text)
+	if err != nil {
+		return false, err
+	}
+	roots, i := rootOf(list)
+	return roots == "nitroRoots" || roots == "platformRoots" && i < len(m.GetTpm2().GetPlatformRoots()) && len(m.GetTpm2().GetPlatformRoots()[i].GetProjects()) == 0, nil
+}
+
 // Lists reports whether the policy has the listing.
 func Lists(text []byte, l Listing) (bool, error) {
 	m, err := message(text)

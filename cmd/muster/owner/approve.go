@@ -58,6 +58,8 @@ type ApproveConfig struct {
 	TrustCluster bool
 	// BareEK also approves machines with the endorsement bare-ek that were not named by their ID.
 	BareEK bool
+	// AnyAccount also approves machines of a cloud that are not named, and that could be in anybody's account.
+	AnyAccount bool
 	// Port is that of waiting machines; 0: 9000. DialContext opens connections to them; nil: a [net.Dialer].
 	Port        int
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
@@ -71,6 +73,7 @@ type Approver struct {
 	policy    *attest.Policy
 	clusterID [32]byte
 	unsent    []policyfile.Listing
+	text      []byte // of the folder's policy
 }
 
 // NewApprover returns an Approver for the cluster of an owner's folder. The folder's policy must be the cluster's, or have
@@ -93,7 +96,7 @@ func NewApprover(ctx context.Context, d *ownerdir.Dir, cfg ApproveConfig) (*Appr
 
 // load reads the folder's policy, and compares it with the cluster's.
 func (a *Approver) load(ctx context.Context) error {
-	_, p, json, err := folderPolicy(a.dir)
+	text, p, json, err := folderPolicy(a.dir)
 	if err != nil {
 		return err
 	}
@@ -108,7 +111,7 @@ func (a *Approver) load(ctx context.Context) error {
 	if _, err := openPolicy(have, public); err != nil {
 		return fmt.Errorf("the cluster's policy: %w", err)
 	}
-	a.policy, a.unsent = p, nil
+	a.policy, a.text, a.unsent = p, text, nil
 	if have.Spec.Policy == string(json) {
 		return nil
 	}
@@ -212,7 +215,7 @@ func (a *Approver) examine(ctx context.Context, c *Candidate, named bool) {
 		a.booted(c, errors.New(c.Differs))
 		return
 	}
-	a.refuseBare(c, named)
+	a.refuseUnnamed(c, named)
 }
 
 // judge appraises what this program has verified.
@@ -246,7 +249,7 @@ func (a *Approver) judge(c *Candidate, claims attest.Claims, named bool) {
 		c.refuse(withRemedy(errors.New("the policy accepts it already"), "It joins with its next attempt. If it does not: muster status --endpoint "+c.Endpoint+"."))
 		return
 	}
-	a.refuseBare(c, named)
+	a.refuseUnnamed(c, named)
 }
 
 // booted refuses a machine for what it booted, which no approval changes.
@@ -255,11 +258,24 @@ func (a *Approver) booted(c *Candidate, err error) {
 		"It is not approved, whatever the flags. muster explain "+c.Endpoint+" shows what differs. "+Explain(err).Remedy))
 }
 
-// refuseBare refuses a machine whose TPM has no EK certificate, unless the owner has named its ID: nothing else identifies it.
-func (a *Approver) refuseBare(c *Candidate, named bool) {
-	if c.List == bareList && !named && !a.BareEK {
+// refuseUnnamed refuses a machine that nothing but its ID shows to be the owner's, unless the owner has named that: one whose TPM has no EK certificate,
+// and one of a cloud whose authority endorses the machines of all customers alike.
+func (a *Approver) refuseUnnamed(c *Candidate, named bool) {
+	if named {
+		return
+	}
+	if c.List == bareList && !a.BareEK {
 		c.refuse(withRemedy(errors.New("its TPM has no EK certificate, so any program at its address could show this evidence"),
 			"Compare its ID with the one on the machine's own console (this machine has the ID …), then run muster approve "+c.Machine+". With --bare-ek all such machines are approved unseen."))
+		return
+	}
+	rented, err := policyfile.AnyCustomers(a.text, c.List)
+	switch {
+	case err != nil:
+		c.refuse(err)
+	case rented && !a.AnyAccount:
+		c.refuse(withRemedy(errors.New("its cloud endorses the machines of all customers alike, so it could be in another account"),
+			"Compare its ID with the one on the console that the cloud shows you of your machine, then run muster approve "+c.Machine+". With --any-account all such machines are approved unseen."))
 	}
 }
 

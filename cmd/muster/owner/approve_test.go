@@ -32,6 +32,7 @@ import (
 type approval struct {
 	*lifecycle
 	ca, cloud *attesttest.CA
+	azure     *attesttest.CA
 	kube      *clusterapi.Client
 
 	mu sync.Mutex
@@ -43,10 +44,10 @@ var someone = attest.MachineID{0x5e}
 
 func newApproval(t *testing.T, changes ...func(*attestv1.Policy)) *approval {
 	t.Helper()
-	a := &approval{lifecycle: newLifecycle(t), ca: attesttest.NewCA(t), cloud: attesttest.NewCA(t), at: map[string]string{}}
+	a := &approval{lifecycle: newLifecycle(t), ca: attesttest.NewCA(t), cloud: attesttest.NewCA(t), azure: attesttest.NewCA(t), at: map[string]string{}}
 	lists := func(p *attestv1.Policy) {
 		p.Tpm2.EkRoots[0].Operator, p.Tpm2.MachineIds = false, []string{someone.String()}
-		p.Tpm2.PlatformRoots = []*attestv1.PlatformRoot{{Pem: a.cloud.PEM(), Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}, MachineIds: []string{someone.String()}}}
+		p.Tpm2.PlatformRoots = []*attestv1.PlatformRoot{{Pem: a.cloud.PEM(), Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}, MachineIds: []string{someone.String()}}, {Pem: a.azure.PEM(), Provider: "azure", Key: "rsa-2048", MachineIds: []string{someone.String()}}}
 	}
 	model := attesttest.NewMachine(t, a.ca, attesttest.Options{})
 	if err := a.Write(ownerdir.PolicyFile, attesttest.Policy(t, a.ca, []*attesttest.Machine{model}, append([]func(*attestv1.Policy){lists}, changes...)...)); err != nil {
@@ -161,7 +162,7 @@ func (a *approval) has(t *testing.T, serial uint64, want ...policyfile.Listing) 
 
 func quiet(string) {}
 
-const machineIDs, platformIDs = "tpm2.machineIds", "tpm2.platformRoots[0].machineIds"
+const machineIDs, platformIDs, azureIDs = "tpm2.machineIds", "tpm2.platformRoots[0].machineIds", "tpm2.platformRoots[1].machineIds"
 
 // Each machine that can't be approved is beside one that differs only in the cause.
 func TestOnlyMachinesThatLackAListCanBeApproved(t *testing.T) {
@@ -174,6 +175,7 @@ func TestOnlyMachinesThatLackAListCanBeApproved(t *testing.T) {
 	bareTampered := a.boot(t, "192.0.2.5", attesttest.Options{Bare: true, Image: "tampered"})
 	rented := a.boot(t, "192.0.2.6", attesttest.Options{Platform: &attesttest.Platform{CA: a.cloud, Project: "ours", Zone: "a"}})
 	foreign := a.boot(t, "192.0.2.7", attesttest.Options{Platform: &attesttest.Platform{CA: a.cloud, Project: "theirs", Zone: "a"}})
+	stranger := a.boot(t, "192.0.2.11", attesttest.Options{Platform: &attesttest.Platform{CA: a.azure, Azure: true}})
 	locked := a.boot(t, "192.0.2.8", attesttest.Options{})
 	locked.LockTo([32]byte{9})
 	ours := a.boot(t, "192.0.2.9", attesttest.Options{})
@@ -204,6 +206,10 @@ func TestOnlyMachinesThatLackAListCanBeApproved(t *testing.T) {
 		"a changed bare machine":                          {e: waits(bareTampered, "192.0.2.5", bareList), named: true, want: "PCR 4"},
 		"a rented machine":                                {e: waits(rented, "192.0.2.6", platformIDs), list: platformIDs},
 		"a rented machine of others":                      {e: waits(foreign, "192.0.2.7", platformIDs), want: "no rule of tpm2.platformRoots"},
+		"a machine of anybody's account":                  {e: waits(stranger, "192.0.2.11", azureIDs), want: "another account"},
+		"one that the cluster calls certified":            {e: waits(stranger, "192.0.2.11", machineIDs), want: "another account"},
+		"one that is named":                               {e: waits(stranger, "192.0.2.11", azureIDs), named: true, list: azureIDs},
+		"one by a flag":                                   {e: waits(stranger, "192.0.2.11", azureIDs), cfg: ApproveConfig{AnyAccount: true}, list: azureIDs},
 		"a machine of another cluster":                    {e: waits(locked, "192.0.2.8", machineIDs), want: "PCR 15"},
 		"a machine that was in this cluster":              {e: waits(ours, "192.0.2.9", machineIDs), list: machineIDs},
 		"a TPM that no root certifies":                    {e: waits(unknown, "192.0.2.10", machineIDs), cfg: ApproveConfig{TrustCluster: true}, want: "EK_UNTRUSTED"},

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 
 	"github.com/coreos/go-systemd/v22/unit"
 
@@ -28,10 +29,10 @@ func (d *doctor) kubeletUnit() {
 	var conditions []string
 	for _, o := range options {
 		switch {
-		case o.Section != "Unit" || o.Name != "ConditionPathExists":
+		case o.Section != "Unit" || !strings.HasPrefix(o.Name, "Condition"):
 		case o.Value == "":
-			conditions = nil // systemd.unit(5): an empty value removes the conditions before it
-		default:
+			conditions = nil // systemd.unit(5): an empty value removes all conditions before it, of any kind
+		case o.Name == "ConditionPathExists":
 			conditions = append(conditions, o.Value)
 		}
 	}
@@ -54,12 +55,16 @@ func (d *doctor) unitOptions(name string) ([]*unit.UnitOption, error) {
 		} else if !errors.Is(err, fs.ErrNotExist) {
 			return nil, err
 		}
-		found, err := filepath.Glob(filepath.Join(at+".d", "*.conf"))
-		if err != nil {
-			return nil, err
-		}
-		for _, f := range found {
-			dropIns[filepath.Base(f)] = f
+	}
+	for _, of := range []string{"service", name} { // drop-ins of all services; those of the unit hide them
+		for _, dir := range slices.Backward(unitDirs) {
+			found, err := filepath.Glob(filepath.Join(d.Root, dir, of+".d", "*.conf"))
+			if err != nil {
+				return nil, err
+			}
+			for _, f := range found {
+				dropIns[filepath.Base(f)] = f
+			}
 		}
 	}
 	if file == "" {
