@@ -226,9 +226,8 @@ func TestANewImageIsRolledOutAndTheOldOneIsDropped(t *testing.T) {
 		}
 	}
 	boot := w.join(t, w.worker("node7"), node7)
-	w.policy(t, 9, "both.yaml", w.image, second)
 	w.policy(t, 10, "new.yaml", second)
-	w.Block(t, driver.Owner, "image-accept", "POLICY=both.yaml")
+	w.Block(t, driver.Owner, "image-accept", "MEASUREMENTS="+filepath.Join(filepath.Dir(second), measurementsFile))
 	old := w.runs(t, "node7")
 
 	if out, err := w.At(t.Context(), driver.Owner, "", "muster", "policy", "apply", "new.yaml"); err == nil || !strings.Contains(err.Error(), "1 running nodes do not match the policy: node7") {
@@ -245,7 +244,7 @@ func TestANewImageIsRolledOutAndTheOldOneIsDropped(t *testing.T) {
 		}
 		return nil
 	})
-	w.Block(t, driver.Owner, "image-drop", "POLICY=new.yaml")
+	w.Block(t, driver.Owner, "image-drop", "IMAGE="+old)
 
 	since := time.Now()
 	w.boot(t, "node7", w.image)

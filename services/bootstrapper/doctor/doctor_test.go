@@ -211,6 +211,12 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"a kubelet whose condition a drop-in removes": {CheckUnits, checkup.Fail, "before the bootstrapper has compared", func(t *testing.T, m *host) {
 			m.file(t, "etc/systemd/system/kubelet.service.d/50-x.conf", "[Unit]\nConditionPathExists=\n")
 		}},
+		"a kubelet all of whose conditions a drop-in removes": {CheckUnits, checkup.Fail, "before the bootstrapper has compared", func(t *testing.T, m *host) {
+			m.file(t, "etc/systemd/system/kubelet.service.d/50-x.conf", "[Unit]\nConditionFileNotEmpty=\n")
+		}},
+		"a kubelet whose condition a drop-in of all services removes": {CheckUnits, checkup.Fail, "before the bootstrapper has compared", func(t *testing.T, m *host) {
+			m.file(t, "run/systemd/system/service.d/50-x.conf", "[Unit]\nConditionPathExists=\n")
+		}},
 		"a unit that can't be read": {CheckUnits, checkup.Fail, "kubelet.service", func(t *testing.T, m *host) {
 			m.file(t, "etc/systemd/system/kubelet.service", "[Unit\n")
 		}},
