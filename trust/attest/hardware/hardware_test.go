@@ -15,7 +15,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// The value is that of Python's hashlib over the formula of docs/hardware-reports.md.
+// The value is that of Python's hashlib over the formula of docs/attested-tls.md.
 func TestReportDataEqualTheVectorOfAnIndependentProgram(t *testing.T) {
 	name := append([]byte{0x00, 0x0B}, bytes.Repeat([]byte{0x11}, 32)...)
 	var root [32]byte

@@ -14,7 +14,7 @@ import (
 
 // Vector is an input that must be refused.
 type Vector struct {
-	// Name describes what is wrong, as the page docs/hardware-reports.md writes it.
+	// Name describes what is wrong, as the table in hardware/testdata/refused.md writes it.
 	Name string
 	Want attestv1.Reason
 	// Wrong returns the refusal, Right the error of the same input with only that corrected: nil.
@@ -49,11 +49,11 @@ func Refused(t *testing.T, platform string, all []Vector) {
 		fmt.Fprintf(&want, "| %s | `%s` | %s |\n", platform, r, strings.Join(inputs[r], "; "))
 	}
 	t.Logf("%d vectors:\n%s", len(all), want.String())
-	up := filepath.Join("..", "..", "docs", "hardware-reports.md") // from trust/attest
-	if _, err := os.Stat(up); err != nil {
-		up = filepath.Join("..", up) // from a package below it
+	path := filepath.Join("hardware", "testdata", "refused.md") // from trust/attest
+	if _, err := os.Stat(path); err != nil {
+		path = filepath.Join("..", path) // from a package below it
 	}
-	page, err := os.ReadFile(up)
+	page, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -64,6 +64,6 @@ func Refused(t *testing.T, platform string, all []Vector) {
 		}
 	}
 	if got.String() != want.String() {
-		t.Errorf("docs/hardware-reports.md does not list these vectors. Write:\n%s", want.String())
+		t.Errorf("hardware/testdata/refused.md does not list these vectors. Write:\n%s", want.String())
 	}
 }
