@@ -160,8 +160,15 @@ func (j *joinservice) components() []*initv1.Component {
 // file is a file of a control plane: the authority, or text in PEM.
 func (j *joinservice) file(name string) *joinv1.ControlPlaneFile {
 	content := pem.EncodeToMemory(&pem.Block{Type: "TEST", Bytes: []byte("content of " + name)})
-	if name == component.CA {
+	switch name {
+	case component.CA:
 		content = j.ca
+	case "ca.key":
+		der, err := x509.MarshalECPrivateKey(j.key)
+		if err != nil {
+			panic(err) // it is a P-256 key
+		}
+		content = pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})
 	}
 	return &joinv1.ControlPlaneFile{Path: name, Content: content}
 }

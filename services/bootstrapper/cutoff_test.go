@@ -2,8 +2,6 @@ package bootstrapper_test
 
 import (
 	"context"
-	"crypto/x509"
-	"encoding/pem"
 	"os"
 	"path/filepath"
 	"testing"
@@ -90,17 +88,6 @@ func (j *joinservice) waitsForEtcd(w *fixture, refusals int) {
 // B3: without this machine's etcd, which the kubelet runs, etcd may have no quorum, and then no joinservice can sign anything.
 func TestAJoinCutOffForLongerThanItsCertificatesGoesOn(t *testing.T) {
 	w, j := joiner(t)
-	key, err := x509.MarshalECPrivateKey(j.key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	j.script(nil, func(r *joinv1.IssueJoinTicketResponse) {
-		for _, f := range r.GetControlPlaneFiles() {
-			if f.GetPath() == "ca.key" {
-				f.Content = pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: key})
-			}
-		}
-	})
 	w.cutOff(t, "kubeadm join is half done", 48*time.Hour, func(*running) {})
 	w.startsWithCertificates(t)
 	j.waitsForEtcd(w, 0)

@@ -144,6 +144,15 @@ func certPEM(c *x509.Certificate) []byte {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw})
 }
 
+// keyPEM returns the authority's key.
+func (j *joinservice) keyPEM() []byte {
+	der, err := x509.MarshalECPrivateKey(j.key)
+	if err != nil {
+		j.t.Error(err)
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})
+}
+
 // issue signs a certificate request as Kubernetes' signers do.
 func (j *joinservice) issue(csr []byte, use x509.ExtKeyUsage) []byte {
 	r, err := x509.ParseCertificateRequest(csr)
@@ -215,8 +224,11 @@ func (j *joinservice) IssueJoinTicket(ctx context.Context, req *joinv1.IssueJoin
 	if req.GetRole() == joinv1.Role_ROLE_CONTROL_PLANE {
 		for _, f := range pkiFiles {
 			content := []byte("content of " + f)
-			if f == "ca.crt" {
+			switch f {
+			case "ca.crt":
 				content = certPEM(j.ca)
+			case "ca.key":
+				content = j.keyPEM()
 			}
 			resp.ControlPlaneFiles = append(resp.ControlPlaneFiles, &joinv1.ControlPlaneFile{Path: f, Content: content})
 		}

@@ -206,6 +206,9 @@ func (s *Server) firstKubelet(ctx context.Context, o *initOrder, config []byte) 
 	if err != nil {
 		return err
 	}
+	if err := pki.WriteSigner(s.node.On(machine.PKIFolder)); err != nil {
+		return err
+	}
 	conf, err := kubelet.Kubeconfig(kubeadm.LocalEndpoint(kubeadm.Node{Name: o.meta.Name, Addresses: o.meta.Addresses}), authority.PEM()) // as kubeadm writes it
 	if err != nil {
 		return err

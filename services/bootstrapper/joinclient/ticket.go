@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -200,6 +201,9 @@ func (c *Client) place(t *ticket) error {
 		if err := machine.WriteFile(filepath.Join(c.node.On(machine.PKIFolder), f.GetPath()), f.GetContent(), mode, 0o755); err != nil {
 			return err
 		}
+	}
+	if err := pki.WriteSigner(c.node.On(machine.PKIFolder)); err != nil {
+		return err
 	}
 	return c.node.WriteAuthz()
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp"
+	"slices"
 	"strings"
 
 	appsv1 "k8s.io/api/apps/v1"
@@ -14,6 +15,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // StaticPods returns the images that run as static pods on control planes, each in one container with the name of its pod.
@@ -21,13 +24,34 @@ func StaticPods() []string {
 	return []string{versions.Etcd, versions.APIServer, versions.ControllerManager, versions.Scheduler}
 }
 
-// Patches returns the files of [PatchesFolder], by name. They make static pods name their images by digest (B9).
+// SigningArgument makes the controller manager sign with a file that has one certificate: with two, as ca.crt has while the authority is rotated, it starts no
+// signer. It is the machine's own, and not in the cluster's configuration: bootstrappers of an earlier version do not write the file.
+const SigningArgument = signingFlag + machine.PKIFolder + "/" + pki.SignerFile
+
+const (
+	signingFlag = "--cluster-signing-cert-file="
+	// podPatch ends the name of a patch that is part of a pod.
+	podPatch = "+strategic.yaml"
+)
+
+// Patches returns the files of [PatchesFolder], by name. They make static pods name their images by digest (B9), and the controller manager sign with
+// [SigningArgument].
 func Patches(images versions.Images) map[string][]byte {
-	out := map[string][]byte{}
+	// Of two equal flags the last one counts.
+	out := map[string][]byte{versions.ControllerManager + "+json.yaml": fmt.Appendf(nil, "[{op: add, path: /spec/containers/0/command/-, value: %q}]\n", SigningArgument)}
 	for _, name := range StaticPods() {
-		out[name+"+strategic.yaml"] = fmt.Appendf(nil, "spec:\n  containers:\n  - name: %s\n    image: %s\n", name, images[name])
+		out[name+podPatch] = fmt.Appendf(nil, "spec:\n  containers:\n  - name: %s\n    image: %s\n", name, images[name])
 	}
 	return out
+}
+
+// WithSigner returns the command of a controller manager with [SigningArgument] instead of kubeadm's default. A command that signs with another file stays.
+func WithSigner(command []string) []string {
+	out := slices.DeleteFunc(slices.Clone(command), func(arg string) bool { return arg == signingFlag+machine.PKIFolder+"/ca.crt" })
+	if len(out) == len(command) || slices.Contains(out, SigningArgument) {
+		return out
+	}
+	return append(out, SigningArgument)
 }
 
 // WantsProxy reports whether the image lets kubeadm install kube-proxy, which is the default.

@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -28,11 +29,15 @@ func TestStaticPodsNameTheListedDigest(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, name := range StaticPods() {
-		target := &patches.PatchTarget{Name: name, StrategicMergePatchObject: corev1.Pod{}, Data: []byte(`{"apiVersion":"v1","kind":"Pod","spec":{"containers":[{"name":"` + name + `","image":"registry.k8s.io/` + name + `:v1"}]}}`)}
+		target := &patches.PatchTarget{Name: name, StrategicMergePatchObject: corev1.Pod{}, Data: []byte(`{"apiVersion":"v1","kind":"Pod","spec":{"containers":[{"name":"` + name + `","image":"registry.k8s.io/` + name + `:v1","command":["` + name + `","--cluster-signing-cert-file=/etc/kubernetes/pki/ca.crt"]}]}}`)}
 		if err := manager.ApplyPatchesToTarget(target); err != nil {
 			t.Fatal(err)
 		}
 		if !bytes.Contains(target.Data, []byte(images()[name].String())) || bytes.Contains(target.Data, []byte("registry.k8s.io")) {
+			t.Errorf("%s: %s", name, target.Data)
+		}
+		// Of two equal flags the last one counts.
+		if signs := bytes.Contains(target.Data, []byte(`pki/ca.crt","--cluster-signing-cert-file=/etc/kubernetes/pki/muster-signing.crt"]`)); signs != (name == versions.ControllerManager) {
 			t.Errorf("%s: %s", name, target.Data)
 		}
 	}
@@ -79,6 +84,33 @@ func TestKubeProxyNamesTheListedDigest(t *testing.T) {
 	} {
 		if got, err := Proxy(strings.Split(text, "\n"), images()[versions.Proxy]); err == nil {
 			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
+// A cluster that was made by an earlier Muster has kubeadm's default. A cluster whose owner signs with another authority keeps that.
+func TestAControllerManagerSignsWithOneCertificate(t *testing.T) {
+	const kubeadms, other = "--cluster-signing-cert-file=/etc/kubernetes/pki/ca.crt", "--cluster-signing-cert-file=/etc/other/ca.crt"
+	for name, tt := range map[string]struct{ command, want []string }{
+		"kubeadm's default":   {[]string{"c", kubeadms, "--x"}, []string{"c", "--x", SigningArgument}},
+		"with the patch":      {[]string{"c", kubeadms, "--x", SigningArgument}, []string{"c", "--x", SigningArgument}},
+		"Muster's":            {[]string{"c", "--x", SigningArgument}, []string{"c", "--x", SigningArgument}},
+		"another authority":   {[]string{"c", other}, []string{"c", other}},
+		"without a signer":    {[]string{"c", "--x"}, []string{"c", "--x"}},
+		"without an argument": {nil, nil},
+	} {
+		if got := WithSigner(tt.command); !slices.Equal(got, tt.want) {
+			t.Errorf("%s: %q, want %q", name, got, tt.want)
+		}
+	}
+}
+
+// B8: the manifests of both forms are kubeadm's.
+func TestBothFormsOfTheSignersArgumentAreListed(t *testing.T) {
+	for _, command := range []string{`"--cluster-signing-cert-file=/etc/kubernetes/pki/ca.crt"`, `"` + SigningArgument + `"`, `"--cluster-signing-cert-file=/etc/kubernetes/pki/ca.crt", "` + SigningArgument + `"`} {
+		manifest := strings.NewReplacer("name: etcd", "name: kube-controller-manager", images()[versions.Etcd].String(), images()[versions.ControllerManager].String(), "[etcd, --data-dir=/var/lib/etcd]", "[kube-controller-manager, "+command+"]").Replace(etcdPod())
+		if err := image(t, "").CheckStaticPod("/", versions.ControllerManager, []byte(manifest), images()); err != nil {
+			t.Errorf("%s: %v", command, err)
 		}
 	}
 }

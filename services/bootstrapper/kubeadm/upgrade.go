@@ -102,7 +102,11 @@ func (i *Image) ListedPod(root, name string, manifest []byte, lists ...versions.
 	return err
 }
 
-// WithAnnotation returns the patch of a static pod with one more annotation.
-func WithAnnotation(patch []byte, name, value string) []byte {
+// WithAnnotation returns the patch of this name with one more annotation of the static pod. Of a patch that is a list of operations it adds none: the pod has
+// another patch.
+func WithAnnotation(file string, patch []byte, name, value string) []byte {
+	if !strings.HasSuffix(file, podPatch) {
+		return patch
+	}
 	return append(fmt.Appendf(nil, "metadata:\n  annotations:\n    %q: %q\n", name, strings.ToValidUTF8(value, "")), patch...)
 }

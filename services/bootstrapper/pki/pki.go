@@ -17,6 +17,8 @@ import (
 	"os"
 	"path/filepath"
 	"time"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
 // backdate is how long before now certificates begin, for clocks that differ: as in kube-controller-manager.
@@ -29,7 +31,25 @@ type Authority struct {
 	key  crypto.Signer
 }
 
-// Load reads ca.crt and ca.key of a folder, as /etc/kubernetes/pki. Its error wraps [os.ErrNotExist] if one is missing.
+// SignerFile is beside ca.crt, and has only the certificate of ca.key. kube-controller-manager starts no signer if its --cluster-signing-cert-file has more
+// than one certificate, and ca.crt has two while the authority is rotated.
+const SignerFile = "muster-signing.crt"
+
+// WriteSigner writes [SignerFile] of a folder, unless it is right.
+func WriteSigner(dir string) error {
+	a, err := Load(dir)
+	if err != nil {
+		return err
+	}
+	file, text := filepath.Join(dir, SignerFile), pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.cert.Raw})
+	if is, err := os.ReadFile(file); err == nil && bytes.Equal(is, text) {
+		return nil
+	}
+	return machine.WriteFile(file, text, 0o644, 0o755)
+}
+
+// Load reads ca.crt and ca.key of a folder, as /etc/kubernetes/pki. While the authority is rotated, ca.crt has two certificates: the authority is the one
+// of the key. Its error wraps [os.ErrNotExist] if a file is missing.
 func Load(dir string) (*Authority, error) {
 	cert, err := os.ReadFile(filepath.Join(dir, "ca.crt"))
 	if err != nil {
@@ -40,7 +60,7 @@ func Load(dir string) (*Authority, error) {
 		return nil, err
 	}
 	defer clear(key) // K3
-	pair, err := tls.X509KeyPair(cert, key)
+	pair, err := ofKey(cert, key)
 	if err != nil {
 		return nil, fmt.Errorf("the certificate authority in %s: %w", dir, err)
 	}
@@ -51,7 +71,25 @@ func Load(dir string) (*Authority, error) {
 	return &Authority{cert: pair.Leaf, pem: bytes.TrimSpace(cert), key: signer}, nil
 }
 
-// PEM returns the authority's certificate, as in ca.crt.
+// ofKey returns the key with its certificate, which is one of several; the error is that of the first one.
+func ofKey(certs, key []byte) (pair tls.Certificate, err error) {
+	err = errors.New("ca.crt has no certificate in PEM")
+	for n := 0; ; n++ {
+		block, rest := pem.Decode(certs)
+		if block == nil {
+			return pair, err
+		}
+		p, failed := tls.X509KeyPair(pem.EncodeToMemory(block), key)
+		if failed == nil {
+			return p, nil
+		}
+		if certs = rest; n == 0 {
+			err = failed
+		}
+	}
+}
+
+// PEM returns the certificates of all trusted authorities: ca.crt.
 func (a *Authority) PEM() []byte { return a.pem }
 
 // Signer returns the authority's key.

@@ -61,7 +61,7 @@ var original = sync.OnceValues(func() (string, error) {
 		return "", err
 	}
 	for _, c := range components {
-		text := fmt.Sprintf("apiVersion: v1\nkind: Pod\nmetadata:\n  annotations:\n    kubeadm.kubernetes.io/x: \"1\"\n  labels:\n    tier: control-plane\n  name: %s\n  namespace: kube-system\nspec:\n  containers:\n  - command:\n    - %s\n    name: %s\n  priority: 2000001000\n", c, c, c)
+		text := fmt.Sprintf("apiVersion: v1\nkind: Pod\nmetadata:\n  annotations:\n    kubeadm.kubernetes.io/x: \"1\"\n  labels:\n    tier: control-plane\n  name: %s\n  namespace: kube-system\nspec:\n  containers:\n  - command:\n    - %s\n    - --cluster-signing-cert-file=/etc/kubernetes/pki/ca.crt\n    name: %s\n  priority: 2000001000\n", c, c, c)
 		if err := os.WriteFile(filepath.Join(dir, manifests, c+".yaml"), []byte(text), 0o600); err != nil {
 			return "", err
 		}

@@ -8,11 +8,14 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/yaml"
 
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	authority "github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 )
 
@@ -90,6 +93,11 @@ func (p plane) restart(component string) (string, error) {
 	if pod.GetAnnotations()[Annotation] == want {
 		return want, nil
 	}
+	if component == controllerManager {
+		if err := p.setSigner(pod); err != nil {
+			return "", err
+		}
+	}
 	annotations := pod.GetAnnotations()
 	if annotations == nil {
 		annotations = map[string]string{}
@@ -105,4 +113,28 @@ func (p plane) restart(component string) (string, error) {
 		return "", err
 	}
 	return want, p.step("restarted " + component)
+}
+
+// setSigner makes a controller manager of an earlier Muster sign with the file of the one authority.
+func (p plane) setSigner(pod *unstructured.Unstructured) error {
+	containers, _, err := unstructured.NestedSlice(pod.Object, "spec", "containers")
+	if err != nil || len(containers) == 0 {
+		return errors.Join(fmt.Errorf("the manifest of %s has no containers", controllerManager), err)
+	}
+	container, _ := containers[0].(map[string]any)
+	command, _, err := unstructured.NestedStringSlice(container, "command")
+	if err != nil {
+		return fmt.Errorf("the manifest of %s: %w", controllerManager, err)
+	}
+	signing := kubeadm.WithSigner(command)
+	if slices.Equal(signing, command) {
+		return nil
+	}
+	if err := authority.WriteSigner(p.on(pki)); err != nil { // before the pod that reads it
+		return err
+	}
+	if err := unstructured.SetNestedStringSlice(container, signing, "command"); err != nil {
+		return err
+	}
+	return unstructured.SetNestedSlice(pod.Object, containers, "spec", "containers")
 }

@@ -222,3 +222,29 @@ func rotates(t *testing.T, key clusterinfo.RotatedKey, at int) (crashed bool) {
 	}
 	return crashed
 }
+
+// A cluster that was made by an earlier Muster signs with ca.crt, of which kube-controller-manager takes no second certificate.
+func TestARestartedControllerManagerSignsWithOneCertificate(t *testing.T) {
+	r, c := newChange(t)
+	const flag = "--cluster-signing-cert-file=/etc/kubernetes/pki/"
+	for _, component := range components {
+		text, err := os.ReadFile(filepath.Join(c.root, manifests, component+".yaml"))
+		if err != nil || !strings.Contains(string(text), flag+"ca.crt\n") {
+			t.Fatalf("%s, %v", text, err)
+		}
+	}
+	restarts(t, r)
+	for _, component := range components {
+		text, err := os.ReadFile(filepath.Join(c.root, manifests, component+".yaml"))
+		if one := strings.Contains(string(text), flag+"muster-signing.crt\n") && !strings.Contains(string(text), flag+"ca.crt\n"); err != nil || one != (component == controllerManager) {
+			t.Errorf("%s, %v", text, err)
+		}
+	}
+	want, err := os.ReadFile(filepath.Join(c.root, pki, "ca.crt"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile(filepath.Join(c.root, pki, "muster-signing.crt")); err != nil || string(got) != string(want) {
+		t.Errorf("%s, %v", got, err)
+	}
+}

@@ -18,8 +18,9 @@ import (
 const (
 	// restarted is the file with the IDs of the bans after which this control plane's API server was restarted. The digest in the API server's
 	// annotation covers it.
-	restarted = folder + "/muster-bans.json"
-	apiServer = "kube-apiserver"
+	restarted         = folder + "/muster-bans.json"
+	apiServer         = "kube-apiserver"
+	controllerManager = "kube-controller-manager"
 	// restartWithin bounds an attempt to restart the API server: certificates that end meanwhile have to be renewed.
 	restartWithin = 10 * time.Minute
 	// evictedWithin is how long an eviction may take before the API server restarts anyway: a finalizer of a tenant's can hold it for any time. After

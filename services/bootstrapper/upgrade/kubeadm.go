@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -124,6 +125,11 @@ func (u *Upgrader) kubeadm(ctx context.Context, r *release, in *component.Instal
 	if err != nil {
 		return err
 	}
+	if renewal.IsControlPlane(u.Root) {
+		if err := pki.WriteSigner(u.on(machine.PKIFolder)); err != nil { // the new controller manager reads it
+			return err
+		}
+	}
 	if err := u.writePatches(r); err != nil {
 		return err
 	}
@@ -161,7 +167,7 @@ func (u *Upgrader) writePatches(r *release) error {
 			return err
 		}
 		if note != "" {
-			patch = kubeadm.WithAnnotation(patch, renewal.Annotation, note)
+			patch = kubeadm.WithAnnotation(name, patch, renewal.Annotation, note)
 		}
 		if err := machine.WriteFile(u.on(path.Join(kubeadm.PatchesFolder, name)), patch, 0o600, 0o755); err != nil {
 			return err

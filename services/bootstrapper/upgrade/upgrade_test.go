@@ -133,7 +133,9 @@ func newNode(t *testing.T, controlPlane bool) *node {
 	n.put("/opt/cni/bin/of-a-pod", "installed by the network's pod")
 	n.put("/run/muster/kubelet-may-start", "")
 	if controlPlane {
-		n.put("/etc/kubernetes/pki/ca.key", "key")
+		if err := n.machine.Kubeadm(t.Context(), func(string) {}, "init", "phase", "certs", "ca", "--config", ""); err != nil {
+			t.Fatal(err)
+		}
 		n.put("/var/lib/etcd/member/snap/db", "data")
 		for _, name := range kubeadm.StaticPods() {
 			n.put(kubeadm.Manifests+"/"+name+".yaml", machinetest.StaticPod(name, images(oldVersion)[name].String()))
