@@ -52,9 +52,6 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 		return nil, err
 	}
 	out := &Report{Node: name, Purpose: string(attest.PurposeOrder), At: time.Now().UTC()}
-	if v := recordOf(n); n.Status.LastVerdict != nil && v.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) {
-		report("the cluster says that joinservice refused it last with " + v.Reason + ", and a refused machine gets no orders: if nothing has been repaired since, end this command, and look at what differs by muster explain HOST, with the machine's address")
-	}
 	var challenge *tpm2.Activation
 	signed, r, err := follow(ctx, d, name, asked{action: ownerorder.ActionVerify, anew: true, args: func(n *v1alpha1.AttestedNode) (map[string]string, error) {
 		c, err := challengeTo(n)
@@ -63,7 +60,7 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 		}
 		challenge = c // of the order that is written last
 		return ownerorder.ChallengeArgs(c.Challenge()), nil
-	}}, report)
+	}}, refusedFirst(n, report))
 	var evidence []byte
 	if err == nil {
 		evidence, err = readEvidence(ctx, kube, name, signed)
@@ -93,6 +90,19 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 	}
 	out.Accepted = true
 	return out, nil
+}
+
+// refusedFirst returns report, which tells once, behind its first text, that a refused machine gets no orders.
+func refusedFirst(n *v1alpha1.AttestedNode, report func(string)) func(string) {
+	reason := recordOf(n).Reason
+	told := n.Status.LastVerdict == nil || reason == attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)
+	return func(s string) {
+		report(s)
+		if !told {
+			told = true
+			report("joinservice refused the machine last with " + reason + ", and a refused machine gets no orders: if nothing has been repaired since, end this command, and look at what differs by muster explain HOST, with the machine's address")
+		}
+	}
 }
 
 // refused returns the report with the reason of a refusal.
