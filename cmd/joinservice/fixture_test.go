@@ -144,11 +144,19 @@ func (s *fixture) policy(t *testing.T, changes ...func(*attestv1.Policy)) int64 
 
 var pkiFiles = []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "encryption.yaml"}
 
+// pkiFile returns the content of one of them on cp1.
+func (s *fixture) pkiFile(name string) []byte {
+	if name == "ca.crt" {
+		return s.CA()
+	}
+	return []byte("content of " + name)
+}
+
 func (s *fixture) writeFiles(t *testing.T) {
 	t.Helper()
 	files := map[string][]byte{filepath.Join(s.rootDir, "root"): s.Root[:], filepath.Join(s.rootDir, "salt"): s.Salt[:]}
 	for _, name := range pkiFiles {
-		files[filepath.Join(s.pki, name)] = []byte("content of " + name)
+		files[filepath.Join(s.pki, name)] = s.pkiFile(name)
 	}
 	for path, content := range files {
 		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, content, 0o600)); err != nil {

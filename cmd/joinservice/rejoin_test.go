@@ -133,7 +133,7 @@ func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	}
 	want := map[string]string{}
 	for _, name := range []string{"ca.crt", "etcd/ca.crt", "front-proxy-ca.crt", "sa.pub"} {
-		want[name] = "content of " + name
+		want[name] = string(s.pkiFile(name))
 	}
 	if !maps.Equal(authorities, want) {
 		t.Errorf("authorities %q, want %q", authorities, want)

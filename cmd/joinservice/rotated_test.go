@@ -209,7 +209,7 @@ func TestAControlPlaneThatRebootsKeepsTheNewKey(t *testing.T) {
 				return err
 			}
 			for _, f := range resp.GetAuthorities() {
-				want := "content of " + f.GetPath()
+				want := string(s.pkiFile(f.GetPath()))
 				if f.GetPath() == "sa.pub" {
 					want = tt.want
 				}

@@ -327,7 +327,7 @@ func TestAControlPlaneGetsItsFiles(t *testing.T) {
 	var got []string
 	for _, f := range ticket.GetControlPlaneFiles() {
 		got = append(got, f.GetPath())
-		if string(f.GetContent()) != "content of "+f.GetPath() {
+		if !bytes.Equal(f.GetContent(), s.pkiFile(f.GetPath())) {
 			t.Errorf("%s holds something else", f.GetPath())
 		}
 	}

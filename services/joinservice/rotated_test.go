@@ -4,10 +4,15 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/pem"
+	"os"
+	"path/filepath"
 	"testing"
+
+	"k8s.io/client-go/rest"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
 // elliptic public keys
@@ -48,5 +53,24 @@ func TestOnlyWhatAControlPlaneAcceptsItselfIsAdded(t *testing.T) {
 	}
 	if files, r := withRotation(nil, nil); files != nil || r != nil {
 		t.Error("without a rotation there is one")
+	}
+}
+
+// Machines take the authorities of a joinservice. They are those of its control plane's disk: an object of the API can be changed by who can write objects.
+func TestTheAuthorityIsThatOfTheControlPlanesDisk(t *testing.T) {
+	const disk, object = "-----BEGIN CERTIFICATE-----\n", "of an object"
+	ca := string(attesttest.NewCA(t).PEM())
+	dir := t.TempDir()
+	api := &rest.Config{TLSClientConfig: rest.TLSClientConfig{CAData: []byte(object)}}
+	if got, err := caOf(dir, api); err != nil || string(got) != object { // kubeadm keeps it elsewhere
+		t.Errorf("%q, %v", got, err)
+	}
+	for content, want := range map[string]string{ca: ca, ca + ca: ca + ca, disk: "", "": ""} {
+		if err := os.WriteFile(filepath.Join(dir, "ca.crt"), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := caOf(dir, api); string(got) != want || (err == nil) != (want != "") {
+			t.Errorf("%q: %q, %v", content, got, err)
+		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -57,7 +58,7 @@ type Options struct {
 	Owner attest.OwnerKeys
 	// LowestSerial is the lowest policy serial that this machine's image accepts (B7); 0 for any.
 	LowestSerial uint64
-	// API is the configuration for the Kubernetes API. Its CA is the one in tickets.
+	// API is the configuration for the Kubernetes API.
 	API *rest.Config
 	// KMS is the URL of the key service, Token the file of the projected token for it.
 	KMS, Token string
@@ -174,7 +175,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	defer func() { _ = toKMS.Close() }()
-	ca := func() ([]byte, error) { return caOf(o.API) }
+	ca := func() ([]byte, error) { return caOf(o.PKI, o.API) }
 	if _, err := ca(); err != nil {
 		return err
 	}
@@ -241,9 +242,19 @@ func forgetWithPolicy(ctx context.Context, p *policy.Store, t *atls.Transport) e
 	}
 }
 
-// caOf returns the present CA by which this process trusts the API server, which is the cluster's CA: its file may change
-// while the process runs.
-func caOf(c *rest.Config) ([]byte, error) {
+// caOf returns the cluster's present CA, two certificates while it is rotated: the file of this control plane, which machines take as their authorities. The
+// CA of the API's configuration is from a ConfigMap, which who can write objects could change; it is used where kubeadm keeps the file elsewhere.
+func caOf(pki string, c *rest.Config) ([]byte, error) {
+	files, err := readPKI(pki, []string{caFile})
+	if err == nil && !x509.NewCertPool().AppendCertsFromPEM(files[0].GetContent()) {
+		err = fmt.Errorf("%s holds no certificate", caFile)
+	}
+	switch {
+	case err == nil:
+		return files[0].GetContent(), nil
+	case !errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("the cluster's certificate authority: %w", err)
+	}
 	if len(c.CAData) > 0 {
 		return c.CAData, nil
 	}

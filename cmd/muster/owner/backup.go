@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"crypto/sha256"
+	"crypto/x509"
 	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
@@ -16,6 +17,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"filippo.io/age"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
@@ -121,59 +124,43 @@ func VerifyBackup(d *ownerdir.Dir, path string) (*BackupInfo, error) {
 		return nil, err
 	}
 	defer f.Close()
-	info, _, err := readBackup(d, f, path)
+	info, _, _, err := readBackup(d, f, path)
 	if err != nil {
 		return nil, withRemedy(fmt.Errorf("%s is refused: %w", path, err), "Take another file. It has to be a backup of the cluster of "+d.Path()+".")
 	}
 	return info, nil
 }
 
-// readBackup verifies the whole file, and compares it with the folder.
-func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.Manifest, error) {
+// readBackup verifies the whole file, and compares it with the folder. It returns the authority that has signed the file, too.
+func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.Manifest, *x509.Certificate, error) {
 	owner, err := d.ReadingKeys()
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	identity, err := backup.Identity(owner)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
-	kube, err := Connect(d)
+	m, sum, authority, err := signedBackup(d, f, identity)
 	if err != nil {
-		return nil, nil, err
-	}
-	authority, err := kube.Authority()
-	if err != nil {
-		return nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.AdminConf), err)
-	}
-	if _, err := f.Seek(0, io.SeekStart); err != nil {
-		return nil, nil, err
-	}
-	h := sha256.New()
-	// K5
-	m, small, err := backup.Read(io.TeeReader(f, h), identity, authority, io.Discard)
-	if err != nil {
-		return nil, nil, err
-	}
-	for _, content := range small {
-		clear(content) // K3
+		return nil, nil, nil, err
 	}
 	if m.ClusterID != d.Cluster().ClusterID {
-		return nil, nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", printable(m.ClusterID), d.Cluster().ClusterID)
+		return nil, nil, nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", printable(m.ClusterID), d.Cluster().ClusterID)
 	}
 	if ahead := time.Until(m.TakenAt); ahead > ownerorder.MaxAge {
-		return nil, nil, fmt.Errorf("it was taken at %s by the clock of %s, and here it is %s: one of the clocks is wrong, and the file would be taken for the newest one", m.TakenAt.UTC().Format(time.RFC3339), printable(m.Node), time.Now().UTC().Format(time.RFC3339))
+		return nil, nil, nil, fmt.Errorf("it was taken at %s by the clock of %s, and here it is %s: one of the clocks is wrong, and the file would be taken for the newest one", m.TakenAt.UTC().Format(time.RFC3339), printable(m.Node), time.Now().UTC().Format(time.RFC3339))
 	}
 	cluster, err := clusterinfo.Parse(m.Cluster)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	size, err := f.Seek(0, io.SeekCurrent)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	info := &BackupInfo{
-		File: path, Size: size, SHA256: hex.EncodeToString(h.Sum(nil)), Node: m.Node, TakenAt: m.TakenAt, KubernetesVersion: cluster.KubernetesVersion,
+		File: path, Size: size, SHA256: sum, Node: m.Node, TakenAt: m.TakenAt, KubernetesVersion: cluster.KubernetesVersion,
 		OwnerKey: m.OwnerKey, Epoch: m.Epoch, PolicySerial: m.PolicySerial, Nodes: len(m.Nodes), Differs: differences(d.Cluster(), cluster),
 	}
 	for _, n := range m.Nodes {
@@ -183,14 +170,37 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 	}
 	known, err := d.Known()
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	info.KnownEpoch, info.Since = known.Epoch, since(m, known)
 	newer, err := newerBackup(d, m.TakenAt)
 	if err == nil && newer != "" {
 		info.Since = append(info.Since, newer+" is a newer backup.")
 	}
-	return info, m, err
+	return info, m, authority, err
+}
+
+// signedBackup reads a backup to its end, and returns its SHA-256 and the one of the folder's authorities that has signed it (K5).
+func signedBackup(d *ownerdir.Dir, f *os.File, identity age.Identity) (m *backup.Manifest, sum string, by *x509.Certificate, err error) {
+	list, err := authorities(d)
+	if err != nil {
+		return nil, "", nil, err
+	}
+	for _, by = range list {
+		if _, err := f.Seek(0, io.SeekStart); err != nil {
+			return nil, "", nil, err
+		}
+		h := sha256.New()
+		var small map[string][]byte
+		m, small, err = backup.Read(io.TeeReader(f, h), identity, by, io.Discard)
+		for _, content := range small {
+			clear(content) // K3
+		}
+		if !errors.Is(err, backup.ErrForeign) {
+			return m, hex.EncodeToString(h.Sum(nil)), by, err
+		}
+	}
+	return nil, "", nil, err
 }
 
 // newerBackup returns the newest file in the folder's backups that by its name is newer than a time; empty: none is.

@@ -189,7 +189,7 @@ func (f *fetcher) fetch(ctx context.Context, node string, s backup.Stored) (_ *B
 	if err != nil {
 		return nil, withRemedy(fmt.Errorf("read %s on %s: %w", s.Name, node, err), "Run muster backup --latest --from "+node+" again: it reads the newest one that is there.")
 	}
-	info, _, err := readBackup(f.dir, tmp, path)
+	info, _, _, err := readBackup(f.dir, tmp, path)
 	switch {
 	case err != nil:
 		return nil, withRemedy(fmt.Errorf("the backup of %s is refused: %w", node, err), "Make one on another control plane: muster backup --from NODE. If that is refused, too, do not trust "+node+".")

@@ -386,7 +386,7 @@ func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 // keep stores the result. The kubeconfig comes first: once the stage shows that there is a cluster, its key is on the
 // disk.
 func (i *initializer) keep(r *initv1.InitResult) error {
-	if err := i.Dir.Write(ownerdir.AdminConf, r.GetKubeconfig()); err != nil {
+	if err := writeAdminConf(i.Dir, r.GetKubeconfig()); err != nil {
 		return err
 	}
 	c := i.dir()

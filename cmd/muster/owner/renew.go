@@ -156,7 +156,7 @@ func (h *holder) replace(ctx context.Context, cfg RenewConfig, signed []byte, ke
 	if err := kube.Administers(ctx); err != nil {
 		return time.Time{}, fmt.Errorf("the API server does not accept the renewed certificate, so the old one stays: %w", err)
 	}
-	return leaf.NotAfter, cfg.Dir.Write(ownerdir.AdminConf, text)
+	return leaf.NotAfter, writeAdminConf(cfg.Dir, text)
 }
 
 // renewed returns the certificate in text if it is for the key, the identity and the authority of the old one, and

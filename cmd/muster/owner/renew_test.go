@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -189,6 +190,24 @@ func (o *owned) adminConf(t *testing.T) (text, private string) {
 
 func (o *owned) report(steps int) progress.Reporter {
 	return progress.New(progress.Config{Out: io.Writer(o.out), Format: progress.Plain, Steps: steps})
+}
+
+// While the cluster's authority is rotated, admin.conf trusts two of one name.
+func TestAKubeconfigIsRenewedByEitherOfTwoAuthorities(t *testing.T) {
+	a, b := newAuthority(t), newAuthority(t)
+	key := a.key
+	old := a.client(t, administrator, key.Public(), time.Now().Add(time.Hour))
+	for _, by := range []authority{a, b} {
+		next := pemOf(by.client(t, administrator, key.Public(), time.Now().Add(2*time.Hour)))
+		for _, both := range [][]byte{slices.Concat(pemOf(a.cert), pemOf(b.cert)), slices.Concat(pemOf(b.cert), pemOf(a.cert))} {
+			if _, err := renewed(next, key, old, both, time.Now()); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	if _, err := renewed(pemOf(newAuthority(t).client(t, administrator, key.Public(), time.Now().Add(2*time.Hour))), key, old, slices.Concat(pemOf(a.cert), pemOf(b.cert)), time.Now()); err == nil {
+		t.Error("a third authority renews it")
+	}
 }
 
 func TestAKubeconfigIsRenewedOnlyByItsLike(t *testing.T) {

@@ -109,7 +109,7 @@ func (i *initializer) openBackup(cfg RestoreConfig) (*BackupInfo, *backup.Manife
 		return nil, nil, err
 	}
 	defer f.Close()
-	info, m, err := readBackup(i.Dir, f, cfg.File)
+	info, m, authority, err := readBackup(i.Dir, f, cfg.File)
 	if err != nil {
 		return nil, nil, withRemedy(fmt.Errorf("%s is refused: %w", cfg.File, err), "Take another backup of this cluster. muster backup verify FILE looks at one.")
 	}
@@ -125,14 +125,6 @@ func (i *initializer) openBackup(cfg RestoreConfig) (*BackupInfo, *backup.Manife
 		return nil, nil, err
 	}
 	sum, err := hex.DecodeString(info.SHA256)
-	if err != nil {
-		return nil, nil, err
-	}
-	kube, err := Connect(i.Dir)
-	if err != nil {
-		return nil, nil, err
-	}
-	authority, err := kube.Authority()
 	if err != nil {
 		return nil, nil, err
 	}

@@ -228,6 +228,7 @@ func (s *fixture) joinservice(t *testing.T) *process {
 	for _, name := range []string{"ca.crt", "ca.key", "sa.pub", "sa.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "encryption.yaml"} {
 		s.write(t, "pki/"+name, []byte("content of "+name))
 	}
+	s.write(t, "pki/ca.crt", shared.CA())
 	pod, err := shared.Pod(t.Context(), namespace, "joinservice", "cp1")
 	if err != nil {
 		t.Fatal(err)

@@ -65,13 +65,13 @@ func Connect(kubeconfig []byte) (*Client, error) {
 	return newClient(cfg, kubeconfig, maxAnswer)
 }
 
-// Authority returns the certificate authority that the kubeconfig trusts.
-func (c *Client) Authority() (*x509.Certificate, error) {
+// Authorities returns the certificate authorities that the kubeconfig trusts. It has two while that of the cluster is rotated, in any order.
+func (c *Client) Authorities() ([]*x509.Certificate, error) {
 	certs, err := cert.ParseCertsPEM(c.rest.CAData)
 	if err != nil {
 		return nil, fmt.Errorf("the cluster's certificate authority: %w", err)
 	}
-	return certs[0], nil
+	return certs, nil
 }
 
 // newClient makes a client that reads at most that many bytes of an answer, and of a list.

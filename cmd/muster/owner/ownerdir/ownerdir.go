@@ -11,6 +11,7 @@
 //	cluster.json      parameters of the cluster, and the stage of init
 //	known.json        the last recorded state of the cluster, for a recovery
 //	admin.conf        administrator's kubeconfig, once there is a cluster
+//	former-cas.pem    certificates of the cluster's former authorities, which verify backups of their time; no secret
 //	backups/          the objects of the cluster from before each upgrade, and backups of the cluster
 //
 // The folder is 0700 and its files are 0600. Everything is on the disk before anything is
@@ -38,6 +39,8 @@ const (
 	PolicyFile = "policy.yaml"
 	AdminConf  = "admin.conf"
 	KnownFile  = "known.json"
+	// FormerAuthorities has certificates that admin.conf has no more.
+	FormerAuthorities = "former-cas.pem"
 
 	ownerKeyFile        = "owner.key"
 	rootFile            = "root-secret"
