@@ -7,6 +7,8 @@ import (
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
 // During a rotation, a control plane that was faster than the joinservice's keeps its new key. A key that the machine does not have is not added: the new
@@ -82,5 +84,60 @@ func TestOnlyAStagedKeyOfTheRotationIsKept(t *testing.T) {
 	w.startAgain(t)
 	if w.exists(folder+".muster-1") || strings.Contains(w.logged.String(), tampered) {
 		t.Error("the rest of a write is there, or is a finding")
+	}
+}
+
+// The cluster's authority is in kubeconfigs as well. A machine that was off while it was rotated trusts fewer, and a control plane that was faster than the
+// joinservice's more: that is no finding. Any other authority is.
+func TestKubeconfigsTrustTheClustersAuthoritiesOfNow(t *testing.T) {
+	next, evil := string(attesttest.NewCA(t).PEM()), string(attesttest.NewCA(t).PEM())
+	for _, file := range []string{"etc/kubernetes/kubelet.conf", "etc/kubernetes/admin.conf"} {
+		for name, tt := range map[string]struct {
+			lists, keep      string // beside the machine's authority
+			has, want        string
+			replaces         bool // the machine's authority
+			rotates, finding bool
+		}{
+			"as before":                                    {"", "", "", "", false, false, false},
+			"a second one that it lacks":                   {next, "", "", next, false, true, false},
+			"a second one that it has":                     {next, "", next, next, false, true, false},
+			"a new one that only this machine has":         {"", next, next, next, false, true, false},
+			"a new one that no control plane has":          {"", next, "", "", false, true, false},
+			"another one beside it":                        {"", "", evil, "", false, false, true},
+			"another one instead of it":                    {"", "", evil, "", true, false, true},
+			"another one while one is rotated":             {next, "", evil, next, false, true, true},
+			"a new one, and the key of Secrets is rotated": {"", next, next, "", false, false, true},
+		} {
+			t.Run(file+", "+name, func(t *testing.T) {
+				w := rebooted(t)
+				own := strings.TrimSpace(w.get("etc/kubernetes/pki/ca.crt")) + "\n"
+				w.desires(t, func(d *component.Desired) {
+					d.Authorities[component.CA] = []byte(own + tt.lists)
+					d.Rotation = &component.Rotation{Key: clusterinfo.EncryptionKey, ID: strings.Repeat("ab", 32), Keep: []byte(tt.keep)}
+					if tt.rotates {
+						d.Rotation.Key = clusterinfo.ClusterCA
+					}
+				})
+				if tt.keep != "" && tt.has != "" { // the control plane accepts the new one already
+					w.put(t, "etc/kubernetes/pki/ca.crt", own+tt.has)
+				}
+				has := own + tt.has
+				if tt.replaces {
+					has = tt.has
+				}
+				text, err := kubelet.WithAuthorities([]byte(w.get(file)), []byte(has))
+				if err != nil {
+					t.Fatal(err)
+				}
+				w.put(t, file, string(text))
+				w.startAgain(t)
+				if got := string(kubelet.Authorities([]byte(w.get(file)))); strings.TrimSpace(got) != strings.TrimSpace(own+tt.want) {
+					t.Errorf("it trusts %s, want %s", got, own+tt.want)
+				}
+				if strings.Contains(w.logged.String(), tampered) != tt.finding {
+					t.Errorf("a finding is %v: %s", !tt.finding, w.logged)
+				}
+			})
+		}
 	}
 }

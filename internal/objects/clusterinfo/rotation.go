@@ -26,11 +26,13 @@ const (
 	FrontProxyCA RotatedKey = "front-proxy-ca"
 	// EtcdCA signs the certificates of etcd's members, and of their clients: etcd/ca.crt, etcd/ca.key.
 	EtcdCA RotatedKey = "etcd-ca"
+	// ClusterCA signs the certificates of API servers, kubelets and administrators: ca.crt, ca.key. Every node trusts it.
+	ClusterCA RotatedKey = "cluster-ca"
 )
 
 // RotatedKeys lists all of them.
 func RotatedKeys() []RotatedKey {
-	return []RotatedKey{ServiceAccountKey, EncryptionKey, FrontProxyCA, EtcdCA}
+	return []RotatedKey{ServiceAccountKey, EncryptionKey, FrontProxyCA, EtcdCA, ClusterCA}
 }
 
 // PublicFile returns the file below /etc/kubernetes/pki with the accepted keys' public parts, which a machine that reboots compares with the cluster's
@@ -43,6 +45,8 @@ func (k RotatedKey) PublicFile() string {
 		return "front-proxy-ca.crt"
 	case EtcdCA:
 		return "etcd/ca.crt"
+	case ClusterCA:
+		return "ca.crt"
 	case EncryptionKey:
 	}
 	return ""
@@ -61,7 +65,7 @@ func (k RotatedKey) CheckPublic(id, public string) error {
 	case ServiceAccountKey:
 		want = "PUBLIC KEY"
 		_, err = x509.ParsePKIXPublicKey(block.Bytes)
-	case FrontProxyCA, EtcdCA:
+	case FrontProxyCA, EtcdCA, ClusterCA:
 		_, err = x509.ParseCertificate(block.Bytes)
 	case EncryptionKey:
 		fallthrough

@@ -42,7 +42,7 @@ func TestARotationIsRead(t *testing.T) {
 	for name, tt := range map[string]struct {
 		wrong, right Rotation
 	}{
-		"an unknown key":                     {Rotation{Key: "cluster-ca", Phase: RotationAccept}, Rotation{Key: ServiceAccountKey, Phase: RotationAccept}},
+		"an unknown key":                     {Rotation{Key: "another-ca", Phase: RotationAccept}, Rotation{Key: ServiceAccountKey, Phase: RotationAccept}},
 		"an unknown phase":                   {Rotation{Key: EncryptionKey, Phase: "drop", ID: id}, Rotation{Key: EncryptionKey, Phase: RotationFinish, ID: id}},
 		"a phase that needs a key":           {Rotation{Key: EncryptionKey, Phase: RotationUse}, Rotation{Key: EncryptionKey, Phase: RotationUse, ID: id}},
 		"an ID in capitals":                  {Rotation{Key: EncryptionKey, Phase: RotationUse, ID: strings.ToUpper(id)}, Rotation{Key: EncryptionKey, Phase: RotationUse, ID: id}},

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"os"
 	"path"
@@ -132,6 +133,28 @@ func ClusterOf(root, name string) (*clientcmdapi.Cluster, error) {
 		}
 	}
 	return out, nil
+}
+
+// Authorities returns the authorities of a kubeconfig's current context, in PEM; nil: it has none in it.
+func Authorities(kubeconfig []byte) []byte {
+	c, err := clientcmd.Load(kubeconfig)
+	if err != nil || c.Contexts[c.CurrentContext] == nil || c.Clusters[c.Contexts[c.CurrentContext].Cluster] == nil {
+		return nil
+	}
+	return c.Clusters[c.Contexts[c.CurrentContext].Cluster].CertificateAuthorityData
+}
+
+// WithAuthorities returns a kubeconfig with other authorities in its current context.
+func WithAuthorities(kubeconfig, ca []byte) ([]byte, error) {
+	c, err := clientcmd.Load(kubeconfig)
+	if err != nil {
+		return nil, errors.New("it is no kubeconfig") // the cause could contain a key
+	}
+	if c.Contexts[c.CurrentContext] == nil || c.Clusters[c.Contexts[c.CurrentContext].Cluster] == nil {
+		return nil, errors.New("it has no current context with a cluster")
+	}
+	c.Clusters[c.Contexts[c.CurrentContext].Cluster].CertificateAuthorityData = ca
+	return clientcmd.Write(*c)
 }
 
 // SameConnection reports whether two kubeconfigs have the same server, the same authority and the same user, and nothing else.

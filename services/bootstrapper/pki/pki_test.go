@@ -2,6 +2,7 @@ package pki_test
 
 import (
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"os"
 	"path/filepath"
@@ -10,15 +11,18 @@ import (
 
 	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
+	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // newAuthority returns an authority as kubeadm makes it, in PEM.
-func newAuthority(t *testing.T) (cert, key []byte) {
+func newAuthority(t *testing.T) (cert, key []byte) { return authorityOf(t, "ECDSA-P256") }
+
+func authorityOf(t *testing.T, algorithm string) (cert, key []byte) {
 	t.Helper()
-	c, k, err := pkiutil.NewCertificateAuthority(&pkiutil.CertConfig{Config: certutil.Config{CommonName: "kubernetes"}, NotAfter: time.Now().Add(time.Hour), EncryptionAlgorithm: "ECDSA-P256"})
+	c, k, err := pkiutil.NewCertificateAuthority(&pkiutil.CertConfig{Config: certutil.Config{CommonName: "kubernetes"}, NotAfter: time.Now().Add(time.Hour), EncryptionAlgorithm: kubeadmapi.EncryptionAlgorithmType(algorithm)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -26,6 +30,23 @@ func newAuthority(t *testing.T) (cert, key []byte) {
 		t.Fatal(err)
 	}
 	return pkiutil.EncodeCertPEM(c), key
+}
+
+// serving returns a certificate of an API server.
+func serving(t *testing.T, a *pki.Authority) []byte {
+	t.Helper()
+	key, err := pkiutil.NewPrivateKey(kubeadmapi.EncryptionAlgorithmECDSAP256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := pkiutil.NewSignedCert(&pkiutil.CertConfig{
+		Config:   certutil.Config{CommonName: "kube-apiserver", Usages: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, AltNames: certutil.AltNames{DNSNames: []string{"kubernetes"}}},
+		NotAfter: time.Now().Add(time.Minute),
+	}, key, a.Certificate(), a.Signer(), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pkiutil.EncodeCertPEM(c)
 }
 
 func folder(t *testing.T, certs, key []byte) string {

@@ -115,6 +115,15 @@ func Read(root string) []Certificate {
 // load reads the first certificate of a PEM file, or that of the user of a kubeconfig's current context. Its errors contain no text of the file, which
 // may have a key (K3).
 func load(path string) (*x509.Certificate, error) {
+	chain, err := loadChain(path)
+	if err != nil {
+		return nil, err
+	}
+	return chain[0], nil
+}
+
+// loadChain is load with the certificates that follow the first one.
+func loadChain(path string) (chain []*x509.Certificate, err error) {
 	text, err := os.ReadFile(filepath.Clean(path))
 	if err != nil {
 		return nil, err
@@ -131,13 +140,19 @@ func load(path string) (*x509.Certificate, error) {
 		}
 		text = c.AuthInfos[current.AuthInfo].ClientCertificateData
 	}
-	block, _ := pem.Decode(text)
-	if block == nil || block.Type != "CERTIFICATE" {
+	for {
+		block, rest := pem.Decode(text)
+		if block == nil || block.Type != "CERTIFICATE" {
+			break
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", filepath.Base(path), err)
+		}
+		chain, text = append(chain, c), rest
+	}
+	if len(chain) == 0 {
 		return nil, fmt.Errorf("%s has no certificate", filepath.Base(path))
 	}
-	leaf, err := x509.ParseCertificate(block.Bytes)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", filepath.Base(path), err)
-	}
-	return leaf, nil
+	return chain, nil
 }

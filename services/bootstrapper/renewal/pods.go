@@ -86,6 +86,11 @@ func (p plane) manifest(component string) (*unstructured.Unstructured, string, e
 // restart makes the kubelet restart a component with the certificates that are now on the disk, and returns the annotation of the new pod; it is empty
 // if this machine does not run the component. A component that already runs with them does not restart.
 func (p plane) restart(component string) (string, error) {
+	if component == controllerManager {
+		if err := authority.WriteSigner(p.on(pki)); err != nil { // before the pod that reads it
+			return "", err
+		}
+	}
 	pod, want, err := p.manifest(component)
 	if err != nil || pod == nil {
 		return "", err
@@ -129,9 +134,6 @@ func (p plane) setSigner(pod *unstructured.Unstructured) error {
 	signing := kubeadm.WithSigner(command)
 	if slices.Equal(signing, command) {
 		return nil
-	}
-	if err := authority.WriteSigner(p.on(pki)); err != nil { // before the pod that reads it
-		return err
 	}
 	if err := unstructured.SetNestedStringSlice(container, signing, "command"); err != nil {
 		return err

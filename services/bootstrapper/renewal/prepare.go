@@ -1,6 +1,7 @@
 package renewal
 
 import (
+	"bytes"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
@@ -8,10 +9,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
@@ -19,6 +22,8 @@ import (
 	certsphase "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs"
 	kubeadmrenewal "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs/renewal"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
+
+	authority "github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // plane is the files of one control plane.
@@ -98,8 +103,19 @@ func (p plane) renew(f file, was *x509.Certificate, dir string, now time.Time) e
 	if err != nil {
 		return err
 	}
+	following, err := p.following(f)
+	if err != nil {
+		return err
+	}
+	chain := pkiutil.EncodeCertPEM(next)
+	for _, c := range following {
+		chain = append(chain, pkiutil.EncodeCertPEM(c)...)
+	}
 	if f.key != "" {
-		return pkiutil.WriteCertAndKey(dir, withoutExt(f.certificate), next, nextKey)
+		if err := pkiutil.WriteCertAndKey(dir, withoutExt(f.certificate), next, nextKey); err != nil {
+			return err
+		}
+		return certutil.WriteCert(filepath.Join(dir, f.certificate), chain)
 	}
 	c, err := clientcmd.LoadFromFile(p.on(filepath.Join(folder, f.certificate)))
 	if err != nil {
@@ -109,8 +125,73 @@ func (p plane) renew(f file, was *x509.Certificate, dir string, now time.Time) e
 	if u.ClientKeyData, err = keyutil.MarshalPrivateKeyToPEM(nextKey); err != nil {
 		return err
 	}
-	u.ClientCertificateData = pkiutil.EncodeCertPEM(next)
+	u.ClientCertificateData = chain
+	if _, trusts, err := p.trusts(c); err != nil {
+		return err
+	} else if trusts != nil {
+		c.Clusters[c.Contexts[c.CurrentContext].Cluster].CertificateAuthorityData = trusts
+	}
 	return clientcmd.WriteToFile(*c, filepath.Join(dir, f.certificate))
+}
+
+// following returns what is sent after a certificate: the cross certificate, while the cluster's authority is rotated.
+func (p plane) following(f file) ([]*x509.Certificate, error) {
+	if f.ca != clusterCA {
+		return nil, nil
+	}
+	cross, err := authority.Cross(p.on(pki))
+	if err != nil || cross == nil {
+		return nil, err
+	}
+	return []*x509.Certificate{cross}, nil
+}
+
+// trusts returns the authorities that a kubeconfig trusts, and those that it has to trust, which are all of ca.crt; nil: it has none of them, and leads to
+// something else than the cluster's API servers.
+func (p plane) trusts(c *clientcmdapi.Config) (is, right []byte, err error) {
+	cluster := c.Clusters[c.Contexts[c.CurrentContext].Cluster]
+	if cluster == nil {
+		return nil, nil, nil
+	}
+	all, err := os.ReadFile(p.on(filepath.Join(folder, clusterCA)))
+	if err != nil {
+		return nil, nil, err
+	}
+	have, err := certutil.ParseCertsPEM(all)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", clusterCA, err)
+	}
+	trusted, _ := certutil.ParseCertsPEM(cluster.CertificateAuthorityData) // it may name a file instead
+	if !slices.ContainsFunc(trusted, func(t *x509.Certificate) bool { return slices.ContainsFunc(have, t.Equal) }) {
+		return cluster.CertificateAuthorityData, nil, nil
+	}
+	return cluster.CertificateAuthorityData, all, nil
+}
+
+// right reports whether a file of this control plane is what the authority on the disk would issue: with its key, the certificates that follow it, and the
+// authorities of a kubeconfig.
+func (p plane) right(f file) (bool, error) {
+	if _, err := f.verified(p.on(folder), p.on(folder)); err != nil {
+		return false, nil //nolint:nilerr // it is issued anew
+	}
+	path := p.on(filepath.Join(folder, f.certificate))
+	chain, err := loadChain(path)
+	if err != nil {
+		return false, err
+	}
+	following, err := p.following(f)
+	if err != nil || !slices.EqualFunc(chain[1:], following, (*x509.Certificate).Equal) {
+		return false, err
+	}
+	if f.key != "" || f.ca != clusterCA {
+		return true, nil
+	}
+	c, err := clientcmd.LoadFromFile(path)
+	if err != nil {
+		return false, errors.New("it is no kubeconfig") // the cause could contain the key
+	}
+	is, all, err := p.trusts(c)
+	return all == nil || bytes.Equal(bytes.TrimSpace(is), bytes.TrimSpace(all)), err
 }
 
 // lifeOf returns the validity period of new certificates.

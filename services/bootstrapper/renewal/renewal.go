@@ -18,6 +18,7 @@ import (
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	authority "github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -106,6 +107,10 @@ func (p plane) atBoot(now time.Time, log *slog.Logger, stop func() error) error 
 		if err := p.place(); err != nil {
 			return err
 		}
+	}
+	// A rotation of the cluster's authority that the machine went down in may have left the signer of the key before.
+	if err := authority.WriteSigner(p.on(pki)); err != nil {
+		log.Error("the certificate with which kube-controller-manager signs could not be written", "err", err)
 	}
 	if expired := names(Read(p.root), func(c Certificate) bool { return c.invalid(now) }); len(expired) > 0 {
 		log.Warn("certificates of this control plane have expired; renewing them with the authorities on the disk", "certificates", expired)

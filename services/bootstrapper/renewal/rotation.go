@@ -3,7 +3,9 @@ package renewal
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net/netip"
 	"os"
@@ -104,8 +106,9 @@ func (r *Renewer) untilWell(ctx context.Context, c Cluster, resume bool) error {
 	}
 }
 
-// Reissue issues all certificates of an authority with the one on the disk, and puts them in place together, like a renewal: a machine that goes down in
-// the middle finishes that at its next boot. The authority's path below pki is given without .crt. It is called by the function that [Renewer.Change] runs.
+// Reissue issues all certificates of an authority with the one on the disk, unless they are right, and puts them in place together, like a renewal: a machine
+// that goes down in the middle finishes that at its next boot. The authority's path below pki is given without .crt. It is called by the function that
+// [Renewer.Change] runs.
 func (r *Renewer) Reissue(authority string) error {
 	p := r.plane
 	var own []file
@@ -114,9 +117,15 @@ func (r *Renewer) Reissue(authority string) error {
 		if f.ca != "pki/"+authority+".crt" {
 			continue
 		}
+		if _, err := os.Stat(p.on(filepath.Join(folder, f.certificate))); errors.Is(err, fs.ErrNotExist) {
+			continue // not on this machine
+		}
 		own = append(own, f)
-		_, err := f.verified(p.on(folder), p.on(folder))
-		done = done && err == nil
+		right, err := p.right(f)
+		if err != nil {
+			return fmt.Errorf("%s: %w", f.name, err)
+		}
+		done = done && right
 	}
 	if len(own) == 0 {
 		return fmt.Errorf("no certificate of this control plane is of the authority %s", authority)

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/client-go/tools/clientcmd"
+
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
@@ -40,6 +42,7 @@ func TestAChangeRestartsWhatReadsTheFilesUnderTheLease(t *testing.T) {
 		"the front proxy's authority": {"front-proxy-ca.crt", []string{"kube-apiserver", "kube-controller-manager"}},
 		"the key of Secrets":          {"encryption.yaml", []string{"kube-apiserver"}},
 		"etcd's authority":            {"etcd/ca.crt", []string{"etcd", "kube-apiserver"}},
+		"the cluster's authority":     {"ca.crt", []string{"kube-apiserver", "kube-controller-manager"}},
 		"a file that is not read":     {"other", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -131,7 +134,7 @@ func TestAFailedChangeRestartsNothing(t *testing.T) {
 
 // Another authority replaces the present one, with kubeadm's files: at once, and with a crash at each step.
 func TestAnAuthorityIsRotated(t *testing.T) {
-	for key, certificates := range map[clusterinfo.RotatedKey]int{clusterinfo.FrontProxyCA: 1, clusterinfo.EtcdCA: 4} {
+	for key, certificates := range map[clusterinfo.RotatedKey]int{clusterinfo.FrontProxyCA: 1, clusterinfo.EtcdCA: 4, clusterinfo.ClusterCA: 4} { // two, and four kubeconfigs
 		t.Run(string(key), func(t *testing.T) {
 			crashes := 0
 			for rotates(t, key, crashes+1) {
@@ -205,6 +208,19 @@ func rotates(t *testing.T, key clusterinfo.RotatedKey, at int) (crashed bool) {
 		t.Errorf("%+v", s)
 	}
 	end = 0
+	sent, trusted := 1, 1
+	if key == clusterinfo.ClusterCA {
+		sent, trusted = 2, 2
+	}
+	hasCertificates(t, c.root, "two authorities", sent, trusted)
+	if err := r.plane.prepare(time.Now()); err != nil { // a renewal meanwhile
+		t.Fatal(err)
+	}
+	if err := errors.Join(r.plane.place(), r.plane.finish()); err != nil {
+		t.Fatal(err)
+	}
+	soundAt(t, c.root, time.Now())
+	hasCertificates(t, c.root, "renewed meanwhile", sent, trusted)
 	if err := do(clusterinfo.RotationFinish, id); err != nil {
 		t.Fatal(err)
 	}
@@ -212,6 +228,7 @@ func rotates(t *testing.T, key clusterinfo.RotatedKey, at int) (crashed bool) {
 	if s := c.keys[key]; s.Uses != id || len(s.Accepts) != 1 {
 		t.Errorf("%+v", s)
 	}
+	hasCertificates(t, c.root, "one authority", 1, 1)
 	// The renewal goes on with the new authority.
 	if err := r.plane.prepare(time.Now()); err != nil {
 		t.Fatal(err)
@@ -246,5 +263,63 @@ func TestARestartedControllerManagerSignsWithOneCertificate(t *testing.T) {
 	}
 	if got, err := os.ReadFile(filepath.Join(c.root, pki, "muster-signing.crt")); err != nil || string(got) != string(want) {
 		t.Errorf("%s, %v", got, err)
+	}
+}
+
+// hasCertificates fails unless the certificates of the cluster's authority are followed by the cross certificate, and kubeconfigs trust as many authorities.
+func hasCertificates(t *testing.T, root, when string, sent, trusted int) {
+	t.Helper()
+	for _, f := range files {
+		if f.ca != clusterCA {
+			continue
+		}
+		path := filepath.Join(root, folder, f.certificate)
+		chain, err := loadChain(path)
+		if err != nil || len(chain) != sent {
+			t.Errorf("%s: %s has %d certificates, want %d: %v", when, f.name, len(chain), sent, err)
+		}
+		if f.key != "" {
+			continue
+		}
+		c, err := clientcmd.LoadFromFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, cluster := range c.Clusters {
+			if n := strings.Count(string(cluster.CertificateAuthorityData), "BEGIN CERTIFICATE"); n != trusted {
+				t.Errorf("%s: %s trusts %d authorities, want %d", when, f.name, n, trusted)
+			}
+		}
+	}
+}
+
+// A kubeconfig whose owner has put a load balancer with another authority before the API servers keeps that.
+func TestAKubeconfigOfAnotherAuthorityKeepsIt(t *testing.T) {
+	r, c := newChange(t)
+	path := filepath.Join(c.root, folder, "admin.conf")
+	conf, err := clientcmd.LoadFromFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := os.ReadFile(filepath.Join(c.root, pki, "etcd", "ca.crt"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, cluster := range conf.Clusters {
+		cluster.CertificateAuthorityData = other
+	}
+	if err := clientcmd.WriteToFile(*conf, path); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(r.plane.prepare(time.Now()), r.plane.place()); err != nil {
+		t.Fatal(err)
+	}
+	if conf, err = clientcmd.LoadFromFile(path); err != nil {
+		t.Fatal(err)
+	}
+	for _, cluster := range conf.Clusters {
+		if string(cluster.CertificateAuthorityData) != string(other) {
+			t.Errorf("%s", cluster.CertificateAuthorityData)
+		}
 	}
 }

@@ -86,8 +86,18 @@ func (a *apiServer) Change(ctx context.Context, resume bool, do func() error, co
 	if err := a.plane.Change(ctx, resume, do, components...); err != nil {
 		return err
 	}
+	a.connect(a.t) // the authority may be another one
 	a.restart(a.t)
 	return nil
+}
+
+func (a *apiServer) connect(t *testing.T) {
+	t.Helper()
+	client, err := kubernetes.NewForConfig(a.config(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.client = client
 }
 
 func (a *apiServer) restart(t *testing.T) {
@@ -163,11 +173,7 @@ func newServers(t *testing.T, n int) []*apiServer {
 		a := &apiServer{plane: p, etcd: etcd, port: freePort(t)}
 		p.ControlPlane = a
 		p.OldSecrets = a.oldSecrets
-		client, err := kubernetes.NewForConfig(a.config(t))
-		if err != nil {
-			t.Fatal(err)
-		}
-		a.client = client
+		a.connect(t)
 		a.restart(t)
 		out = append(out, a)
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -18,6 +19,7 @@ import (
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	files "github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // authority is a certificate authority of the control planes: its key has issued their certificates, and all certificates of its own file verify these.
@@ -34,7 +36,12 @@ var (
 	frontProxy = authority{"front-proxy-ca", "front-proxy-ca", []string{"front-proxy-client.crt"}}
 	// etcdAuthority issues the certificates of etcd's members, and of their clients.
 	etcdAuthority = authority{"etcd/ca", "etcd-ca", []string{"etcd/server.crt", "etcd/peer.crt", "etcd/healthcheck-client.crt", "apiserver-etcd-client.crt"}}
+	// clusterAuthority issues the certificates of API servers and their clients, which are everywhere.
+	clusterAuthority = cluster{authority{"ca", "kubernetes", []string{"apiserver.crt", "apiserver-kubelet-client.crt"}}}
 )
+
+// path returns the authority's file below pki, without .crt.
+func (a authority) path() string { return a.file }
 
 func (a authority) create(cfg kubeadmapi.ClusterConfiguration, now time.Time) ([]byte, error) {
 	cert, key, err := pkiutil.NewCertificateAuthority(&pkiutil.CertConfig{
@@ -169,4 +176,40 @@ func (a authority) only(pki string) error {
 		return err
 	}
 	return a.write(pki, list[:1])
+}
+
+// cluster is the cluster's authority. Machines that are off, and pods, trust only the old one for days: until the last phase, a cross certificate leads from
+// the new authority to it. Each control plane signs one with the old key while it still has that.
+type cluster struct{ authority }
+
+func (c cluster) accept(pki string, staged []byte) error {
+	if err := files.WriteSigner(pki); err != nil { // before ca.crt has two certificates
+		return err
+	}
+	return c.authority.accept(pki, staged)
+}
+
+func (c cluster) use(pki string, staged []byte) error {
+	next, _, err := c.parse(staged)
+	if err != nil {
+		return err
+	}
+	if err := files.WriteCross(pki, next); err != nil { // before its key is replaced
+		return err
+	}
+	if err := c.authority.use(pki, staged); err != nil {
+		return err
+	}
+	return files.WriteSigner(pki)
+}
+
+func (c cluster) only(pki string) error {
+	if err := c.authority.only(pki); err != nil {
+		return err
+	}
+	// Without the old authority the cross certificate is not used, so it does no harm if a crash leaves it.
+	if err := os.Remove(filepath.Join(pki, files.CrossFile)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
 }

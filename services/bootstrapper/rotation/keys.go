@@ -44,6 +44,7 @@ var kinds = map[clusterinfo.RotatedKey]kind{
 	clusterinfo.EncryptionKey:     encryption{},
 	clusterinfo.FrontProxyCA:      frontProxy,
 	clusterinfo.EtcdCA:            etcdAuthority,
+	clusterinfo.ClusterCA:         clusterAuthority,
 }
 
 // components are the static pods that read the files, each before those that depend on it.
@@ -52,6 +53,7 @@ var components = map[clusterinfo.RotatedKey][]string{
 	clusterinfo.EncryptionKey:     {"kube-apiserver"},
 	clusterinfo.FrontProxyCA:      {"kube-apiserver", "kube-controller-manager"},
 	clusterinfo.EtcdCA:            {"etcd", "kube-apiserver"},
+	clusterinfo.ClusterCA:         {"kube-apiserver", "kube-controller-manager", "kube-scheduler"},
 }
 
 // Files returns the files below /etc/kubernetes/pki that a static pod reads at its start, and that a rotation replaces.
@@ -60,9 +62,9 @@ func Files(component string) []string {
 	case "etcd":
 		return []string{"etcd/ca.crt"}
 	case "kube-apiserver":
-		return []string{"sa.pub", "sa.key", "front-proxy-ca.crt", etcdencryption.Name, "etcd/ca.crt"}
+		return []string{"sa.pub", "sa.key", "front-proxy-ca.crt", etcdencryption.Name, "etcd/ca.crt", "ca.crt"}
 	case "kube-controller-manager":
-		return []string{"sa.key", "front-proxy-ca.crt"}
+		return []string{"sa.key", "front-proxy-ca.crt", "ca.crt"}
 	}
 	return nil
 }

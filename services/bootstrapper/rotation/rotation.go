@@ -1,5 +1,5 @@
 // Package rotation replaces a key that the control planes share, as the owner has ordered: that of service accounts' tokens, that of Secrets in etcd, the
-// front proxy's authority, or etcd's.
+// front proxy's authority, etcd's, or the cluster's.
 //
 // The owner's program orders one phase of one control plane after another: get the new key and accept it beside the old one; use it; accept the old one
 // no more. It begins a phase when all control planes have done the one before, so at any time each accepts what any other signs or encrypts. The first
@@ -44,7 +44,8 @@ type ControlPlane interface {
 	// Change runs do, which replaces files, while no other control plane joins, renews or restarts (J8), and then restarts the components that read
 	// them, each when the one before is Ready. With resume, do was begun before, so that this control plane may not be well.
 	Change(ctx context.Context, resume bool, do func() error, components ...string) error
-	// Reissue issues all certificates of an authority, whose path below pki is given without .crt, with the one on the disk.
+	// Reissue issues all certificates of an authority, whose path below pki is given without .crt, with the one on the disk, unless they are right. Those of the
+	// cluster's authority are followed by the cross certificate.
 	Reissue(authority string) error
 	// PublishKeys writes the state of the keys to where the owner's program reads it.
 	PublishKeys(ctx context.Context, s clusterinfo.KeyStates) error
@@ -276,8 +277,8 @@ func (r *Rotator) use(ctx context.Context, key clusterinfo.RotatedKey, k kind, s
 		if err := k.use(r.pki(), staged); err != nil {
 			return err
 		}
-		if a, is := k.(authority); is {
-			return r.ControlPlane.Reissue(a.file)
+		if a, is := k.(interface{ path() string }); is {
+			return r.ControlPlane.Reissue(a.path())
 		}
 		return nil
 	})
@@ -301,7 +302,12 @@ func (r *Rotator) finish(ctx context.Context, key clusterinfo.RotatedKey, k kind
 			return Result{}, fmt.Errorf("%d Secrets in etcd are encrypted with another key, and could not be read any more: repeat the owner's command, which writes them again", left)
 		}
 	}
-	err := r.change(ctx, key, func() error { return k.only(r.pki()) })
+	err := r.change(ctx, key, func() error {
+		if err := k.only(r.pki()); err != nil || key != clusterinfo.ClusterCA {
+			return err
+		}
+		return r.ControlPlane.Reissue(clusterAuthority.file) // without the cross certificate
+	})
 	if err != nil {
 		return Result{}, err
 	}

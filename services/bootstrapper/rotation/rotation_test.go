@@ -24,6 +24,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	files "github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 func TestMain(m *testing.M) {
@@ -157,6 +158,13 @@ func (p *plane) Reissue(authority string) error {
 		if err := pkiutil.WriteCertAndKey(p.pki(), strings.TrimSuffix(name, ".crt"), cert, leafKey); err != nil {
 			return err
 		}
+		if cross, err := files.Cross(p.pki()); err != nil {
+			return err
+		} else if cross != nil && authority == "ca" {
+			if err := certutil.WriteCert(filepath.Join(p.pki(), name), append(pkiutil.EncodeCertPEM(cert), pkiutil.EncodeCertPEM(cross)...)); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }
@@ -226,7 +234,7 @@ func TestAtEachTimeAllAcceptWhatAnyUses(t *testing.T) {
 				if left, err := os.ReadDir(filepath.Join(p.pki(), Staged)); err != nil || len(left) > 0 {
 					t.Errorf("staged keys are left: %v, %v", left, err)
 				}
-				secret := map[clusterinfo.RotatedKey]string{clusterinfo.ServiceAccountKey: "sa.key", clusterinfo.FrontProxyCA: "front-proxy-ca.key", clusterinfo.EtcdCA: "etcd/ca.key", clusterinfo.EncryptionKey: etcdencryption.Name}[key]
+				secret := map[clusterinfo.RotatedKey]string{clusterinfo.ServiceAccountKey: "sa.key", clusterinfo.FrontProxyCA: "front-proxy-ca.key", clusterinfo.EtcdCA: "etcd/ca.key", clusterinfo.ClusterCA: "ca.key", clusterinfo.EncryptionKey: etcdencryption.Name}[key]
 				if st, err := os.Stat(filepath.Join(p.pki(), secret)); err != nil || st.Mode().Perm() != 0o600 {
 					t.Errorf("%s: %v, %v", secret, st, err)
 				}
@@ -239,7 +247,7 @@ func TestAtEachTimeAllAcceptWhatAnyUses(t *testing.T) {
 func TestKubeadmTakesTheFilesOfAHalfDoneRotation(t *testing.T) {
 	planes := newPlanes(t, 1)
 	p := planes[0]
-	for _, key := range []clusterinfo.RotatedKey{clusterinfo.ServiceAccountKey, clusterinfo.FrontProxyCA, clusterinfo.EtcdCA} {
+	for _, key := range []clusterinfo.RotatedKey{clusterinfo.ServiceAccountKey, clusterinfo.FrontProxyCA, clusterinfo.EtcdCA, clusterinfo.ClusterCA} {
 		made := p.must(key, clusterinfo.RotationAccept, "")
 		for _, phase := range []clusterinfo.RotationPhase{clusterinfo.RotationAccept, clusterinfo.RotationUse} {
 			p.must(key, phase, made.ID)
@@ -323,7 +331,7 @@ func TestOrdersThatWouldLoseAKeyAreRefused(t *testing.T) {
 		"an ID of another form":          {clusterinfo.FrontProxyCA, nil, clusterinfo.RotationAccept, func(_ *plane, id *string) { *id = "../sa.key" }, nil, "not that of a key"},
 		"no ID":                          {clusterinfo.FrontProxyCA, []clusterinfo.RotationPhase{clusterinfo.RotationAccept}, clusterinfo.RotationUse, func(_ *plane, id *string) { *id = "" }, nil, "not that of a key"},
 		"an unknown phase":               {clusterinfo.FrontProxyCA, []clusterinfo.RotationPhase{clusterinfo.RotationAccept}, "drop", nil, nil, "no phase"},
-		"an unknown key":                 {"cluster-ca", nil, clusterinfo.RotationAccept, nil, nil, "no key"},
+		"an unknown key":                 {"another-ca", nil, clusterinfo.RotationAccept, nil, nil, "no key"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := newPlanes(t, 1)[0]

@@ -13,6 +13,7 @@ import (
 	"strings"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 )
@@ -43,6 +44,31 @@ func (ck *check) checkStaged(ctx context.Context, r *component.Rotation) error {
 		}
 	}
 	return err
+}
+
+// trusted returns the authorities that the kubeconfigs of this machine have to trust: those of ca.crt, which was compared before.
+func (ck *check) trusted(d *component.Desired) ([]byte, error) {
+	text, err := os.ReadFile(ck.On(path.Join(machine.PKIFolder, component.CA)))
+	if errors.Is(err, fs.ErrNotExist) { // kubeadm has not written it yet
+		return d.Authorities[component.CA], nil
+	}
+	return bytes.TrimSpace(text), err
+}
+
+// lags reports whether a kubeconfig is right but for its authorities, and each of these is the cluster's: nobody gains by one more or less while the
+// cluster's authority is rotated.
+func lags(kubeconfig, right []byte, d *component.Desired) bool {
+	known, _ := blocks(d.Authorities[component.CA])
+	if r := d.Rotation; r != nil && r.Key.PublicFile() == component.CA {
+		keep, _ := blocks(r.Keep)
+		known = append(known, keep...)
+	}
+	have, rest := blocks(kubelet.Authorities(kubeconfig))
+	if len(have) == 0 || len(rest) > 0 || slices.ContainsFunc(have, func(b string) bool { return !slices.Contains(known, b) }) {
+		return false
+	}
+	same, err := kubelet.WithAuthorities(kubeconfig, kubelet.Authorities(right))
+	return err == nil && kubelet.SameConnection(same, right)
 }
 
 // inOrder returns the wanted keys or certificates, in PEM, in the order of those that the machine has: its private keys belong to the first of them. Those

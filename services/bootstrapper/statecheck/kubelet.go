@@ -129,7 +129,11 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 	if meta.Role == metadata.RoleControlPlane {
 		endpoint = kubeadm.LocalEndpoint(provision.KubeadmNode(meta))
 	}
-	right, err := kubelet.Kubeconfig(endpoint, d.Authorities[component.CA])
+	ca, err := ck.trusted(d)
+	if err != nil {
+		return err
+	}
+	right, err := kubelet.Kubeconfig(endpoint, ca)
 	if err != nil {
 		return err
 	}
@@ -138,6 +142,10 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 	}
 	if err := machine.WriteFile(ck.On(kubeadm.KubeletConf), right, 0o600, 0o755); err != nil {
 		return err
+	}
+	if lags(text, right, d) {
+		ck.Log.InfoContext(ctx, "the authorities that the kubelet trusts are brought up to date", "file", kubeadm.KubeletConf)
+		return nil
 	}
 	ck.found(ctx, kubeadm.KubeletConf, "written anew")
 	return nil

@@ -164,6 +164,10 @@ func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine
 		return nil
 	}
 	local := kubeadm.LocalEndpoint(provision.KubeadmNode(meta))
+	ca, err := ck.trusted(d)
+	if err != nil {
+		return err
+	}
 	for _, file := range administrators {
 		name := machine.KubernetesFolder + "/" + file
 		text, err := os.ReadFile(ck.On(name))
@@ -173,11 +177,18 @@ func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine
 		if err != nil {
 			return err
 		}
-		right, err := administrator(text, local, d)
+		right, err := administrator(text, local, d.Endpoint, ca)
 		if err != nil {
 			return err
 		}
 		if right != nil && kubelet.SameConnection(text, right) {
+			continue
+		}
+		if right != nil && lags(text, right, d) {
+			if err := machine.WriteFile(ck.On(name), right, 0o600, 0o755); err != nil {
+				return err
+			}
+			ck.Log.InfoContext(ctx, "the authorities that this control plane trusts are brought up to date", "file", name)
 			continue
 		}
 		if err := os.Remove(ck.On(name)); err != nil {
@@ -197,7 +208,7 @@ func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine
 
 // administrator returns a kubeconfig with the certificate and key of text, and otherwise only the cluster's server and authority; nil: text has no
 // certificate.
-func administrator(text []byte, local string, d *component.Desired) ([]byte, error) {
+func administrator(text []byte, local, endpoint string, ca []byte) ([]byte, error) {
 	c, err := clientcmd.Load(text)
 	if err != nil {
 		return nil, nil //nolint:nilerr // nothing in it could be kept
@@ -208,12 +219,12 @@ func administrator(text []byte, local string, d *component.Desired) ([]byte, err
 	}
 	is := c.AuthInfos[current.AuthInfo]
 	server := "https://" + local
-	if s := c.Clusters[current.Cluster]; s != nil && s.Server == "https://"+d.Endpoint {
+	if s := c.Clusters[current.Cluster]; s != nil && s.Server == "https://"+endpoint {
 		server = s.Server
 	}
 	const cluster, user, name = "kubernetes", "user", "user@kubernetes"
 	out := clientcmdapi.NewConfig()
-	out.Clusters[cluster] = &clientcmdapi.Cluster{Server: server, CertificateAuthorityData: d.Authorities[component.CA]}
+	out.Clusters[cluster] = &clientcmdapi.Cluster{Server: server, CertificateAuthorityData: ca}
 	out.AuthInfos[user] = &clientcmdapi.AuthInfo{ClientCertificateData: is.ClientCertificateData, ClientKeyData: is.ClientKeyData}
 	out.Contexts[name] = &clientcmdapi.Context{Cluster: cluster, AuthInfo: user}
 	out.CurrentContext = name

@@ -1,0 +1,157 @@
+package rotation
+
+import (
+	"bytes"
+	"crypto/tls"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	certutil "k8s.io/client-go/util/cert"
+
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	files "github.com/muster-k8s/muster/services/bootstrapper/pki"
+)
+
+// answers reports whether an API server and a client with this connection accept each other.
+func answers(t *testing.T, a *apiServer, c *rest.Config) error {
+	t.Helper()
+	at := rest.CopyConfig(c)
+	at.Host = a.config(t).Host
+	client, err := kubernetes.NewForConfig(at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces/default").Do(t.Context()).Error()
+}
+
+// Machines that are off, and pods that have read the authority at their start, trust the old one alone until the last phase. The others trust both, or the new
+// one alone.
+func TestClientsOfTheOldAuthorityReachEachAPIServerUntilItIsDropped(t *testing.T) {
+	t.Parallel()
+	servers := newServers(t, 2)
+	old := servers[0].config(t)
+	all := func(when string, clients ...*rest.Config) {
+		t.Helper()
+		for i, a := range servers {
+			for n, c := range clients {
+				if err := answers(t, a, c); err != nil {
+					t.Errorf("%s: API server %d and client %d: %v", when, i, n, err)
+				}
+			}
+		}
+	}
+	all("before", old)
+	id := ""
+	for _, a := range servers {
+		id = a.must(clusterinfo.ClusterCA, clusterinfo.RotationAccept, id).ID
+		all("accept", old)
+	}
+	var next *rest.Config
+	for i, a := range servers {
+		a.must(clusterinfo.ClusterCA, clusterinfo.RotationUse, id)
+		if next = a.config(t); bytes.Equal(next.CAData, old.CAData) {
+			t.Fatal("the API server's control plane does not sign with the new authority")
+		}
+		both := rest.CopyConfig(next) // a kubelet, with the certificate of either one
+		both.CAData = slices.Concat(next.CAData, old.CAData)
+		late := rest.CopyConfig(old)
+		late.CAData = both.CAData
+		all("use", old, both, late)
+		for j, done := range servers[:i+1] {
+			if err := answers(t, done, next); err != nil {
+				t.Errorf("a client that trusts the new authority alone, and API server %d: %v", j, err)
+			}
+		}
+	}
+	for i, a := range servers {
+		a.must(clusterinfo.ClusterCA, clusterinfo.RotationFinish, id)
+		all("finish", next)
+		if err := answers(t, a, old); err == nil {
+			t.Errorf("API server %d accepts a client of the old authority in the end", i)
+		}
+		for _, c := range []struct{ ca, client *rest.Config }{{old, next}, {next, old}} {
+			mixed := rest.CopyConfig(c.ca)
+			mixed.CertData, mixed.KeyData = c.client.CertData, c.client.KeyData
+			if err := answers(t, a, mixed); err == nil {
+				t.Errorf("API server %d: the old authority counts in one direction", i)
+			}
+		}
+	}
+}
+
+// kube-controller-manager loads these files at each start, and starts no signer with two certificates.
+func TestTheControllerManagerHasOneSignerInEachPhase(t *testing.T) {
+	p := newPlanes(t, 1)[0]
+	signer := func(when string) string {
+		t.Helper()
+		text, err := os.ReadFile(filepath.Join(p.pki(), files.SignerFile))
+		if err != nil || strings.Count(string(text), "BEGIN CERTIFICATE") != 1 {
+			t.Fatalf("%s: %s, %v", when, text, err)
+		}
+		if _, err := tls.LoadX509KeyPair(filepath.Join(p.pki(), files.SignerFile), filepath.Join(p.pki(), "ca.key")); err != nil {
+			t.Errorf("%s: %v", when, err)
+		}
+		return string(text)
+	}
+	made := p.must(clusterinfo.ClusterCA, clusterinfo.RotationAccept, "")
+	before := signer("accept")
+	for _, phase := range []clusterinfo.RotationPhase{clusterinfo.RotationUse, clusterinfo.RotationFinish} {
+		p.must(clusterinfo.ClusterCA, phase, made.ID)
+		if after := signer(string(phase)); after == before || after != made.Public {
+			t.Errorf("%s: it signs as %s", phase, after)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(p.pki(), files.CrossFile)); !os.IsNotExist(err) {
+		t.Errorf("the cross certificate is left: %v", err)
+	}
+}
+
+// The first certificate of ca.crt is that of the key, except between two renames: there the machine issues nothing with the file's first one.
+func TestAPowerCutWhileTheAuthorityIsReplacedLosesNothing(t *testing.T) {
+	for _, lost := range []string{"nothing", "ca.key", "muster-signing.crt", "ca.crt and the rest"} {
+		p := newPlanes(t, 1)[0]
+		made := p.must(clusterinfo.ClusterCA, clusterinfo.RotationAccept, "")
+		was := map[string][]byte{}
+		for _, name := range []string{"ca.crt", "ca.key", files.SignerFile} {
+			text, err := os.ReadFile(filepath.Join(p.pki(), name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			was[name] = text
+		}
+		p.crash = "files"
+		if _, err := p.do(clusterinfo.ClusterCA, clusterinfo.RotationUse, made.ID); err == nil {
+			t.Fatal("it does not end")
+		}
+		p.crash = ""
+		undo := map[string][]string{"nothing": nil, "ca.key": {"ca.key", files.SignerFile}, "muster-signing.crt": {files.SignerFile}, "ca.crt and the rest": {"ca.crt", "ca.key", files.SignerFile}}[lost]
+		for _, name := range undo {
+			if err := os.WriteFile(filepath.Join(p.pki(), name), was[name], 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := files.WriteSigner(p.pki()); err != nil { // the machine boots
+			t.Errorf("%s: %v", lost, err)
+		}
+		if _, err := tls.LoadX509KeyPair(filepath.Join(p.pki(), files.SignerFile), filepath.Join(p.pki(), "ca.key")); err != nil {
+			t.Errorf("%s: %v", lost, err)
+		}
+		if a, err := files.Load(p.pki()); err != nil || a.Certificate() == nil {
+			t.Errorf("%s: %v", lost, err)
+		}
+		p.must(clusterinfo.ClusterCA, clusterinfo.RotationUse, made.ID)
+		list, err := certutil.CertsFromFile(filepath.Join(p.pki(), "ca.crt"))
+		if err != nil || len(list) != 2 || sum(list[0].Raw) != made.ID {
+			t.Errorf("%s: %d certificates, %v", lost, len(list), err)
+		}
+		if cross, err := files.Cross(p.pki()); err != nil || cross == nil || cross.NotAfter.Before(time.Now()) {
+			t.Errorf("%s: the cross certificate: %v, %v", lost, cross, err)
+		}
+	}
+}
