@@ -286,6 +286,22 @@ type AttestedNodeStatus struct {
 	// +kubebuilder:validation:items:MaxLength=44
 	// +optional
 	OwnerKeys []string `json:"ownerKeys,omitempty"`
+	// Authorities are the cluster's certificate authorities that the node trusts, as the machine reports them: the
+	// SHA-256 of each certificate in hexadecimal digits, the first one of its ca.crt first. A machine that is under
+	// foreign control can report any.
+	//
+	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=4
+	// +kubebuilder:validation:items:MaxLength=64
+	// +optional
+	Authorities []string `json:"authorities,omitempty"`
+	// KubeletAuthorities are the authorities that have issued the kubelet's certificates, in the same form.
+	//
+	// +listType=set
+	// +kubebuilder:validation:MaxItems=2
+	// +kubebuilder:validation:items:MaxLength=64
+	// +optional
+	KubeletAuthorities []string `json:"kubeletAuthorities,omitempty"`
 	// Conditions follow the conventions of the Kubernetes API: Accepted, Enrolled, Revoked, Vanished and
 	// Cloned. They are for information: only the end of a vanished worker's enrollment depends on one.
 	//

@@ -309,6 +309,16 @@ func (in *AttestedNodeStatus) DeepCopyInto(out *AttestedNodeStatus) {
 		*out = make([]string, len(*in))
 		copy(*out, *in)
 	}
+	if in.Authorities != nil {
+		in, out := &in.Authorities, &out.Authorities
+		*out = make([]string, len(*in))
+		copy(*out, *in)
+	}
+	if in.KubeletAuthorities != nil {
+		in, out := &in.KubeletAuthorities, &out.KubeletAuthorities
+		*out = make([]string, len(*in))
+		copy(*out, *in)
+	}
 	if in.Conditions != nil {
 		in, out := &in.Conditions, &out.Conditions
 		*out = make([]v1.Condition, len(*in))

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -31,7 +32,11 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 	parts := []serve.Part{{Name: "kubelet", Run: func(ctx context.Context) error {
 		return kubelet.Watch(ctx, kubelet.WatchConfig{Root: root, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Now: time.Now, Log: log})
 	}}}
-	if !renewal.IsControlPlane(root) {
+	controlPlane := renewal.IsControlPlane(root)
+	parts = append(parts, serve.Part{Name: "authorities", Run: func(ctx context.Context) error {
+		return authorities.Watch(ctx, authorities.Config{Root: root, ControlPlane: controlPlane, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Log: log})
+	}})
+	if !controlPlane {
 		return serve.All(ctx, parts...)
 	}
 	img, err := metadata.LoadImage(image)

@@ -2,15 +2,20 @@ package bootstrapper_test
 
 import (
 	"bytes"
+	"errors"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"testing"
+	"time"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // While the cluster's authority is rotated, tickets have two of one name, in either order. kube-controller-manager takes a file with one.
@@ -51,5 +56,122 @@ func TestAMachineJoinsWhileTheAuthorityIsRotated(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// rotates gives the joinservice's cluster another authority, and returns the certificates of the one before and of the new one, and the cross certificate.
+func (j *joinservice) rotates(t *testing.T) (before, next, cross []byte) {
+	t.Helper()
+	_, other := worker(t)
+	dir := t.TempDir()
+	if err := errors.Join(os.WriteFile(filepath.Join(dir, "ca.crt"), certPEM(j.ca), 0o600), os.WriteFile(filepath.Join(dir, "ca.key"), j.keyPEM(), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	a, err := pki.Load(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := a.CrossSign(other.ca)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before = certPEM(j.ca)
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.ca, j.key = other.ca, other.key
+	return before, certPEM(j.ca), certPEM(c)
+}
+
+// A7: a worker that was off for a whole rotation of the authority has nothing that leads to the new one but its attested session.
+func TestAWorkerThatWasOffTakesTheAuthorityFromItsJoinservice(t *testing.T) {
+	w, j := joined(t)
+	before, next, _ := j.rotates(t)
+	w.later(30 * time.Hour)
+	j.ahead.Store(int64(30 * time.Hour))
+	answers := map[string][]byte{"none": nil, "what is none": []byte("x"), "the one before": before}
+	names := slices.Sorted(maps.Keys(answers))
+	j.onRenewal(func(n int, out *joinv1.RenewNodeCertificatesResponse) error {
+		if n <= len(names) { // it can't verify the certificates
+			out.CaCertificate = answers[names[n-1]]
+		} else {
+			out.CaCertificate = next
+		}
+		return nil
+	})
+	if err := w.boot().end(t); err != nil {
+		t.Fatal(err, w.logged)
+	}
+	if n := len(j.renewedCSRs()); n != len(names)+1 {
+		t.Errorf("it has asked %d times: %s", n, w.logged)
+	}
+	conf, err := kubelet.ClusterOf(w.root, kubeadm.KubeletConf)
+	if err != nil || !bytes.Equal(conf.CertificateAuthorityData, next) {
+		t.Errorf("%+v, %v", conf, err)
+	}
+	if got, err := os.ReadFile(filepath.Join(w.root, machine.PKIFolder, "ca.crt")); err != nil || !bytes.Equal(got, next) {
+		t.Errorf("%s, %v", got, err)
+	}
+	if !w.machine.Running(machine.UnitKubelet) || w.kubeletPair(t, clientFile).CheckSignatureFrom(j.ca) != nil {
+		t.Error("the kubelet does not run with a certificate of the new authority")
+	}
+}
+
+// The comparison of its disk has given a worker the new authority (B8). Its kubelet's certificate leads nowhere, though it has not ended.
+func TestACertificateOfADroppedAuthorityIsReplaced(t *testing.T) {
+	w, j := joined(t)
+	_, next, _ := j.rotates(t)
+	if err := kubelet.PointKubeconfig(w.root); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		authorities []byte
+		asks        int
+	}{{next, 1}, {next, 1}} {
+		if err := authorities.Take(w.root, tt.authorities, false); err != nil {
+			t.Fatal(err)
+		}
+		w.reboot()
+		if err := w.boot().end(t); err != nil {
+			t.Fatal(err, w.logged)
+		}
+		if n := len(j.renewedCSRs()); n != tt.asks {
+			t.Errorf("it has asked %d times, want %d", n, tt.asks)
+		}
+	}
+}
+
+// A control plane that joins while the authority is rotated has only the new key, and can sign no cross certificate.
+func TestAControlPlaneThatJoinsGetsTheCrossCertificate(t *testing.T) {
+	for name, tt := range map[string]struct {
+		send func(before, next, cross []byte) []byte
+		want bool
+	}{
+		"the right one":        {func(_, _, cross []byte) []byte { return cross }, true},
+		"the authority before": {func(before, _, _ []byte) []byte { return before }, false},
+		"the new authority":    {func(_, next, _ []byte) []byte { return next }, false},
+		"it twice":             {func(_, _, cross []byte) []byte { return slices.Concat(cross, cross) }, false},
+		"nothing":              {func(_, _, _ []byte) []byte { return nil }, false},
+		"something else":       {func(_, _, _ []byte) []byte { return []byte("x") }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, j := worker(t)
+			w.meta.Role = "control-plane"
+			before, next, cross := j.rotates(t)
+			j.script(nil, func(r *joinv1.IssueJoinTicketResponse) {
+				r.CaCertificate, r.CrossCertificate = slices.Concat(next, before), tt.send(before, next, cross)
+				for _, f := range r.GetControlPlaneFiles() {
+					if f.GetPath() == "ca.crt" {
+						f.Content = r.GetCaCertificate()
+					}
+				}
+			})
+			if err := w.boot().end(t); err != nil {
+				t.Fatal(err, w.logged)
+			}
+			w.isNode(t)
+			if got, err := os.ReadFile(filepath.Join(w.root, machine.PKIFolder, pki.CrossFile)); (err == nil) != tt.want || tt.want && !bytes.Equal(got, cross) {
+				t.Errorf("%s, %v", got, err)
+			}
+		})
 	}
 }

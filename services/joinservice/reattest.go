@@ -38,7 +38,9 @@ func (s *Service) Reattest(ctx context.Context, req *joinv1.ReattestRequest) (*j
 		interval = min(interval, orderInterval)
 	}
 	s.cfg.Log.DebugContext(ctx, "machine attested again", "machine", a.record.Machine, "node", a.record.Node, "policy_generation", a.record.PolicyGeneration, "image", a.record.Image, "class", a.record.Class)
-	return &joinv1.ReattestResponse{PolicySerial: a.record.PolicySerial, Interval: durationpb.New(interval), Order: order}, nil
+	resp := &joinv1.ReattestResponse{PolicySerial: a.record.PolicySerial, Interval: durationpb.New(interval), Order: order}
+	s.addAuthorities(ctx, req, resp)
+	return resp, nil
 }
 
 // reattest returns the order that the machine is to get.
@@ -63,12 +65,17 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 	if err == nil {
 		owner, err = ownerKeys(req.GetOwnerKeys())
 	}
+	var reports v1alpha1.AttestedNodeStatus
+	if err == nil {
+		err = setAuthorities(req, &reports)
+	}
 	if err == nil {
 		a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
 		status.Certificates, status.Order, status.Candidate = reported(req), orderReport(req.GetOrder()), s.byCandidate(peer.Claims(), a.began)
 		status.OwnerKeys = owner.Strings()
+		status.Authorities, status.KubeletAuthorities = reports.Authorities, reports.KubeletAuthorities
 		var end func()
 		if end, err = s.limits.recording.Begin(ctx); err == nil {
 			var before, after *v1alpha1.AttestedNode

@@ -163,6 +163,7 @@ func (s *Service) issueTicket(ctx context.Context, a *attempt, req *joinv1.Issue
 	}
 	t := &ticket{id: a.id, disk: disk, salt: salt, info: info, ca: ca, files: files}
 	if lease != nil {
+		_, t.cross = s.nodeAuthorities(ctx)
 		done = s.stage("lease")
 		if err := lease.Take(ctx); err != nil { // J8: before any other write
 			return nil, err
@@ -372,7 +373,7 @@ type ticket struct {
 	disk            keys.Disk
 	salt            enroll.Salt
 	info            *clusterinfo.Info
-	ca              []byte
+	ca, cross       []byte // cross is for a control plane, while the authority is rotated
 	client, serving certificates.Certificate
 	files           []*joinv1.ControlPlaneFile
 	token           *token.Token  // nil: the certificate is used instead
@@ -391,7 +392,7 @@ func (t *ticket) toWire() *joinv1.IssueJoinTicketResponse {
 		KubernetesVersion: t.info.KubernetesVersion, ControlPlaneEndpoint: t.info.ControlPlaneEndpoint, CaCertificate: t.ca,
 		KubeletClientCertificate: t.client.PEM, KubeletServingCertificate: t.serving.PEM,
 		Components: versions.NewList(t.info.Components...).Wire(), ControlPlaneFiles: t.files, ExpiresAt: timestamppb.New(expires),
-		ControlPlaneAddresses: t.controlPlanes, Images: t.info.Images,
+		ControlPlaneAddresses: t.controlPlanes, Images: t.info.Images, CrossCertificate: t.cross,
 	}
 	if t.token != nil {
 		out.BootstrapToken = t.token.Expose()

@@ -56,6 +56,7 @@ type ticket struct {
 	clusterID    [32]byte
 	endpoint     string
 	ca           []byte
+	cross        []byte // of a control plane, while the cluster's authority is rotated
 	client       []byte // certificate and key, PEM
 	serving      []byte
 	software     *component.Software
@@ -118,6 +119,9 @@ func parseTicket(t *joinv1.IssueJoinTicketResponse, k kubelet.Keys, m *metadata.
 			return nil, badTicket("bootstrap_token does not have the form of one")
 		}
 		out.token = &kubeadm.TokenDiscovery{Token: token, Endpoint: out.endpoint, CA: cas}
+	}
+	if cross, err := kubelet.ParsePEM(t.GetCrossCertificate()); err == nil && len(cross) == 1 && pki.Crosses(cross[0], cas[0], cas) && out.controlPlane {
+		out.cross = t.GetCrossCertificate()
 	}
 	roots := x509.NewCertPool()
 	for _, c := range cas {
@@ -204,6 +208,11 @@ func (c *Client) place(t *ticket) error {
 	}
 	if err := pki.WriteSigner(c.node.On(machine.PKIFolder)); err != nil {
 		return err
+	}
+	if t.cross != nil {
+		if err := machine.WriteFile(filepath.Join(c.node.On(machine.PKIFolder), pki.CrossFile), t.cross, 0o644, 0o755); err != nil {
+			return err
+		}
 	}
 	return c.node.WriteAuthz()
 }

@@ -3,10 +3,15 @@ package kubelet
 import (
 	"crypto/x509"
 	"fmt"
+	"path/filepath"
+	"slices"
 	"time"
+
+	"k8s.io/client-go/util/cert"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
 // These are the shares of a certificate's life after which it is replaced before the kubelet starts. A running kubelet requests the next one after 70 to
@@ -42,6 +47,8 @@ func Needs(root, node string, share float64, now time.Time) (Need, string) {
 		return NeedNow, fmt.Sprintf("the kubelet's client certificate is for %q", leaf.Subject.CommonName)
 	case now.Before(leaf.NotBefore) || !now.Before(leaf.NotAfter):
 		return NeedNow, fmt.Sprintf("the kubelet's client certificate is valid from %s to %s, and it is %s", stamp(leaf.NotBefore), stamp(leaf.NotAfter), stamp(now))
+	case !trusted(root, leaf):
+		return NeedNow, "the kubelet's client certificate is of an authority that the cluster does not trust any more"
 	case leaf.NotAfter.Sub(leaf.NotBefore) > nodeaccess.CertificateLife+lifeMargin: // J7
 		return NeedSoon, fmt.Sprintf("the kubelet's client certificate lives until %s, and a node's lives %s at most", stamp(leaf.NotAfter), nodeaccess.CertificateLife)
 	case late(leaf, now, share):
@@ -52,6 +59,13 @@ func Needs(root, node string, share float64, now time.Time) (Need, string) {
 		return NeedSoon, fmt.Sprintf("the kubelet's serving certificate ends at %s", stamp(leaf.NotAfter))
 	}
 	return NeedNone, ""
+}
+
+// trusted reports whether an authority of this node has issued a certificate: after a rotation that the node was off for, its disk's comparison has given it
+// the new authority (B8). A file that can't be read decides nothing.
+func trusted(root string, leaf *x509.Certificate) bool {
+	list, err := cert.CertsFromFile(filepath.Join(root, machine.PKIFolder, "ca.crt"))
+	return err != nil || slices.ContainsFunc(list, func(ca *x509.Certificate) bool { return leaf.CheckSignatureFrom(ca) == nil })
 }
 
 func late(c *x509.Certificate, now time.Time, share float64) bool {

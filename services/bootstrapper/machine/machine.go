@@ -35,7 +35,7 @@ type Machine interface {
 }
 
 // Verbs are the allowed operations on a unit.
-var Verbs = []string{"enable", "start", "stop", "restart"}
+var Verbs = []string{"enable", "start", "stop", "restart", "try-restart"}
 
 // These are the bootstrapper's units.
 const (

@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
@@ -24,6 +25,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/pki"
+	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -206,6 +208,16 @@ func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, m
 	if err != nil {
 		return err
 	}
+	ca := resp.GetCaCertificate()
+	if len(ca) > 0 {
+		list, err := authorities.Parse(ca)
+		if err != nil {
+			return kubelet.BadCertificate("ca_certificate", err)
+		}
+		for _, c := range list {
+			roots.AddCert(c)
+		}
+	}
 	now := n.Now()
 	if err := kubelet.CheckCertificate(resp.GetKubeletClientCertificate(), k.Client, roots, node, nil, x509.ExtKeyUsageClientAuth, now); err != nil {
 		return kubelet.BadCertificate("kubelet_client_certificate", err)
@@ -220,6 +232,13 @@ func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, m
 	serving, err := kubelet.Bundle(resp.GetKubeletServingCertificate(), k.Serving)
 	if err != nil {
 		return err
+	}
+	// The authority may have been rotated while the machine was off. The session's peer is a joinservice of this cluster (A7). The authorities come first: with
+	// the certificates alone, the kubelet would not find that it lacks something. The kubelet does not run.
+	if len(ca) > 0 {
+		if err := authorities.Take(n.Root, ca, renewal.IsControlPlane(n.Root)); err != nil {
+			return DiskError(err)
+		}
 	}
 	if err := n.replaceKubelet(ctx, cert, serving); err != nil {
 		return err

@@ -23,6 +23,7 @@ import (
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -262,6 +263,7 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 	}
 	defer client.Close()
 	req := kubelet.Report(r.cfg.Root)
+	authorities.Report(r.cfg.Root, req)
 	secret, err := bootsecret.Load(r.cfg.Root)
 	if err != nil {
 		return 0, err
@@ -291,6 +293,11 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 		r.reported = nil // the joinservice may have lost the report
 		if err := orders.Deliver(r.cfg.Root, resp.GetOrder()); err != nil {
 			r.cfg.Log.ErrorContext(ctx, "the owner's order cannot be stored", "endpoint", endpoint, "err", err)
+		}
+	}
+	if len(resp.GetCaCertificate()) > 0 {
+		if err := authorities.Deliver(r.cfg.Root, resp); err != nil {
+			r.cfg.Log.ErrorContext(ctx, "the cluster's authorities cannot be stored", "endpoint", endpoint, "err", err)
 		}
 	}
 	interval := resp.GetInterval().AsDuration()

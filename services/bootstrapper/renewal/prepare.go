@@ -23,6 +23,7 @@ import (
 	kubeadmrenewal "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs/renewal"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	authority "github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
@@ -144,6 +145,39 @@ func (p plane) following(f file) ([]*x509.Certificate, error) {
 		return nil, err
 	}
 	return []*x509.Certificate{cross}, nil
+}
+
+// follow corrects what is sent after the API server's certificates: kubeadm has issued those of a control plane that has just joined, and knows no cross
+// certificate. The API server reads the files again.
+func (p plane) follow() error {
+	for _, f := range files {
+		if f.ca != clusterCA || f.key == "" {
+			continue
+		}
+		path := p.on(filepath.Join(folder, f.certificate))
+		chain, err := loadChain(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		following, err := p.following(f)
+		if err != nil {
+			return err
+		}
+		if _, err := f.verified(p.on(folder), p.on(folder)); err != nil || slices.EqualFunc(chain[1:], following, (*x509.Certificate).Equal) {
+			continue // a rotation or a renewal issues one of another authority anew
+		}
+		text := pkiutil.EncodeCertPEM(chain[0])
+		for _, c := range following {
+			text = append(text, pkiutil.EncodeCertPEM(c)...)
+		}
+		if err := machine.WriteFile(path, text, 0o644, 0o755); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // trusts returns the authorities that a kubeconfig trusts, and those that it has to trust, which are all of ca.crt; nil: it has none of them, and leads to

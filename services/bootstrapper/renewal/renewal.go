@@ -112,6 +112,9 @@ func (p plane) atBoot(now time.Time, log *slog.Logger, stop func() error) error 
 	if err := authority.WriteSigner(p.on(pki)); err != nil {
 		log.Error("the certificate with which kube-controller-manager signs could not be written", "err", err)
 	}
+	if err := p.follow(); err != nil {
+		log.Error("the cross certificate of the cluster's authority could not be added to the API server's certificates", "err", err)
+	}
 	if expired := names(Read(p.root), func(c Certificate) bool { return c.invalid(now) }); len(expired) > 0 {
 		log.Warn("certificates of this control plane have expired; renewing them with the authorities on the disk", "certificates", expired)
 		if err := stop(); err != nil {

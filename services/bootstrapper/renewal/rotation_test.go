@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -322,4 +323,39 @@ func TestAKubeconfigOfAnotherAuthorityKeepsIt(t *testing.T) {
 			t.Errorf("%s", cluster.CertificateAuthorityData)
 		}
 	}
+}
+
+// kubeadm has issued the certificates of a control plane that has just joined, and knows no cross certificate.
+func TestAControlPlaneThatHasJoinedSendsTheCrossCertificate(t *testing.T) {
+	r, c := newChange(t)
+	rotate, err := rotation.New(rotation.Config{
+		Root: c.root, Kubeadm: image, ControlPlane: r, Now: time.Now, Log: r.Log,
+		Fetch:      func(context.Context, clusterinfo.RotatedKey, string) ([]byte, error) { return nil, errors.New("none") },
+		OldSecrets: func(context.Context, string) (int, error) { return 0, nil },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := ""
+	for _, phase := range []clusterinfo.RotationPhase{clusterinfo.RotationAccept, clusterinfo.RotationUse} {
+		if _, err := rotate.Run(t.Context(), strings.Repeat("0a", 32), map[string]string{"key": string(clusterinfo.ClusterCA), "phase": string(phase), "id": id}); err != nil {
+			t.Fatal(err)
+		}
+		id = c.keys[clusterinfo.ClusterCA].Staged[0]
+	}
+	for _, name := range []string{"apiserver.crt", "apiserver-kubelet-client.crt"} {
+		path := filepath.Join(c.root, pki, name)
+		leaf, err := load(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, pkiutil.EncodeCertPEM(leaf), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := AtBoot(c.root, image, time.Now(), r.Log, func() error { return nil }); err != nil {
+		t.Fatal(err)
+	}
+	hasCertificates(t, c.root, "after the join", 2, 2)
+	soundAt(t, c.root, time.Now())
 }

@@ -82,6 +82,7 @@ func mergeVerdict(s *v1alpha1.AttestedNodeStatus, next v1alpha1.AttestedNodeStat
 	n := next.DeepCopy()
 	s.LastVerdict, s.PolicyGeneration, s.PolicySerial = n.LastVerdict, n.PolicyGeneration, n.PolicySerial
 	s.EvidenceDigest, s.PCRs, s.AKName, s.EKPublic, s.Candidate, s.OwnerKeys = n.EvidenceDigest, n.PCRs, n.AKName, n.EKPublic, n.Candidate, n.OwnerKeys
+	s.Authorities, s.KubeletAuthorities = n.Authorities, n.KubeletAuthorities
 	if n.Certificates != nil { // those of its kubelet, which may differ from those of the ticket
 		s.Certificates = n.Certificates
 	}

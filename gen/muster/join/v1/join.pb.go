@@ -324,7 +324,8 @@ type IssueJoinTicketResponse struct {
 	KubernetesVersion string `protobuf:"bytes,4,opt,name=kubernetes_version,json=kubernetesVersion,proto3" json:"kubernetes_version,omitempty"`
 	// HOST:PORT of the API server.
 	ControlPlaneEndpoint string `protobuf:"bytes,5,opt,name=control_plane_endpoint,json=controlPlaneEndpoint,proto3" json:"control_plane_endpoint,omitempty"`
-	// The cluster's certificate authority, X.509 in PEM, at most 64 KiB.
+	// The cluster's certificate authority, X.509 in PEM, at most 64 KiB. While it is rotated
+	// these are two certificates.
 	CaCertificate []byte `protobuf:"bytes,6,opt,name=ca_certificate,json=caCertificate,proto3" json:"ca_certificate,omitempty"`
 	// The kubelet's client certificate, X.509 chain in PEM.
 	KubeletClientCertificate []byte `protobuf:"bytes,7,opt,name=kubelet_client_certificate,json=kubeletClientCertificate,proto3" json:"kubelet_client_certificate,omitempty"`
@@ -352,9 +353,13 @@ type IssueJoinTicketResponse struct {
 	// a worker.
 	ControlPlaneAddresses []string `protobuf:"bytes,14,rep,name=control_plane_addresses,json=controlPlaneAddresses,proto3" json:"control_plane_addresses,omitempty"`
 	// Kubernetes' own images by digest, as in InitRequest (B9).
-	Images        []string `protobuf:"bytes,15,rep,name=images,proto3" json:"images,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Images []string `protobuf:"bytes,15,rep,name=images,proto3" json:"images,omitempty"`
+	// While the cluster's authority is rotated, for a control plane: the certificate of the
+	// first authority in ca_certificate by the second one, X.509 in PEM, which it sends after
+	// its own. Unset otherwise. The machine ignores one that is not that.
+	CrossCertificate []byte `protobuf:"bytes,16,opt,name=cross_certificate,json=crossCertificate,proto3" json:"cross_certificate,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *IssueJoinTicketResponse) Reset() {
@@ -488,6 +493,13 @@ func (x *IssueJoinTicketResponse) GetControlPlaneAddresses() []string {
 func (x *IssueJoinTicketResponse) GetImages() []string {
 	if x != nil {
 		return x.Images
+	}
+	return nil
+}
+
+func (x *IssueJoinTicketResponse) GetCrossCertificate() []byte {
+	if x != nil {
+		return x.CrossCertificate
 	}
 	return nil
 }
@@ -651,9 +663,17 @@ type ReattestRequest struct {
 	// The owner's public keys in the machine's image, 32 bytes each, at most 4: a rotation of the
 	// owner's key waits until all images have the new one. Another form is refused with
 	// REQUEST_INVALID. It is for the owner.
-	OwnerKeys     [][]byte `protobuf:"bytes,5,rep,name=owner_keys,json=ownerKeys,proto3" json:"owner_keys,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	OwnerKeys [][]byte `protobuf:"bytes,5,rep,name=owner_keys,json=ownerKeys,proto3" json:"owner_keys,omitempty"`
+	// SHA-256 of each certificate authority that the node trusts, both in ca.crt and in the
+	// kubelet's kubeconfig, 32 bytes each, at most 4, in the order of ca.crt: the rotation of the
+	// cluster's authority ends when all nodes trust the new one. Another form is refused with
+	// REQUEST_INVALID. joinservice sends its authorities if they are others.
+	Authorities [][]byte `protobuf:"bytes,6,rep,name=authorities,proto3" json:"authorities,omitempty"`
+	// SHA-256 of the authorities of the kubelet's client and serving certificate, 32 bytes each,
+	// at most 2. Another form is refused with REQUEST_INVALID. It is for the owner.
+	KubeletAuthorities [][]byte `protobuf:"bytes,7,rep,name=kubelet_authorities,json=kubeletAuthorities,proto3" json:"kubelet_authorities,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *ReattestRequest) Reset() {
@@ -717,6 +737,20 @@ func (x *ReattestRequest) GetOrder() *OrderReport {
 func (x *ReattestRequest) GetOwnerKeys() [][]byte {
 	if x != nil {
 		return x.OwnerKeys
+	}
+	return nil
+}
+
+func (x *ReattestRequest) GetAuthorities() [][]byte {
+	if x != nil {
+		return x.Authorities
+	}
+	return nil
+}
+
+func (x *ReattestRequest) GetKubeletAuthorities() [][]byte {
+	if x != nil {
+		return x.KubeletAuthorities
 	}
 	return nil
 }
@@ -891,9 +925,15 @@ type ReattestResponse struct {
 	Interval *durationpb.Duration `protobuf:"bytes,2,opt,name=interval,proto3" json:"interval,omitempty"`
 	// The owner's order to this machine; unset if there is none, if it has expired, or if the
 	// machine has reported that it is done, has failed or is refused.
-	Order         *OwnerOrder `protobuf:"bytes,3,opt,name=order,proto3" json:"order,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Order *OwnerOrder `protobuf:"bytes,3,opt,name=order,proto3" json:"order,omitempty"`
+	// The cluster's certificate authorities, X.509 in PEM, at most 64 KiB, if the machine has
+	// reported others; unset while control planes differ in a rotation. A worker takes a new one
+	// only if cross_certificate is signed by one that it trusts already.
+	CaCertificate []byte `protobuf:"bytes,4,opt,name=ca_certificate,json=caCertificate,proto3" json:"ca_certificate,omitempty"`
+	// As in a join ticket, with ca_certificate.
+	CrossCertificate []byte `protobuf:"bytes,5,opt,name=cross_certificate,json=crossCertificate,proto3" json:"cross_certificate,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *ReattestResponse) Reset() {
@@ -943,6 +983,20 @@ func (x *ReattestResponse) GetInterval() *durationpb.Duration {
 func (x *ReattestResponse) GetOrder() *OwnerOrder {
 	if x != nil {
 		return x.Order
+	}
+	return nil
+}
+
+func (x *ReattestResponse) GetCaCertificate() []byte {
+	if x != nil {
+		return x.CaCertificate
+	}
+	return nil
+}
+
+func (x *ReattestResponse) GetCrossCertificate() []byte {
+	if x != nil {
+		return x.CrossCertificate
 	}
 	return nil
 }
@@ -1169,7 +1223,7 @@ func (x *IssueRejoinTicketResponse) GetRotation() *KeyRotation {
 // progress.
 type KeyRotation struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// service-account-key, encryption-key, front-proxy-ca or etcd-ca.
+	// service-account-key, encryption-key, front-proxy-ca, etcd-ca or cluster-ca.
 	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	// ID of the new key, 64 hexadecimal digits; empty until a control plane has made one.
 	Id string `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
@@ -1368,8 +1422,12 @@ type RenewNodeCertificatesResponse struct {
 	KubeletClientCertificate []byte `protobuf:"bytes,2,opt,name=kubelet_client_certificate,json=kubeletClientCertificate,proto3" json:"kubelet_client_certificate,omitempty"`
 	// The kubelet's serving certificate, X.509 chain in PEM.
 	KubeletServingCertificate []byte `protobuf:"bytes,3,opt,name=kubelet_serving_certificate,json=kubeletServingCertificate,proto3" json:"kubelet_serving_certificate,omitempty"`
-	unknownFields             protoimpl.UnknownFields
-	sizeCache                 protoimpl.SizeCache
+	// The cluster's certificate authorities, X.509 in PEM, at most 64 KiB; unset while control
+	// planes differ in a rotation. A worker trusts these from now on: it may have been off for
+	// the whole rotation.
+	CaCertificate []byte `protobuf:"bytes,4,opt,name=ca_certificate,json=caCertificate,proto3" json:"ca_certificate,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *RenewNodeCertificatesResponse) Reset() {
@@ -1423,6 +1481,13 @@ func (x *RenewNodeCertificatesResponse) GetKubeletServingCertificate() []byte {
 	return nil
 }
 
+func (x *RenewNodeCertificatesResponse) GetCaCertificate() []byte {
+	if x != nil {
+		return x.CaCertificate
+	}
+	return nil
+}
+
 // GetRotatedKeyRequest names the key. The machine's bootstrapper sets all of it. It does not
 // identify the caller: that is the attested peer.
 type GetRotatedKeyRequest struct {
@@ -1432,8 +1497,8 @@ type GetRotatedKeyRequest struct {
 	NodeName string `protobuf:"bytes,1,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
 	// The secret of this boot, as in ReattestRequest.
 	BootSecret []byte `protobuf:"bytes,2,opt,name=boot_secret,json=bootSecret,proto3" json:"boot_secret,omitempty"`
-	// What is rotated: service-account-key, encryption-key, front-proxy-ca or etcd-ca. Otherwise
-	// REQUEST_INVALID.
+	// What is rotated: service-account-key, encryption-key, front-proxy-ca, etcd-ca or
+	// cluster-ca. Otherwise REQUEST_INVALID.
 	Key string `protobuf:"bytes,3,opt,name=key,proto3" json:"key,omitempty"`
 	// Which new key: 64 hexadecimal digits, from the owner's order to the machine. Another form
 	// and a key that this control plane does not have are refused with REQUEST_INVALID.
@@ -1847,7 +1912,7 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x12kubelet_client_csr\x18\x05 \x01(\fR\x10kubeletClientCsr\x12.\n" +
 	"\x13kubelet_serving_csr\x18\x06 \x01(\fR\x11kubeletServingCsr\x12$\n" +
 	"\vboot_secret\x18\a \x01(\fB\x03\x80\x01\x01R\n" +
-	"bootSecret\"\x82\x06\n" +
+	"bootSecret\"\xaf\x06\n" +
 	"\x17IssueJoinTicketResponse\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\x12\x19\n" +
 	"\bdisk_key\x18\x02 \x01(\fR\adiskKey\x12\x1d\n" +
@@ -1868,13 +1933,14 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x0fbootstrap_token\x18\f \x01(\tB\x03\x80\x01\x01R\x0ebootstrapToken\x12@\n" +
 	"\x0elease_lifetime\x18\r \x01(\v2\x19.google.protobuf.DurationR\rleaseLifetime\x126\n" +
 	"\x17control_plane_addresses\x18\x0e \x03(\tR\x15controlPlaneAddresses\x12\x16\n" +
-	"\x06images\x18\x0f \x03(\tR\x06images\"@\n" +
+	"\x06images\x18\x0f \x03(\tR\x06images\x12+\n" +
+	"\x11cross_certificate\x18\x10 \x01(\fR\x10crossCertificate\"@\n" +
 	"\x10ControlPlaneFile\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12\x18\n" +
 	"\acontent\x18\x02 \x01(\fR\acontent\"6\n" +
 	"\x17ReturnJoinTicketRequest\x12\x1b\n" +
 	"\tticket_id\x18\x01 \x01(\fR\bticketId\"\x1a\n" +
-	"\x18ReturnJoinTicketResponse\"\xb9\x02\n" +
+	"\x18ReturnJoinTicketResponse\"\x8c\x03\n" +
 	"\x0fReattestRequest\x12U\n" +
 	"\x19kubelet_client_expires_at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x16kubeletClientExpiresAt\x12W\n" +
 	"\x1akubelet_serving_expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x17kubeletServingExpiresAt\x12$\n" +
@@ -1882,7 +1948,9 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"bootSecret\x121\n" +
 	"\x05order\x18\x04 \x01(\v2\x1b.muster.join.v1.OrderReportR\x05order\x12\x1d\n" +
 	"\n" +
-	"owner_keys\x18\x05 \x03(\fR\townerKeys\"\x8f\x02\n" +
+	"owner_keys\x18\x05 \x03(\fR\townerKeys\x12 \n" +
+	"\vauthorities\x18\x06 \x03(\fR\vauthorities\x12/\n" +
+	"\x13kubelet_authorities\x18\a \x03(\fR\x12kubeletAuthorities\"\x8f\x02\n" +
 	"\vOrderReport\x12\x16\n" +
 	"\x06digest\x18\x01 \x01(\fR\x06digest\x12\x16\n" +
 	"\x06action\x18\x02 \x01(\tR\x06action\x120\n" +
@@ -1894,11 +1962,13 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\n" +
 	"OwnerOrder\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1c\n" +
-	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xa0\x01\n" +
+	"\tsignature\x18\x02 \x01(\fR\tsignature\"\xf4\x01\n" +
 	"\x10ReattestResponse\x12#\n" +
 	"\rpolicy_serial\x18\x01 \x01(\x04R\fpolicySerial\x125\n" +
 	"\binterval\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\binterval\x120\n" +
-	"\x05order\x18\x03 \x01(\v2\x1a.muster.join.v1.OwnerOrderR\x05order\"\xa0\x01\n" +
+	"\x05order\x18\x03 \x01(\v2\x1a.muster.join.v1.OwnerOrderR\x05order\x12%\n" +
+	"\x0eca_certificate\x18\x04 \x01(\fR\rcaCertificate\x12+\n" +
+	"\x11cross_certificate\x18\x05 \x01(\fR\x10crossCertificate\"\xa0\x01\n" +
 	"\x18IssueRejoinTicketRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12(\n" +
 	"\x04role\x18\x02 \x01(\x0e2\x14.muster.join.v1.RoleR\x04role\x12\x17\n" +
@@ -1933,12 +2003,13 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\x12kubelet_client_csr\x18\x01 \x01(\fR\x10kubeletClientCsr\x12.\n" +
 	"\x13kubelet_serving_csr\x18\x02 \x01(\fR\x11kubeletServingCsr\x12$\n" +
 	"\vboot_secret\x18\x03 \x01(\fB\x03\x80\x01\x01R\n" +
-	"bootSecret\"\xbc\x01\n" +
+	"bootSecret\"\xe3\x01\n" +
 	"\x1dRenewNodeCertificatesResponse\x12\x1d\n" +
 	"\n" +
 	"renewal_id\x18\x01 \x01(\fR\trenewalId\x12<\n" +
 	"\x1akubelet_client_certificate\x18\x02 \x01(\fR\x18kubeletClientCertificate\x12>\n" +
-	"\x1bkubelet_serving_certificate\x18\x03 \x01(\fR\x19kubeletServingCertificate\"{\n" +
+	"\x1bkubelet_serving_certificate\x18\x03 \x01(\fR\x19kubeletServingCertificate\x12%\n" +
+	"\x0eca_certificate\x18\x04 \x01(\fR\rcaCertificate\"{\n" +
 	"\x14GetRotatedKeyRequest\x12\x1b\n" +
 	"\tnode_name\x18\x01 \x01(\tR\bnodeName\x12$\n" +
 	"\vboot_secret\x18\x02 \x01(\fB\x03\x80\x01\x01R\n" +
