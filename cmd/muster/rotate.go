@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -29,14 +31,17 @@ func (a *app) rotateCommand() *cobra.Command {
 		}
 	}
 	cmd := &cobra.Command{
-		Use:   "rotate " + strings.Join(names, "|") + " [--dry-run] [--finish]",
+		Use:   "rotate " + strings.Join(names, "|") + " [--dry-run] [--finish] [--without NODE]",
 		Short: "Replace a key that the control planes share",
-		Long: `Replaces the key of service accounts' tokens, the key that encrypts Secrets in etcd, or the authority of the front proxy or of etcd. One control
-plane after another gets an order that is signed with the owner's key: first all get a new key and accept it beside the old one, then all
+		Long: `Replaces the key of service accounts' tokens, the key that encrypts Secrets in etcd, or the authority of the front proxy, of etcd or of the
+cluster. One control plane after another gets an order that is signed with the owner's key: first all get a new key and accept it beside the old one, then all
 use it. Each must be well before the next one. The old key stays accepted until you run the command once more with --finish, which says
 what stops working then.
 
 The command ends at the first control plane that fails or is not well. The same command continues. Until then, no control plane can join.
+
+After the rotation of the cluster's authority, all nodes get the new one when they attest. --finish is refused while a node is off, does not
+trust it, or has a kubelet's certificate of the old one. --without leaves a worker behind: it comes back after muster reset.
 
 The owner's key, which machines know by their image, is replaced by muster rotate owner-key.`,
 		Args:      cobra.ExactArgs(1),
@@ -48,6 +53,9 @@ The owner's key, which machines know by their image, is replaced by muster rotat
 			if cfg.Early && !cfg.Finish {
 				return usagef("--early is for --finish")
 			}
+			if len(cfg.Without) > 0 && (!cfg.Finish || cfg.Key != clusterinfo.ClusterCA) {
+				return usagef("--without is for cluster-ca --finish")
+			}
 			open := a.open
 			if dryRun {
 				open = a.view
@@ -58,12 +66,18 @@ The owner's key, which machines know by their image, is replaced by muster rotat
 			}
 			cfg.Dir = dir
 			cfg.Report = func(node, step string) { a.steps(node)(step) }
+			cfg.Adopt = func(ctx context.Context, ca *x509.Certificate, only bool) error {
+				report := a.report(owner.RenewSteps)
+				defer report.Close()
+				return owner.AdoptAuthority(ctx, dir, ca, only, report)
+			}
 			return errors.Join(a.rotate(cmd, cfg, dryRun, yes), dir.Close())
 		},
 	}
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "show what would be done, and change nothing")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	cmd.Flags().BoolVar(&cfg.Finish, "finish", false, "drop the old key")
+	cmd.Flags().StringSliceVar(&cfg.Without, "without", nil, "leave this worker behind, whose machine then has to be reset; for cluster-ca --finish")
 	cmd.Flags().BoolVar(&cfg.Early, "early", false, "finish although tokens of pods may be signed with the old key, for instance because it is disclosed")
 	cmd.Flags().DurationVar(&cfg.Wait, "wait", owner.RotationTimeout, "how long to wait for each control plane")
 	cmd.AddCommand(a.rotateOwnerKeyCommand())

@@ -51,13 +51,16 @@ func (c *cluster) taken(t *testing.T, token string, want bool) {
 	}
 }
 
-// rotates rotates all keys that `muster rotate` knows, while the cluster runs.
+// rotates rotates the keys that `muster rotate` replaces at once, while the cluster runs.
 func (c *cluster) rotates(t *testing.T) {
 	old := c.token(t)
 	if _, err := c.kubectl(t.Context(), "-n", "default", "create", "secret", "generic", "before", "--from-literal=a=b"); err != nil {
 		t.Fatal(err)
 	}
 	for _, key := range clusterinfo.RotatedKeys() {
+		if key == clusterinfo.ClusterCA { // it ends when kubelets have replaced their certificates, after hours
+			continue
+		}
 		c.Muster(t, "rotate", string(key), "--dry-run")
 		c.ordering(t, "rotate", string(key), "--yes")
 		c.say(t, "the %s is new, and the old one still accepted", key)

@@ -1,6 +1,7 @@
 package owner
 
 import (
+	"bytes"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -180,7 +181,7 @@ func renewed(text []byte, key *ecdsa.PrivateKey, old *x509.Certificate, authorit
 		return nil, errors.New("it is for another key")
 	case leaf.Subject.String() != old.Subject.String():
 		return nil, fmt.Errorf("it is for %s", leaf.Subject)
-	case !leaf.NotAfter.After(old.NotAfter):
+	case !leaf.NotAfter.After(old.NotAfter) && bytes.Equal(leaf.AuthorityKeyId, old.AuthorityKeyId): // of another authority it may end earlier
 		return nil, fmt.Errorf("it ends at %s, no later than the old one", leaf.NotAfter.UTC().Format(time.RFC3339))
 	}
 	return leaf, nil

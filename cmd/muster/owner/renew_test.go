@@ -81,6 +81,10 @@ type apiServer struct {
 	ca      authority
 	answer  func(request *x509.CertificateRequest) (cert []byte, denied string)
 	accepts bool // the renewed certificate
+	// before is the authority that the folder's kubeconfig trusts and has its certificate of, cross what the server sends after its own certificate; nil: ca, and
+	// nothing.
+	before  *authority
+	cross   *x509.Certificate
 	filed   *certificatesv1.CertificateSigningRequest
 	deleted bool
 }
@@ -152,7 +156,14 @@ func administered(t *testing.T, api *apiServer, holder pkix.Name, end time.Time,
 		t.Fatal(err)
 	}
 	leaf := api.ca.sign(t, &x509.Certificate{SerialNumber: big.NewInt(2), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}}, key.Public())
-	server.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{leaf.Raw}, PrivateKey: key}}, ClientAuth: tls.RequireAnyClientCert, MinVersion: tls.VersionTLS13}
+	chain, trusted := [][]byte{leaf.Raw}, api.ca
+	if api.cross != nil {
+		chain = append(chain, api.cross.Raw)
+	}
+	if api.before != nil {
+		trusted = *api.before
+	}
+	server.TLS = &tls.Config{Certificates: []tls.Certificate{{Certificate: chain, PrivateKey: key}}, ClientAuth: tls.RequireAnyClientCert, MinVersion: tls.VersionTLS13}
 	server.StartTLS()
 	t.Cleanup(server.Close)
 	private, err := x509.MarshalECPrivateKey(key)
@@ -160,8 +171,8 @@ func administered(t *testing.T, api *apiServer, holder pkix.Name, end time.Time,
 		t.Fatal(err)
 	}
 	conf := clientcmdapi.NewConfig()
-	conf.Clusters["c"] = &clientcmdapi.Cluster{Server: server.URL, CertificateAuthorityData: pemOf(api.ca.cert)}
-	conf.AuthInfos["u"] = &clientcmdapi.AuthInfo{ClientCertificateData: pemOf(api.ca.client(t, holder, key.Public(), end)), ClientKeyData: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})}
+	conf.Clusters["c"] = &clientcmdapi.Cluster{Server: server.URL, CertificateAuthorityData: pemOf(trusted.cert)}
+	conf.AuthInfos["u"] = &clientcmdapi.AuthInfo{ClientCertificateData: pemOf(trusted.client(t, holder, key.Public(), end)), ClientKeyData: pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: private})}
 	conf.Contexts["x"], conf.CurrentContext = &clientcmdapi.Context{Cluster: "c", AuthInfo: "u"}, "x"
 	text, err := clientcmd.Write(*conf)
 	if err != nil {

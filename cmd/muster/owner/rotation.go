@@ -63,7 +63,7 @@ func (r *rotating) run(ctx context.Context) error {
 		case clusterinfo.RotationFinish:
 			return withRemedy(errors.New("the old key is being dropped"), "Continue with --finish.")
 		case clusterinfo.RotationSettled:
-			return nil
+			return r.adopt(ctx, false)
 		}
 		if err := r.inTurn(ctx); err != nil {
 			return err
@@ -224,6 +224,9 @@ func (r *rotating) finish(ctx context.Context) error {
 				return fmt.Errorf("%s does not use the new key", nodes[i].Name)
 			}
 		}
+		if err := r.adopt(ctx, false); err != nil { // the old certificate is refused then
+			return err
+		}
 		if r.Key == clusterinfo.ServiceAccountKey && r.Early { // with a token of the old key, joinservice could not record that a machine is done
 			if err := r.replaceServices(ctx); err != nil {
 				return err
@@ -253,6 +256,9 @@ func (r *rotating) finish(ctx context.Context) error {
 		if err := r.kube.DropFrontProxies(ctx, r.now.Public); err != nil {
 			return err
 		}
+	}
+	if err := r.adopt(ctx, true); err != nil {
+		return err
 	}
 	return r.move(ctx, nil)
 }

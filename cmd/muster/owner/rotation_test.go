@@ -73,6 +73,9 @@ type keyRotation struct {
 	// act decides how an order ends; nil: done.
 	act func(node string, phase clusterinfo.RotationPhase) v1alpha1.OrderState
 	at  time.Time
+	// adopted are the authorities that the folder was given, and whether they were the only ones; unfit is why it does not take them.
+	adopted []string
+	unfit   error
 	// again: a control plane has lost the key, and accepts it again in the phase use.
 	again bool
 }
@@ -209,7 +212,16 @@ func (k *keyRotation) took() []string {
 }
 
 func (k *keyRotation) config(finish bool) RotationConfig {
-	return RotationConfig{Dir: k.Dir, Key: k.key, Finish: finish, Wait: patience, Poll: 20 * time.Millisecond, Now: func() time.Time { return k.at }, Report: func(string, string) {}}
+	return RotationConfig{
+		Dir: k.Dir, Key: k.key, Finish: finish, Wait: patience, Poll: 20 * time.Millisecond, Now: func() time.Time { return k.at }, Report: func(string, string) {},
+		Adopt: func(_ context.Context, ca *x509.Certificate, only bool) error {
+			k.mu.Lock()
+			defer k.mu.Unlock()
+			sum := sha256.Sum256(ca.Raw)
+			k.adopted = append(k.adopted, fmt.Sprintf("%x %v", sum, only))
+			return k.unfit
+		},
+	}
 }
 
 func TestAKeyIsRotatedOnOneControlPlaneAfterAnother(t *testing.T) {
@@ -238,6 +250,9 @@ func TestAKeyIsRotatedOnOneControlPlaneAfterAnother(t *testing.T) {
 				t.Errorf("repeated: %v, %+v", err, p)
 			}
 			k.at = k.at.Add(tokensRenewed + time.Minute)
+			for name := range k.on {
+				k.reports(ctx, t, name, nil)
+			}
 			p, err = Rotate(ctx, k.config(true))
 			if err != nil || p.Phase != "" {
 				t.Fatalf("%v: %s; %+v", err, remedy(err), p)
@@ -247,6 +262,13 @@ func TestAKeyIsRotatedOnOneControlPlaneAfterAnother(t *testing.T) {
 			}
 			if i := k.info(ctx, t); i.Rotation != nil {
 				t.Errorf("in the end the cluster says %+v", i.Rotation)
+			}
+			want := []string(nil)
+			if key == clusterinfo.ClusterCA { // when it is settled, repeated, before the old one is dropped, and after that
+				want = []string{k.next + " false", k.next + " false", k.next + " false", k.next + " true"}
+			}
+			if !slices.Equal(k.adopted, want) {
+				t.Errorf("the folder was given %q, want %q", k.adopted, want)
 			}
 			if k.Cluster().EncryptionKeyRotated != (key == clusterinfo.EncryptionKey) {
 				t.Error("what the folder says of the encryption key is wrong")

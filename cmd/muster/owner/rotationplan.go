@@ -2,6 +2,7 @@ package owner
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"slices"
@@ -28,6 +29,10 @@ type RotationConfig struct {
 	Key clusterinfo.RotatedKey
 	// Finish drops the old key. Early does that also while tokens of pods may be signed with it.
 	Finish, Early bool
+	// Without are workers that the end of a rotation of the cluster's authority leaves behind.
+	Without []string
+	// Adopt has the folder's kubeconfig trust a new authority of the cluster; with only, no other one: [AdoptAuthority].
+	Adopt func(ctx context.Context, ca *x509.Certificate, only bool) error
 	// Wait is how long each control plane has; see [RotationTimeout]. Poll is the pause between two looks at the cluster.
 	Wait, Poll time.Duration
 	Now        func() time.Time
@@ -162,10 +167,39 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 		}
 		p.Nodes = append(p.Nodes, row)
 	}
+	if r.Key == clusterinfo.ClusterCA {
+		if err := r.planNodes(ctx, p, problem); err != nil {
+			return nil, err
+		}
+	}
 	if r.now != nil && r.now.Key == r.Key && (r.now.Phase == clusterinfo.RotationSettled || r.now.Phase == clusterinfo.RotationFinish) {
 		return p, r.consequences(ctx, p)
 	}
 	return p, nil
+}
+
+// planNodes adds what the nodes say of the cluster's authority.
+func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, problem func(string, ...any)) error {
+	ctx, cancel := context.WithTimeout(ctx, r.Wait)
+	defer cancel()
+	nodes, err := r.kube.Releases(ctx)
+	if err != nil {
+		return err
+	}
+	switch {
+	case r.now == nil:
+		if names := silent(nodes); len(names) > 0 {
+			p.Notes = append(p.Notes, "These nodes do not report which authority they trust, and --finish waits for that: "+named(names)+". Upgrade their images, or start them.")
+		}
+	case r.now.Key != r.Key || r.now.Phase != clusterinfo.RotationSettled:
+	case r.Finish:
+		r.behind(nodes, problem)
+	default:
+		r.behind(nodes, func(format string, args ...any) {
+			p.Notes = append(p.Notes, "Before --finish: "+fmt.Sprintf(format, args...))
+		})
+	}
+	return nil
 }
 
 // consequences adds what stops working when the old key is dropped.
@@ -192,6 +226,8 @@ func (r *rotating) consequences(ctx context.Context, p *RotationPlan) error {
 		p.Notes = append(p.Notes, "--finish writes all Secrets again, then drops the old key. After that, copies of etcd from before can be restored only with the encryption.yaml of their time: backups of Muster have it.")
 	case clusterinfo.EtcdCA:
 		p.Notes = append(p.Notes, "After --finish, etcd accepts client certificates of the new authority only. Programs of your own that talk to etcd, such as monitoring, need a new certificate and the new etcd/ca.crt before.")
+	case clusterinfo.ClusterCA:
+		p.Notes = append(p.Notes, "After --finish, API servers and kubelets accept client certificates of the new authority only: other administrators need new kubeconfigs, and programs with certificates of the old one new certificates. Programs that trust the old one alone do not accept API servers any more: restart pods that have read it only at their start. Copy the owner's folder.")
 	case clusterinfo.FrontProxyCA:
 		p.Notes = append(p.Notes, "After --finish, aggregated API servers accept requests of API servers with the new authority only. Those that read the ConfigMap extension-apiserver-authentication only at their start have to be restarted before.")
 	}

@@ -14,11 +14,14 @@ import (
 
 	"go.uber.org/goleak"
 	corev1 "k8s.io/api/core/v1"
+	certutil "k8s.io/client-go/util/cert"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 	v1beta4 "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm/v1beta4"
 	kubeadmconstants "k8s.io/kubernetes/cmd/kubeadm/app/constants"
 	kubeadmimages "k8s.io/kubernetes/cmd/kubeadm/app/images"
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
+	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
+	"k8s.io/kubernetes/cmd/kubeadm/app/util/pubkeypin"
 	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/internal/versions"
@@ -321,5 +324,36 @@ func TestTailKeepsTheEndWithoutSecrets(t *testing.T) {
 func TestTheImagesNamesOfTheAPIServerCountToo(t *testing.T) {
 	if got := APIServerSANs(image(t, hostile), []string{"asked.example"}); !slices.Equal(got, []string{"from.image", "api.example", "asked.example"}) {
 		t.Errorf("names %v", got)
+	}
+}
+
+// kubeadm discovers the cluster by a token if one of the pins is that of an authority in cluster-info, which may still have the old one alone.
+func TestAJoinPinsEachAuthority(t *testing.T) {
+	var list []*x509.Certificate
+	var want []string
+	for range 2 {
+		ca, _, err := pkiutil.NewCertificateAuthority(&pkiutil.CertConfig{Config: certutil.Config{CommonName: "kubernetes"}, EncryptionAlgorithm: "ECDSA-P256"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		list, want = append(list, ca), append(want, pubkeypin.Hash(ca))
+	}
+	b, err := Join(image(t, ""), Node{Name: "node2", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.12")}}, false, &TokenDiscovery{Token: "abcdef.0123456789abcdef", Endpoint: "192.168.77.1:6443", CA: list})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, pin := range want {
+		if !strings.Contains(string(b), pin) {
+			t.Errorf("%s is not among the pins of %s", pin, b)
+		}
+	}
+	pins := pubkeypin.NewSet()
+	if err := pins.Allow(want...); err != nil {
+		t.Fatal(err)
+	}
+	for _, ca := range list {
+		if err := pins.CheckAny([]*x509.Certificate{ca}); err != nil {
+			t.Error(err)
+		}
 	}
 }

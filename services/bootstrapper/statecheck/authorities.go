@@ -52,7 +52,7 @@ func (ck *check) trusted(d *component.Desired) ([]byte, error) {
 	if errors.Is(err, fs.ErrNotExist) { // kubeadm has not written it yet
 		return d.Authorities[component.CA], nil
 	}
-	return text, err
+	return bytes.TrimSpace(text), err
 }
 
 // lags reports whether a kubeconfig is right but for its authorities, and each of these is the cluster's: nobody gains by one more or less while the

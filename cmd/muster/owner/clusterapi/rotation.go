@@ -14,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
@@ -149,6 +150,34 @@ func (c *Client) DropFrontProxies(ctx context.Context, but string) error {
 			return nil
 		}
 		m.Data[frontProxyKey] = strings.Join(blocks(but), "")
+		return c.client.Update(ctx, m) // a conflict is tried again
+	})
+}
+
+// SetClusterInfo sets the authorities, in PEM, by which kubeadm discovers the cluster with a token. A cluster of Muster's has no such object.
+func (c *Client) SetClusterInfo(ctx context.Context, authorities []byte) error {
+	return once(ctx, func(ctx context.Context) error {
+		m := &corev1.ConfigMap{}
+		if err := c.client.Get(ctx, types.NamespacedName{Namespace: metav1.NamespacePublic, Name: clusterInfo}, m); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+		conf, err := clientcmd.Load([]byte(m.Data["kubeconfig"]))
+		if err != nil {
+			return fmt.Errorf("the kubeconfig of the ConfigMap %s: %w", clusterInfo, err)
+		}
+		same := true
+		for _, cluster := range conf.Clusters {
+			same = same && bytes.Equal(cluster.CertificateAuthorityData, authorities)
+			cluster.CertificateAuthorityData = authorities
+		}
+		if same {
+			return nil
+		}
+		text, err := clientcmd.Write(*conf)
+		if err != nil {
+			return err
+		}
+		m.Data["kubeconfig"] = string(text)
 		return c.client.Update(ctx, m) // a conflict is tried again
 	})
 }

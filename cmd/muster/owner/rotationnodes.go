@@ -1,0 +1,171 @@
+package owner
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"net/url"
+	"slices"
+	"time"
+
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/util/cert"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+)
+
+// offAfter is after which time without an attestation a node counts as off: three times the interval.
+const offAfter = 15 * time.Minute
+
+// behind adds to a plan which nodes would be lost if the cluster's old authority were dropped now. A machine under foreign control can report anything: then
+// it harms itself.
+func (r *rotating) behind(nodes []clusterapi.NodeRelease, problem func(string, ...any)) {
+	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then comes back only after muster reset %[1]s"
+	for _, name := range r.Without {
+		i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.Name == name })
+		switch {
+		case i < 0:
+			problem("--without %s: there is no such node.", name)
+		case nodes[i].ControlPlane:
+			problem("--without %s: it is a control plane, and would go on to use the old authority: remove it (muster forget %[1]s).", name)
+		}
+	}
+	for i := range nodes {
+		n := &nodes[i]
+		if slices.Contains(r.Without, n.Name) || n.Enrollment != nil && n.Enrollment.ShutOut() {
+			continue
+		}
+		if n.Enrollment == nil {
+			problem("%s has no AttestedNode, so it gets no new authority: have its machine join by Muster, delete its Node, or name it with --without %[1]s.", n.Name)
+			continue
+		}
+		st := n.Enrollment.Status
+		switch {
+		case !n.Joined && n.Enrollment.Spec.DiskID == "": // its machine has not joined, and gets the authority when it does
+		case !slices.Contains(st.Authorities, r.now.ID):
+			problem("%s has not reported that it trusts the new authority, within five minutes of its start: "+remedy+".", n.Name)
+		case !n.Ready || st.LastVerdict == nil || r.Now().Sub(st.LastVerdict.Time.Time) > offAfter:
+			problem("%s is off, or does not attest: "+remedy+".", n.Name)
+		case len(st.KubeletAuthorities) == 0 || slices.ContainsFunc(st.KubeletAuthorities, func(id string) bool { return id != r.now.ID }):
+			problem("the kubelet of %s has a certificate of the old authority, and replaces it within 24 hours: wait.", n.Name)
+		}
+	}
+}
+
+// silent returns the nodes whose machines do not report what they trust.
+func silent(nodes []clusterapi.NodeRelease) (out []string) {
+	for i := range nodes {
+		if n := &nodes[i]; n.Takes() && n.Joined && len(n.Enrollment.Status.Authorities) == 0 {
+			out = append(out, n.Name)
+		}
+	}
+	return out
+}
+
+// adopt has the owner's folder trust the new authority, and only that one at the end, and tells machines that discover the cluster by a token.
+func (r *rotating) adopt(ctx context.Context, only bool) error {
+	if r.Key != clusterinfo.ClusterCA {
+		return nil
+	}
+	list, err := cert.ParseCertsPEM([]byte(r.now.Public))
+	if err != nil {
+		return err
+	}
+	r.Report("cluster", "the folder's "+ownerdir.AdminConf+" gets a certificate of the new authority")
+	if err := r.Adopt(ctx, list[0], only); err != nil {
+		return fmt.Errorf("the folder's %s does not get a certificate of the new authority: %w", ownerdir.AdminConf, err)
+	}
+	if r.kube, err = Connect(r.Dir); err != nil { // the certificate before may not be accepted any more
+		return err
+	}
+	trusted, err := r.kube.Authorities()
+	if err != nil {
+		return err
+	}
+	text, err := cert.EncodeCertificates(trusted...)
+	if err != nil {
+		return err
+	}
+	return r.kube.SetClusterInfo(ctx, text)
+}
+
+// AdoptAuthority has the folder's admin.conf trust another authority of the cluster, with a new certificate of it. With only, it trusts no other one; those
+// stay in the folder. A repeated call changes nothing.
+//
+// An API server must show that the authority which the folder trusts already has signed for the other one's key: who can write objects of the cluster can
+// write another authority into its description.
+func AdoptAuthority(ctx context.Context, d *ownerdir.Dir, ca *x509.Certificate, only bool, report progress.Reporter) error {
+	h, err := readHolder(d)
+	if err != nil {
+		return err
+	}
+	trusted := trustedBy(h.text)
+	if !slices.ContainsFunc(trusted, ca.Equal) {
+		if err := endorsed(ctx, h.conf.Clusters[h.conf.Contexts[h.conf.CurrentContext].Cluster].Server, trusted, ca); err != nil {
+			return err
+		}
+		if err := h.trust(d, append([]*x509.Certificate{ca}, trusted...)); err != nil {
+			return err
+		}
+	}
+	if h.old.CheckSignatureFrom(ca) != nil {
+		if _, err := RenewKubeconfig(ctx, RenewConfig{Dir: d, Now: time.Now, Report: report}); err != nil {
+			return err
+		}
+	}
+	if !only {
+		return nil
+	}
+	if h, err = readHolder(d); err != nil {
+		return err
+	}
+	if trusted = trustedBy(h.text); len(trusted) == 1 && trusted[0].Equal(ca) {
+		return nil
+	}
+	return h.trust(d, []*x509.Certificate{ca})
+}
+
+// trust writes the kubeconfig with these authorities.
+func (h *holder) trust(d *ownerdir.Dir, list []*x509.Certificate) error {
+	text, err := cert.EncodeCertificates(list...)
+	if err != nil {
+		return err
+	}
+	h.conf.Clusters[h.conf.Contexts[h.conf.CurrentContext].Cluster].CertificateAuthorityData = text
+	if text, err = clientcmd.Write(*h.conf); err != nil {
+		return err
+	}
+	return writeAdminConf(d, text)
+}
+
+// endorsed returns an error unless an API server proves by its cross certificate that one of trusted has signed for the key of ca.
+func endorsed(ctx context.Context, server string, trusted []*x509.Certificate, ca *x509.Certificate) error {
+	at, err := url.Parse(server)
+	if err != nil {
+		return err
+	}
+	roots := x509.NewCertPool()
+	for _, c := range trusted {
+		roots.AddCert(c)
+	}
+	ctx, cancel := context.WithTimeout(ctx, answersWithin)
+	defer cancel()
+	conn, err := (&tls.Dialer{Config: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}}).DialContext(ctx, "tcp", at.Host)
+	if err != nil {
+		return Unanswered(server, err)
+	}
+	defer func() { _ = conn.Close() }()
+	c, ok := conn.(*tls.Conn)
+	if !ok {
+		return errors.New("the connection to the API server is not TLS")
+	}
+	if c.ConnectionState().PeerCertificates[0].CheckSignatureFrom(ca) != nil {
+		return withRemedy(fmt.Errorf("the API server at %s has no certificate of the new authority", server), "If "+at.Host+" leads to something else than the control planes, have it lead there. If it leads there, somebody has written another authority into the cluster's description: find out who (docs/threat-model.md), and do not go on.")
+	}
+	return nil
+}
