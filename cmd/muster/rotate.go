@@ -26,9 +26,7 @@ func (a *app) rotateCommand() *cobra.Command {
 		names       []string
 	)
 	for _, k := range clusterinfo.RotatedKeys() {
-		if k != clusterinfo.ClusterCA { // its last phase needs nodes that report what they trust
-			names = append(names, string(k))
-		}
+		names = append(names, string(k))
 	}
 	cmd := &cobra.Command{
 		Use:   "rotate " + strings.Join(names, "|") + " [--dry-run] [--finish] [--without NODE]",

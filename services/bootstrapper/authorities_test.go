@@ -2,7 +2,9 @@ package bootstrapper_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
+	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
@@ -173,5 +175,45 @@ func TestAControlPlaneThatJoinsGetsTheCrossCertificate(t *testing.T) {
 				t.Errorf("%s, %v", got, err)
 			}
 		})
+	}
+}
+
+// The attester stores what its joinservice sends, and changes nothing of the node. Another process writes the files, and the node reports them.
+func TestANodeTakesTheAuthoritiesFromItsAttestation(t *testing.T) {
+	w, j := node(t)
+	before, next, cross := j.rotates(t)
+	conf, err := kubelet.Kubeconfig("192.0.2.1:6443", before)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.put(t, "etc/kubernetes/pki/ca.crt", string(before))
+	w.put(t, "etc/kubernetes/kubelet.conf", string(conf))
+	j.again = func(int) (*joinv1.ReattestResponse, error) {
+		return &joinv1.ReattestResponse{CaCertificate: slices.Concat(next, before), CrossCertificate: cross}, nil
+	}
+	w.reattest()
+	reported := func() int {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		return len(j.trusted)
+	}
+	eventually(t, "they are stored", func() bool { return w.exists(authorities.Inbox) })
+	eventually(t, "the old one is reported", func() bool { return reported() == 1 })
+	if w.get("etc/kubernetes/pki/ca.crt") != string(before) {
+		t.Error("the attester has changed what the node trusts")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	done := make(chan error, 1)
+	go func() {
+		done <- authorities.Watch(ctx, authorities.Config{Root: w.root, Machine: w.machine, Interval: time.Millisecond, Log: slog.New(slog.DiscardHandler)})
+	}()
+	eventually(t, "both are reported", func() bool { return reported() == 2 })
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if got := w.get("etc/kubernetes/pki/ca.crt"); got != string(next)+string(before) {
+		t.Errorf("it trusts %s", got)
 	}
 }

@@ -64,6 +64,7 @@ type joinservice struct {
 	ahead    atomic.Int64      // offset of the cluster's clock
 	renewed  []*joinv1.RenewNodeCertificatesRequest
 	renew    func(n int, out *joinv1.RenewNodeCertificatesResponse) error // changes the nth answer; nil: certificates
+	trusted  [][]byte                                                     // the authorities of the last report
 	rotated  func(*joinv1.GetRotatedKeyRequest) ([]byte, error)           // nil: it has no key of a rotation
 }
 
@@ -250,7 +251,7 @@ func (j *joinservice) ReturnJoinTicket(_ context.Context, req *joinv1.ReturnJoin
 func (j *joinservice) Reattest(ctx context.Context, req *joinv1.ReattestRequest) (*joinv1.ReattestResponse, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.keys = req.GetOwnerKeys()
+	j.keys, j.trusted = req.GetOwnerKeys(), req.GetAuthorities()
 	j.reports = append(j.reports, req.GetOrder())
 	if p, ok := attest.PeerFrom(ctx); ok {
 		j.attested = append(j.attested, p)

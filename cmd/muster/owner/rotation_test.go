@@ -2,18 +2,12 @@ package owner
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/sha256"
 	"crypto/x509"
 	"encoding/base64"
-	"encoding/hex"
 	"encoding/json"
-	"encoding/pem"
 	"fmt"
 	"log/slog"
-	"math/big"
 	"slices"
 	"strings"
 	"sync"
@@ -40,25 +34,6 @@ var (
 	oldKey             = strings.Repeat("0", 64)
 	newKey, publicPart = madeKey(clusterinfo.ServiceAccountKey)
 )
-
-// madeKey returns the ID and the public part of a new key.
-func madeKey(key clusterinfo.RotatedKey) (id, public string) {
-	block := &pem.Block{Type: "PUBLIC KEY"}
-	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err == nil {
-		block.Bytes, err = x509.MarshalPKIXPublicKey(private.Public())
-	}
-	if err == nil && key != clusterinfo.ServiceAccountKey {
-		template := &x509.Certificate{SerialNumber: big.NewInt(1)}
-		block.Type = "CERTIFICATE"
-		block.Bytes, err = x509.CreateCertificate(rand.Reader, template, template, private.Public(), private)
-	}
-	if err != nil {
-		panic(err)
-	}
-	sum := sha256.Sum256(block.Bytes)
-	return hex.EncodeToString(sum[:]), string(pem.EncodeToMemory(block))
-}
 
 // keyRotation is a cluster whose control planes rotate keys by orders. What they do with the key is in memory, and in their Nodes.
 type keyRotation struct {

@@ -2,7 +2,13 @@ package owner
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
 	"crypto/x509"
+	"encoding/hex"
+	"encoding/pem"
 	"errors"
 	"math/big"
 	"slices"
@@ -20,6 +26,25 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
+
+// madeKey returns the ID and the public part of a new key.
+func madeKey(key clusterinfo.RotatedKey) (id, public string) {
+	block := &pem.Block{Type: "PUBLIC KEY"}
+	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err == nil {
+		block.Bytes, err = x509.MarshalPKIXPublicKey(private.Public())
+	}
+	if err == nil && key != clusterinfo.ServiceAccountKey {
+		template := &x509.Certificate{SerialNumber: big.NewInt(1)}
+		block.Type = "CERTIFICATE"
+		block.Bytes, err = x509.CreateCertificate(rand.Reader, template, template, private.Public(), private)
+	}
+	if err != nil {
+		panic(err)
+	}
+	sum := sha256.Sum256(block.Bytes)
+	return hex.EncodeToString(sum[:]), string(pem.EncodeToMemory(block))
+}
 
 // reports has a node report that it trusts the new authority, and has the certificates of it, but for a change.
 func (k *keyRotation) reports(ctx context.Context, t *testing.T, node string, but func(*v1alpha1.AttestedNodeStatus)) {

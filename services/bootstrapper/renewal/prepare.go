@@ -147,8 +147,8 @@ func (p plane) following(f file) ([]*x509.Certificate, error) {
 	return []*x509.Certificate{cross}, nil
 }
 
-// follow corrects what is sent after the API server's certificates: kubeadm has issued those of a control plane that has just joined, and knows no cross
-// certificate. The API server reads the files again.
+// follow adds the cross certificate to the API server's certificates: kubeadm has issued those of a control plane that has just joined, and knows none. The API
+// server reads the files again. What follows them otherwise stays.
 func (p plane) follow() error {
 	for _, f := range files {
 		if f.ca != clusterCA || f.key == "" {
@@ -163,7 +163,7 @@ func (p plane) follow() error {
 			return err
 		}
 		following, err := p.following(f)
-		if err != nil {
+		if err != nil || len(following) == 0 {
 			return err
 		}
 		if _, err := f.verified(p.on(folder), p.on(folder)); err != nil || slices.EqualFunc(chain[1:], following, (*x509.Certificate).Equal) {

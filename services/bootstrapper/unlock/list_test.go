@@ -93,7 +93,7 @@ func TestAKeyWithoutAListOpensNothing(t *testing.T) {
 func TestARotationThatIsNoneOpensNothing(t *testing.T) {
 	id := strings.Repeat("ab", 32)
 	for name, wrong := range map[string]*joinv1.KeyRotation{
-		"an unknown key":  {Key: "cluster-ca", Id: id},
+		"an unknown key":  {Key: "another-ca", Id: id},
 		"no key":          {Id: id},
 		"an ID of a path": {Key: "service-account-key", Id: "../sa.key"},
 		"a large key":     {Key: "service-account-key", Id: id, Keep: make([]byte, 64<<10+1)},
