@@ -90,7 +90,7 @@ func TestOnlyAStagedKeyOfTheRotationIsKept(t *testing.T) {
 // The cluster's authority is in kubeconfigs as well. A machine that was off while it was rotated trusts fewer, and a control plane that was faster than the
 // joinservice's more: that is no finding. Any other authority is.
 func TestKubeconfigsTrustTheClustersAuthoritiesOfNow(t *testing.T) {
-	next, evil := string(attesttest.NewCA(t).PEM()), string(attesttest.NewCA(t).PEM())
+	next, evil := attesttest.NewCA(t).PEM(), attesttest.NewCA(t).PEM()
 	for _, file := range []string{"etc/kubernetes/kubelet.conf", "etc/kubernetes/admin.conf"} {
 		for name, tt := range map[string]struct {
 			lists, keep      string // beside the machine's authority

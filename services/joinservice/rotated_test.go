@@ -59,7 +59,7 @@ func TestOnlyWhatAControlPlaneAcceptsItselfIsAdded(t *testing.T) {
 // Machines take the authorities of a joinservice. They are those of its control plane's disk: an object of the API can be changed by who can write objects.
 func TestTheAuthorityIsThatOfTheControlPlanesDisk(t *testing.T) {
 	const disk, object = "-----BEGIN CERTIFICATE-----\n", "of an object"
-	ca := string(attesttest.NewCA(t).PEM())
+	ca := attesttest.NewCA(t).PEM()
 	dir := t.TempDir()
 	api := &rest.Config{TLSClientConfig: rest.TLSClientConfig{CAData: []byte(object)}}
 	if got, err := caOf(dir, api); err != nil || string(got) != object { // kubeadm keeps it elsewhere
