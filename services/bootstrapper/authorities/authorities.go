@@ -194,7 +194,8 @@ func (cfg Config) update(ctx context.Context) error {
 	return machine.Sync(filepath.Dir(on(begun)))
 }
 
-// wanted returns the authorities that a worker has to trust, in PEM: those from the attester, if the node trusts who stands for them, else the present ones.
+// wanted returns the authorities that a worker has to trust, in PEM: those from the attester, or the present ones if it has none. It is an error if one is new, and no authority that the node trusts has
+// signed its cross certificate.
 func (cfg Config) wanted(is []byte) ([]byte, error) {
 	text, err := os.ReadFile(filepath.Join(cfg.Root, Inbox))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -220,7 +221,7 @@ func (cfg Config) wanted(is []byte) ([]byte, error) {
 		if slices.ContainsFunc(have, next.Equal) || len(cross) == 1 && pki.Crosses(cross[0], next, have) {
 			continue
 		}
-		return nil, fmt.Errorf("the cluster has another authority, %s, for which none stands that this node trusts: reset the node (muster reset), which then joins anew", hex.EncodeToString(sum(next)))
+		return nil, fmt.Errorf("the cluster has another authority, %s, and none that this node trusts has signed for it: reset the node (muster reset), which then joins anew", hex.EncodeToString(sum(next)))
 	}
 	return got.Authorities, nil
 }

@@ -145,7 +145,7 @@ func TestAWorkerTakesAnAuthorityForWhichOneStandsThatItTrusts(t *testing.T) {
 		"another one alone":                       {[]authority{a}, []authority{b}, a.cross(t, b), []authority{b}, ""},
 		"another order":                           {[]authority{a, b}, []authority{b, a}, nil, []authority{b, a}, ""},
 		"the end of a rotation":                   {[]authority{b, a}, []authority{b}, nil, []authority{b}, ""},
-		"a second one, for which none stands":     {[]authority{a}, []authority{b, a}, nil, nil, "muster reset"},
+		"a second one without cross certificate":  {[]authority{a}, []authority{b, a}, nil, nil, "muster reset"},
 		"one for which itself stands":             {[]authority{a}, []authority{b, a}, b.pem, nil, "muster reset"},
 		"one for which another one stands":        {[]authority{a}, []authority{evil, b}, b.cross(t, evil), nil, "muster reset"},
 		"one for which the one that is sent does": {[]authority{a}, []authority{evil, b, a}, b.cross(t, evil), nil, "muster reset"},
