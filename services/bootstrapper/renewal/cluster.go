@@ -143,6 +143,18 @@ func ownFirst(own string) func(ctx context.Context, network, addr string) (net.C
 
 func (c *cluster) Close() { c.close() }
 
+// uncanceled is a lock whose writes are not canceled, only bounded by requestTimeout. The API server could still carry out a canceled renewal after the
+// election has read the lease to release it: the release then conflicts, and other control planes wait until the lease expires.
+type uncanceled struct{ resourcelock.Interface }
+
+func (l uncanceled) Create(ctx context.Context, r resourcelock.LeaderElectionRecord) error {
+	return l.Interface.Create(context.WithoutCancel(ctx), r)
+}
+
+func (l uncanceled) Update(ctx context.Context, r resourcelock.LeaderElectionRecord) error {
+	return l.Interface.Update(context.WithoutCancel(ctx), r)
+}
+
 // Exclusively implements [Cluster] with the lease for joining control planes: no member of etcd restarts while another one is added (J8). client-go's
 // election measures by its own clock whether a lease has expired, as joinservice does.
 func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) error) error {
@@ -154,11 +166,11 @@ func (c *cluster) Exclusively(ctx context.Context, do func(context.Context) erro
 	)
 	done := make(chan error, 1)
 	e, err := leaderelection.NewLeaderElector(leaderelection.LeaderElectionConfig{
-		Lock: &resourcelock.LeaseLock{
+		Lock: uncanceled{&resourcelock.LeaseLock{
 			LeaseMeta:  metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: clusterinfo.ControlPlaneLease},
 			Client:     c.CoordinationV1(),
 			LockConfig: resourcelock.ResourceLockConfig{Identity: c.holder},
-		},
+		}},
 		LeaseDuration: leaseLife, RenewDeadline: leaseDeadline, RetryPeriod: c.retry, ReleaseOnCancel: true, Name: clusterinfo.ControlPlaneLease,
 		Callbacks: leaderelection.LeaderCallbacks{
 			OnStartedLeading: func(ctx context.Context) {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net/http"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -64,7 +65,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	on := func(node string) Cluster {
+	on := func(node string) *cluster {
 		t.Helper()
 		c, err := connect(root, node, nil, slog.New(slog.DiscardHandler))
 		if err != nil {
@@ -95,6 +96,48 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			})
 		}
 		wg.Wait()
+	})
+	t.Run("it is given back although a renewal is in flight", func(t *testing.T) {
+		c := on("node3")
+		inFlight, ended := make(chan struct{}), make(chan struct{})
+		var writes, canceled atomic.Int32
+		config, err := kubeconfig(root, "controller-manager.conf")
+		if err != nil {
+			t.Fatal(err)
+		}
+		config.WrapTransport = func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(r *http.Request) (*http.Response, error) {
+				if r.Method == http.MethodPut && writes.Add(1) == 2 { // the first one acquires the lease
+					close(inFlight)
+					<-ended
+					select {
+					case <-r.Context().Done():
+						canceled.Add(1)
+					case <-time.After(200 * time.Millisecond):
+					}
+				}
+				return next.RoundTrip(r)
+			})
+		}
+		k, err := kubernetes.NewForConfig(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Interface = k
+		if err := c.Exclusively(ctx, func(ctx context.Context) error {
+			defer close(ended)
+			select {
+			case <-inFlight:
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if canceled.Load() != 0 || writes.Load() != 3 {
+			t.Errorf("%d of %d writes were canceled", canceled.Load(), writes.Load())
+		}
 	})
 	t.Run("a machine that joins keeps it", func(t *testing.T) {
 		var l coordinationv1.Lease
@@ -314,3 +357,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		}
 	})
 }
+
+type roundTrip func(*http.Request) (*http.Response, error)
+
+func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
