@@ -30,6 +30,9 @@ type Boot struct {
 	// EarlierEnded reports that joinservice has found that the machine's earlier boot has ended. Until then
 	// joinservice issues nothing for this boot: no ticket, no disk key and no certificate.
 	EarlierEnded bool `json:"earlierEnded,omitempty"`
+	// EarlierSince is the time in since of the boot that was recorded before this one, while earlierEnded is false. It is unset
+	// if none was recorded, or if an older version recorded this boot.
+	EarlierSince *metav1.MicroTime `json:"earlierSince,omitempty"`
 }
 
 // NodeCertificates has the expiry of the kubelet's certificates, for information only.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"crypto/x509"
 	"slices"
 	"testing"
@@ -8,12 +9,14 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -71,12 +74,17 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 	s := setUp(t, recordsSoon)
 	m := s.booted(t)
 	s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-100 * time.Hour) })
+	// Control planes may differ then: whichever authority has signed, the machine gets it with the certificates.
+	s.rotatesAuthority(t, clusterinfo.RotationUse)
 	r, before := renewingAs(t), time.Now()
 	resp, err := s.renewedNode(t, m, r)
 	if err != nil {
 		t.Fatal(err)
 	}
 	after := time.Now()
+	if got := resp.GetCaCertificate(); !bytes.Equal(got, s.CA()) {
+		t.Errorf("it sends the authorities %s", got)
+	}
 	cert, serving := leaf(t, resp.GetKubeletClientCertificate()), leaf(t, resp.GetKubeletServingCertificate())
 	for c, use := range map[*x509.Certificate]x509.ExtKeyUsage{cert: x509.ExtKeyUsageClientAuth, serving: x509.ExtKeyUsageServerAuth} {
 		if c.NotAfter.After(after.Add(24*time.Hour)) || c.NotAfter.Before(before.Add(23*time.Hour)) || !slices.Equal(c.ExtKeyUsage, []x509.ExtKeyUsage{use}) || c.Subject.CommonName != "system:node:w1" {
@@ -110,6 +118,28 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 		end := s.expiries(t, "w1").ClientExpiresAt
 		return membertest.Want(end.Time.Equal(cert.NotAfter), "status says %s, and it ends at %s", end, cert.NotAfter)
 	})
+}
+
+// rotatesAuthority writes into the cluster's description that its authority is being rotated.
+func (s *fixture) rotatesAuthority(t *testing.T, phase clusterinfo.RotationPhase) {
+	t.Helper()
+	m := &corev1.ConfigMap{}
+	if err := s.Client.Get(t.Context(), client.ObjectKey{Namespace: clusterinfo.Namespace, Name: clusterinfo.ConfigMap}, m); err != nil {
+		t.Fatal(err)
+	}
+	info, err := clusterinfo.Parse([]byte(m.Data[clusterinfo.Key]))
+	if err != nil {
+		t.Fatal(err)
+	}
+	info.Rotation = &clusterinfo.Rotation{Key: clusterinfo.ClusterCA, Phase: phase, Since: time.Now().UTC()}
+	text, err := info.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Data[clusterinfo.Key] = string(text)
+	if err := s.Client.Update(t.Context(), m); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // settled waits until a kubelet's request has its certificate.

@@ -61,6 +61,7 @@ func TestControlPlanesJoinInTurnAndOutliveTheFirst(t *testing.T) {
 	t.Run("each runs as hardened as the first", c.alike)
 	t.Run("no pod is root on its node", c.refusesPods)
 	t.Run("their keys are rotated", c.rotates)
+	t.Run("and the cluster's CA", c.rotatesAuthority)
 
 	if err := c.KillNode(t.Context(), node(1)); err != nil {
 		t.Fatal(err)

@@ -58,8 +58,8 @@ func (c *cluster) rotates(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, key := range clusterinfo.RotatedKeys() {
-		if key == clusterinfo.ClusterCA { // it ends when kubelets have replaced their certificates, after hours
-			continue
+		if key == clusterinfo.ClusterCA {
+			continue // rotatesAuthority
 		}
 		c.Muster(t, "rotate", string(key), "--dry-run")
 		c.ordering(t, "rotate", string(key), "--yes")
@@ -84,4 +84,63 @@ func (c *cluster) rotates(t *testing.T) {
 	if out, err := c.At(t.Context(), driver.Owner, "", "muster", "encryption-config", "encryption.yaml"); err == nil {
 		t.Errorf("a key that is not the cluster's was derived: %s", out)
 	}
+}
+
+// rotatesAuthority rotates the cluster's CA. Kubelets replace their certificates within a day: here each loses them, and its machine boots.
+func (c *cluster) rotatesAuthority(t *testing.T) {
+	old, err := c.kubectl(t.Context(), "get", "attestednode", node(1), "-o", "jsonpath={.status.authorities[*]}")
+	if err != nil || len(old) != 64 {
+		t.Fatalf("node1 trusts %q: %v", old, err)
+	}
+	c.Muster(t, "rotate", "cluster-ca", "--dry-run")
+	c.ordering(t, "rotate", "cluster-ca", "--yes")
+	c.say(t, "the new CA is used, and the old one still accepted")
+	c.refusesToFinish(t, "node2")
+	for i := range c.planes {
+		name := node(i + 1)
+		c.Must(t, name, "", "systemctl", "restart", "muster-attester") // it attests at its start
+		c.reports(t, name, "authorities", func(ids []string) bool { return len(ids) == 2 })
+		c.Must(t, name, "", "sh", "-c", "rm /var/lib/kubelet/pki/kubelet-client-* /var/lib/kubelet/pki/kubelet-server-*")
+		if _, err := c.RebootNode(t.Context(), name); err != nil {
+			t.Fatal(err)
+		}
+		c.reports(t, name, "kubeletAuthorities", func(ids []string) bool { return len(ids) == 1 && ids[0] != old })
+		c.ready(t, name)
+		c.say(t, "%s has booted, and its kubelet has certificates of the new CA", name)
+	}
+	labtest.Eventually(t, c.servicesEverywhere)
+	c.ordering(t, "rotate", "cluster-ca", "--finish", "--yes")
+	c.say(t, "the old CA is dropped")
+	for i := range c.planes {
+		name := node(i + 1)
+		if n := strings.Count(c.Must(t, name, "", "cat", "/etc/kubernetes/pki/ca.crt"), "BEGIN CERTIFICATE"); n != 1 {
+			t.Errorf("%s trusts %d CAs", name, n)
+		}
+		if _, err := c.kubectl(t.Context(), "-n", "kube-system", "logs", "--tail=1", "kube-apiserver-"+name); err != nil {
+			t.Errorf("its API server and the kubelet of %s do not accept each other: %v", name, err)
+		}
+	}
+	if text, err := c.At(t.Context(), driver.Owner, "", "cat", "muster-planes/former-cas.pem"); err != nil || strings.Count(text, "BEGIN CERTIFICATE") != 1 {
+		t.Errorf("the owner's folder knows no former CA: %v %s", err, text)
+	}
+}
+
+// refusesToFinish checks that the old CA is not dropped while a node uses it.
+func (c *cluster) refusesToFinish(t *testing.T, name string) {
+	t.Helper()
+	if _, said, err := c.Run(t.Context(), driver.Owner, "", "muster", "rotate", "cluster-ca", "--finish", "--yes"); err == nil || !strings.Contains(said+err.Error(), name) {
+		t.Fatalf("the old CA is dropped while %s uses it: %v\n%s", name, err, said)
+	}
+}
+
+// reports waits until a node's machine has reported a list of authorities that fits.
+func (c *cluster) reports(t *testing.T, name, list string, fits func(ids []string) bool) {
+	t.Helper()
+	labtest.Eventually(t, func(ctx context.Context) error {
+		out, err := c.kubectl(ctx, "get", "attestednode", name, "-o", "jsonpath={.status."+list+"[*]}")
+		if err == nil && !fits(strings.Fields(out)) {
+			err = fmt.Errorf("%s reports %s %q", name, list, out)
+		}
+		return err
+	})
 }

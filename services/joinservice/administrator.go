@@ -35,7 +35,8 @@ func (s *Service) RenewAdministrator(ctx context.Context, req *joinv1.RenewAdmin
 	if cert.Leaf == nil {
 		return &joinv1.RenewAdministratorResponse{RetryAfter: durationpb.New(adminPoll)}, nil
 	}
-	return &joinv1.RenewAdministratorResponse{Certificate: cert.PEM}, nil
+	ca, _ := s.diskAuthorities(ctx)
+	return &joinv1.RenewAdministratorResponse{Certificate: cert.PEM, CaCertificate: ca}, nil
 }
 
 // administrator returns a certificate, a zero one if the caller must wait for it, or a refusal; it does not use the errors

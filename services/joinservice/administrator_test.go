@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"math/big"
 	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -151,6 +152,10 @@ func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 	resp, err := o.send(t, o.order.Sign(shared.Owner).Wire())
 	if err != nil || !bytes.Equal(resp.GetCertificate(), want) {
 		t.Fatalf("%v, %v; want the certificate", resp, err)
+	}
+	// The folder may know only an authority that the cluster has dropped.
+	if ca, err := os.ReadFile(filepath.Join(o.pki, "ca.crt")); err != nil || !bytes.Equal(resp.GetCaCertificate(), ca) {
+		t.Errorf("it sends the authorities %s, %v", resp.GetCaCertificate(), err)
 	}
 	if n := o.records(t, "event", "administrator renewed", "reason", "ACCEPTED", "request", r.Name); n != 1 {
 		t.Errorf("%d records of the certificate, want 1", n)

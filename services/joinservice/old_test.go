@@ -50,6 +50,7 @@ type lone struct {
 	url          string
 	log          *audit.Log
 	done         string // path of its file
+	pki          string // a folder with the cluster's authorities
 	began        time.Time
 	ahead        atomic.Int64
 	logs         atomic.Pointer[func(line []byte)] // if not nil, it sees each line before it is in the log
@@ -78,7 +79,10 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = log.Close() })
-	l.log, l.done = log, path
+	l.log, l.done, l.pki = log, path, t.TempDir()
+	if err := os.WriteFile(filepath.Join(l.pki, "ca.crt"), shared.CA(), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	url, tokenFile := "https://127.0.0.1:1", filepath.Join(filepath.Dir(path), "token") // nothing listens there
 	for _, serve := range kms {
 		url, tokenFile = serve(ca, cp1)
@@ -88,7 +92,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 			Listener: rpcs, Metrics: probes, Attester: cp1.Attester(attest.PurposeJoinservice), Owner: attest.OwnerKeys{shared.Public}, API: api,
 			KMS: url, Token: tokenFile, keyTimeout: 5 * time.Minute, // a slow machine's
 			VerdictMaxAge: 15 * time.Minute, CertificateLife: state.DefaultCertificateLife, VanishedAfter: time.Hour, ReleaseAfter: 25 * time.Hour,
-			Credential: token.CredentialCertificate, PKI: "/nowhere", Audit: log, Log: slog.New(slog.NewJSONHandler(seen{stderr, l}, nil)),
+			Credential: token.CredentialCertificate, PKI: l.pki, Audit: log, Log: slog.New(slog.NewJSONHandler(seen{stderr, l}, nil)),
 		}, func() time.Time {
 			if frozen {
 				return l.began.Add(time.Duration(l.ahead.Load()))

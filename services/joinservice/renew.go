@@ -25,7 +25,7 @@ func (s *Service) RenewNodeCertificates(ctx context.Context, req *joinv1.RenewNo
 	}
 	s.cfg.Log.InfoContext(ctx, "node certificates renewed", "ticket", a.id, "machine", a.record.Machine, "node", a.record.Node, "seconds", s.now().Sub(a.began).Seconds(), "image", a.record.Image, "class", a.record.Class)
 	id, _ := hex.DecodeString(a.id) // generated here, so valid hex
-	ca, _ := s.nodeAuthorities(ctx)
+	ca, _ := s.diskAuthorities(ctx) // the machine may trust neither the authority that has signed nor a cross certificate for it
 	return &joinv1.RenewNodeCertificatesResponse{RenewalId: id, KubeletClientCertificate: client.PEM, KubeletServingCertificate: serving.PEM, CaCertificate: ca}, nil
 }
 

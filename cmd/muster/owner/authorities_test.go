@@ -58,8 +58,13 @@ func TestABackupOfAFormerAuthorityIsVerified(t *testing.T) {
 		o.trusts(t, tt.now...)
 		for _, by := range tt.verify {
 			path := made(by.key)
-			if _, err := VerifyBackup(o.Dir, path); err != nil {
-				t.Errorf("with %d authorities: %v", len(tt.now), err)
+			info, err := VerifyBackup(o.Dir, path)
+			if err != nil {
+				t.Fatalf("with %d authorities: %v", len(tt.now), err)
+			}
+			dropped := !slices.ContainsFunc(tt.now, func(a authority) bool { return a.cert.Equal(by.cert) })
+			if got := slices.ContainsFunc(info.Since, func(s string) bool { return strings.Contains(s, "has dropped the certificate authority") }); got != dropped {
+				t.Errorf("the authority was dropped: %v, and it says %q", dropped, info.Since)
 			}
 			i := &initializer{InitConfig: InitConfig{Dir: o.Dir}}
 			if _, _, err := i.openBackup(RestoreConfig{Dir: o.Dir, File: path}); err != nil || string(i.backup.GetAuthority()) != string(by.cert.Raw) {

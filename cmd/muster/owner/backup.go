@@ -173,6 +173,11 @@ func readBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 		return nil, nil, nil, err
 	}
 	info.KnownEpoch, info.Since = known.Epoch, since(m, known)
+	dropped, err := droppedSince(d, authority)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	info.Since = append(info.Since, dropped...)
 	newer, err := newerBackup(d, m.TakenAt)
 	if err == nil && newer != "" {
 		info.Since = append(info.Since, newer+" is a newer backup.")
@@ -201,6 +206,15 @@ func signedBackup(d *ownerdir.Dir, f *os.File, identity age.Identity) (m *backup
 		}
 	}
 	return nil, "", nil, err
+}
+
+// droppedSince returns what a restore means if the cluster has dropped the authority that has signed the backup.
+func droppedSince(d *ownerdir.Dir, signer *x509.Certificate) ([]string, error) {
+	admin, err := d.Read(ownerdir.AdminConf)
+	if err != nil || slices.ContainsFunc(trustedBy(admin), signer.Equal) {
+		return nil, err
+	}
+	return []string{fmt.Sprintf("The cluster has dropped the certificate authority (SHA-256 %x) by which it is signed: who has stolen that one's key can have made it, at any time. A restore brings that authority back, and nodes that trust only the present one stay NotReady until their machines are rebooted.", sha256.Sum256(signer.Raw))}, nil
 }
 
 // newerBackup returns the newest file in the folder's backups that by its name is newer than a time; empty: none is.

@@ -37,7 +37,7 @@ const (
 
 // orderCertificate has a control plane sign the request by an order with the owner's key (J9). It appraises each
 // joinservice before it sends the order (A6, A7).
-func orderCertificate(ctx context.Context, cfg RenewConfig, h *holder, request []byte) ([]byte, error) {
+func orderCertificate(ctx context.Context, cfg RenewConfig, h *holder, request []byte) (*joinv1.RenewAdministratorResponse, error) {
 	if h.old.Subject.CommonName != ownerorder.Administrator {
 		return nil, withRemedy(fmt.Errorf("the kubeconfig is for %s, and the owner's order is for %s alone", h.old.Subject, ownerorder.Administrator),
 			"Copy /etc/kubernetes/admin.conf from a control plane to "+cfg.Dir.File(ownerdir.AdminConf)+", mode 0600.")
@@ -46,15 +46,15 @@ func orderCertificate(ctx context.Context, cfg RenewConfig, h *holder, request [
 	if err := o.load(); err != nil {
 		return nil, err
 	}
-	var cert []byte
+	var out *joinv1.RenewAdministratorResponse
 	err := again(ctx, cfg.Report, func() (err error) {
-		cert, err = o.anywhere(ctx)
+		out, err = o.anywhere(ctx)
 		return err
 	})
 	if err != nil {
 		return nil, o.explain(err)
 	}
-	return cert, nil
+	return out, nil
 }
 
 type orderer struct {
@@ -109,12 +109,12 @@ func joinservices(c ownerdir.Cluster) []string {
 
 // anywhere tries the joinservices one after another. The decision of an accepted one is final; else the error names
 // all, since a refused one may be the one that was meant.
-func (o *orderer) anywhere(ctx context.Context) ([]byte, error) {
+func (o *orderer) anywhere(ctx context.Context) (*joinv1.RenewAdministratorResponse, error) {
 	var errs error
 	for _, addr := range o.addrs {
-		cert, err := o.at(ctx, addr)
+		out, err := o.at(ctx, addr)
 		if err == nil {
-			return cert, nil
+			return out, nil
 		}
 		err = fmt.Errorf("%s: %w", addr, err)
 		if final(err) && connect.IsWireError(err) || ctx.Err() != nil {
@@ -126,7 +126,7 @@ func (o *orderer) anywhere(ctx context.Context) ([]byte, error) {
 }
 
 // at sends the order to one joinservice until it has the certificate.
-func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
+func (o *orderer) at(ctx context.Context, addr string) (*joinv1.RenewAdministratorResponse, error) {
 	target := o.target
 	target.Addr = addr
 	s, err := peerdial.Open(target)
@@ -143,7 +143,7 @@ func (o *orderer) at(ctx context.Context, addr string) ([]byte, error) {
 	for filed := false; ; filed = true {
 		resp, err := o.call(ctx, client)
 		if err == nil && len(resp.GetCertificate()) > 0 {
-			return resp.GetCertificate(), nil
+			return resp, nil
 		}
 		if err == nil {
 			o.Report.Update("ordered: waiting until a control plane has signed")

@@ -38,6 +38,8 @@ type orderTaker struct {
 	sign  func(*x509.CertificateRequest) []byte // nil: never
 	fail  error
 	third func() // called at the third call
+	// authorities are the cluster's, in PEM, which it sends with the certificate.
+	authorities []byte
 
 	mu     sync.Mutex
 	owner  ed25519.PublicKey
@@ -65,7 +67,7 @@ func (s *orderTaker) RenewAdministrator(_ context.Context, req *joinv1.RenewAdmi
 	if err != nil {
 		return nil, err
 	}
-	return &joinv1.RenewAdministratorResponse{Certificate: s.sign(r)}, nil
+	return &joinv1.RenewAdministratorResponse{Certificate: s.sign(r), CaCertificate: s.authorities}, nil
 }
 
 func (s *orderTaker) got() []ownerorder.Signed {
@@ -89,6 +91,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 		worker     bool     // the machine is a worker
 		foreign    bool     // of another cluster
 		otherOwner bool     // its owner is another
+		rotated    bool     // the cluster has another authority than the folder knows
 		sign       evil
 		change     func(*testing.T, *orderTaker)
 		impatient  bool
@@ -97,6 +100,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 	}{
 		"by the cluster":                       {change: none},
 		"that ends soon, if one is named":      {end: soon, at: other, named: []string{other}},
+		"by an authority since":                {rotated: true},
 		"where the first does not answer":      {at: other, named: []string{first, other}},
 		"a worker that poses as a joinservice": {worker: true, unsent: true, says: "SERVER_NOT_LISTED", does: "Nothing was sent"},
 		"another cluster's joinservice":        {foreign: true, unsent: true, says: "LOCK_FOREIGN", does: "Nothing was sent"},
@@ -131,6 +135,11 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			}
 			ca := newAuthority(t)
 			api := &apiServer{ca: ca, accepts: true}
+			if tt.rotated {
+				was := ca
+				ca = newAuthority(t)
+				api.ca, api.before = ca, &was
+			}
 			holder, end := administrator, past
 			if tt.holder.CommonName != "" {
 				holder = tt.holder
@@ -159,6 +168,9 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 				if s.owner, _, err = ed25519.GenerateKey(nil); err != nil {
 					t.Fatal(err)
 				}
+			}
+			if tt.rotated {
+				s.authorities = pemOf(ca.cert)
 			}
 			if tt.sign != nil {
 				s.sign = func(r *x509.CertificateRequest) []byte { return tt.sign(t, ca, r) }
@@ -220,6 +232,9 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 			conf, err := clientcmd.Load([]byte(after))
 			if err != nil {
 				t.Fatal(err)
+			}
+			if got := conf.Clusters["c"].CertificateAuthorityData; string(got) != string(pemOf(ca.cert)) {
+				t.Errorf("it trusts %s", got)
 			}
 			user := conf.AuthInfos["u"]
 			if pair, err := tls.X509KeyPair(user.ClientCertificateData, user.ClientKeyData); err != nil || pair.Leaf.Subject.String() != administrator.String() {

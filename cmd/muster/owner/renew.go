@@ -17,10 +17,12 @@ import (
 
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"k8s.io/client-go/util/cert"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
@@ -61,7 +63,7 @@ func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 	if err != nil {
 		return time.Time{}, err
 	}
-	var signed []byte
+	var signed, authorities []byte // authorities: from a joinservice that has proven what it booted
 	if len(cfg.Joinservices) == 0 && cfg.Now().Before(h.old.NotAfter) {
 		err = step(cfg.Report, "have the certificate signed, as its holder", func() (_ string, err error) {
 			signed, err = h.ask(ctx, request)
@@ -69,7 +71,8 @@ func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 		})
 	} else {
 		err = step(cfg.Report, "have the certificate signed, by the owner's order", func() (_ string, err error) {
-			signed, err = orderCertificate(ctx, cfg, h, request)
+			resp, err := orderCertificate(ctx, cfg, h, request)
+			signed, authorities = resp.GetCertificate(), resp.GetCaCertificate()
 			return "", err
 		})
 	}
@@ -78,7 +81,7 @@ func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 	}
 	var end time.Time
 	err = step(cfg.Report, "try it at the API server", func() (_ string, err error) {
-		end, err = h.replace(ctx, cfg, signed, key)
+		end, err = h.replace(ctx, cfg, signed, key, authorities)
 		return "", err
 	})
 	return end, err
@@ -132,9 +135,56 @@ func (h *holder) ask(ctx context.Context, request []byte) ([]byte, error) {
 	return signed, nil
 }
 
+// follow has the kubeconfig trust the cluster's present authority, since the one that it knows has not signed the certificate: that of an attested
+// joinservice, or that of the rotation in progress if an API server proves that the one before stands for it.
+func (h *holder) follow(ctx context.Context, authorities []byte) error {
+	var list []*x509.Certificate
+	var err error
+	if len(authorities) > 0 {
+		list, err = cert.ParseCertsPEM(authorities)
+	} else {
+		list, err = h.rotated(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	if h.authority, err = cert.EncodeCertificates(list...); err != nil {
+		return err
+	}
+	h.conf.Clusters[h.conf.Contexts[h.conf.CurrentContext].Cluster].CertificateAuthorityData = h.authority
+	return nil
+}
+
+// rotated returns the new authority of the rotation in progress, and those that the kubeconfig trusts.
+func (h *holder) rotated(ctx context.Context) ([]*x509.Certificate, error) {
+	kube, err := clusterapi.Connect(h.text)
+	if err != nil {
+		return nil, err
+	}
+	info, err := kube.Description(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if info.Rotation == nil || info.Rotation.Key != clusterinfo.ClusterCA || info.Rotation.Public == "" {
+		return nil, errors.New("no rotation of the cluster's authority is in progress")
+	}
+	next, err := cert.ParseCertsPEM([]byte(info.Rotation.Public))
+	if err != nil {
+		return nil, err
+	}
+	trusted := trustedBy(h.text)
+	return append(next[:1], trusted...), endorsed(ctx, h.conf.Clusters[h.conf.Contexts[h.conf.CurrentContext].Cluster].Server, trusted, next[0])
+}
+
 // replace writes the kubeconfig with the renewed certificate, once the API server has accepted it.
-func (h *holder) replace(ctx context.Context, cfg RenewConfig, signed []byte, key *ecdsa.PrivateKey) (time.Time, error) {
+func (h *holder) replace(ctx context.Context, cfg RenewConfig, signed []byte, key *ecdsa.PrivateKey, authorities []byte) (time.Time, error) {
 	leaf, err := renewed(signed, key, h.old, h.authority, cfg.Now())
+	if _, foreign := errors.AsType[x509.UnknownAuthorityError](err); foreign {
+		if err := h.follow(ctx, authorities); err != nil {
+			return time.Time{}, fmt.Errorf("what the cluster has signed is not the renewed certificate: the folder does not know its authority, and %w", err)
+		}
+		leaf, err = renewed(signed, key, h.old, h.authority, cfg.Now())
+	}
 	if err != nil {
 		return time.Time{}, fmt.Errorf("what the cluster has signed is not the renewed certificate: %w", err)
 	}

@@ -2,6 +2,7 @@ package owner
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -147,6 +148,9 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 		return "", withRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "A cluster that runs is not restored, since there would be two of it. Repair it (docs/runbooks.md), or power all of its control planes off first.")
 	case ctx.Err() != nil:
 		return "", context.Cause(ctx)
+	}
+	if _, foreign := errors.AsType[*tls.CertificateVerificationError](err); foreign {
+		return "", withRemedy(fmt.Errorf("the API server at %s answers with a certificate that %s does not verify, so the cluster may not be lost: %w", kube.Server(), i.Dir.File(ownerdir.AdminConf), err), "If the cluster's CA was rotated since this copy of the folder, use the newest copy, or muster kubeconfig renew --joinservice ADDRESS. If another cluster answers there, direct the name elsewhere.")
 	}
 	if m := i.dir().FirstMachine; cfg.StartOver && i.dir().Restore != nil && m != nil {
 		info.Since = append(info.Since, fmt.Sprintf("Machine %s was asked before, and may have the cluster's keys: power it off, and erase its state disk.", m.ID))

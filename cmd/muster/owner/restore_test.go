@@ -2,9 +2,11 @@ package owner
 
 import (
 	"context"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -153,5 +155,39 @@ func TestABackupOfAnotherHistoryIsNamed(t *testing.T) {
 		if got != tt.want {
 			t.Errorf("%s: named: %t", name, got)
 		}
+	}
+}
+
+// With a copy of the folder from before a rotation of the cluster's authority, a living cluster would be taken for lost: there would be two of it.
+func TestAClusterThatAnswersIsNotRestored(t *testing.T) {
+	old, next := newAuthority(t), newAuthority(t)
+	for name, tt := range map[string]struct {
+		api  *apiServer
+		off  bool
+		says string
+	}{
+		"it refuses the administrator":       {&apiServer{ca: old}, false, "the cluster is not lost"},
+		"its authority is a later one":       {&apiServer{ca: next, before: &old}, false, "may not be lost"},
+		"nothing answers, and no is the end": {&apiServer{ca: old}, true, "was not accepted"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := administered(t, tt.api, administrator, time.Now().Add(time.Hour), []byte("policy\n"))
+			if tt.off {
+				text, err := dir.Read(ownerdir.AdminConf)
+				if err != nil {
+					t.Fatal(err)
+				}
+				server := regexp.MustCompile(`server: https://\S+`)
+				if err := dir.Write(ownerdir.AdminConf, server.ReplaceAll(text, []byte("server: https://127.0.0.1:1"))); err != nil {
+					t.Fatal(err)
+				}
+			}
+			i := &initializer{InitConfig: InitConfig{Dir: dir.Dir, Report: dir.report(RenewSteps)}}
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			if _, err := i.acceptBackup(ctx, RestoreConfig{Dir: dir.Dir}, &BackupInfo{}); err == nil || !strings.Contains(err.Error(), tt.says) {
+				t.Errorf("got %v, want %q", err, tt.says)
+			}
+		})
 	}
 }

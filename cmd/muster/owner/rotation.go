@@ -63,7 +63,14 @@ func (r *rotating) run(ctx context.Context) error {
 		case clusterinfo.RotationFinish:
 			return withRemedy(errors.New("the old key is being dropped"), "Continue with --finish.")
 		case clusterinfo.RotationSettled:
-			return r.adopt(ctx, false)
+			back, err := r.setBack(ctx)
+			if err != nil {
+				return err
+			}
+			if !back {
+				return r.adopt(ctx, false)
+			}
+			continue
 		}
 		if err := r.inTurn(ctx); err != nil {
 			return err
@@ -74,6 +81,22 @@ func (r *rotating) run(ctx context.Context) error {
 			return err
 		}
 	}
+}
+
+// setBack continues with the phase before if a control plane does not use the new key any more: its disk was set back. Until it does, no control plane can join.
+func (r *rotating) setBack(ctx context.Context) (bool, error) {
+	nodes, err := r.controlPlanes(ctx)
+	if err != nil {
+		return false, err
+	}
+	i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return !r.now.Reached(clusterinfo.RotationSettled, n.Keys[r.Key]) })
+	if i < 0 {
+		return false, nil
+	}
+	r.Report(nodes[i].Name, "does not use the new key any more: it gets it again")
+	to := *r.now
+	to.Phase = clusterinfo.RotationUse
+	return true, r.move(ctx, &to)
 }
 
 // lost begins anew with another key if no control plane has the new one: the one that made it was lost before another one had it.
@@ -221,7 +244,7 @@ func (r *rotating) finish(ctx context.Context) error {
 		}
 		for i := range nodes {
 			if !r.now.Reached(clusterinfo.RotationSettled, nodes[i].Keys[r.Key]) {
-				return fmt.Errorf("%s does not use the new key", nodes[i].Name)
+				return withRemedy(fmt.Errorf("%s does not use the new key", nodes[i].Name), "Repeat muster rotate "+string(r.Key)+" without --finish: it has the node use the key.")
 			}
 		}
 		if err := r.adopt(ctx, false); err != nil { // the old certificate is refused then
@@ -252,10 +275,8 @@ func (r *rotating) finish(ctx context.Context) error {
 	if err := r.inTurn(ctx); err != nil {
 		return err
 	}
-	if r.Key == clusterinfo.FrontProxyCA {
-		if err := r.kube.DropFrontProxies(ctx, r.now.Public); err != nil {
-			return err
-		}
+	if err := r.kube.DropAuthorities(ctx, r.Key, r.now.Public); err != nil {
+		return err
 	}
 	if err := r.adopt(ctx, true); err != nil {
 		return err

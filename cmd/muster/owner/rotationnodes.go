@@ -25,7 +25,7 @@ const offAfter = 15 * time.Minute
 // behind adds to a plan which nodes would be lost if the cluster's old authority were dropped now. A machine under foreign control can report anything: then
 // it harms itself.
 func (r *rotating) behind(nodes []clusterapi.NodeRelease, problem func(string, ...any)) {
-	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then comes back only after muster reset %[1]s"
+	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then gets the new authority when it starts, and its old kubelet's certificate is refused until then"
 	for _, name := range r.Without {
 		i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.Name == name })
 		switch {
@@ -49,6 +49,8 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, problem func(string, .
 		case !n.Joined && n.Enrollment.Spec.DiskID == "": // its machine has not joined, and gets the authority when it does
 		case !slices.Contains(st.Authorities, r.now.ID):
 			problem("%s has not reported that it trusts the new authority, within five minutes of its start: "+remedy+".", n.Name)
+		case st.LastVerdict != nil && !st.LastVerdict.Accepted:
+			problem("the machine of %s is refused (%s), so what it reported before may not be so any more: have it accepted (muster verify %[1]s), remove it (muster forget %[1]s), or name it with --without %[1]s.", n.Name, printable(st.LastVerdict.Reason))
 		case !n.Ready || st.LastVerdict == nil || r.Now().Sub(st.LastVerdict.Time.Time) > offAfter:
 			problem("%s is off, or does not attest: "+remedy+".", n.Name)
 		case len(st.KubeletAuthorities) == 0 || slices.ContainsFunc(st.KubeletAuthorities, func(id string) bool { return id != r.now.ID }):
@@ -116,6 +118,12 @@ func AdoptAuthority(ctx context.Context, d *ownerdir.Dir, ca *x509.Certificate, 
 	if h.old.CheckSignatureFrom(ca) != nil {
 		if _, err := RenewKubeconfig(ctx, RenewConfig{Dir: d, Now: time.Now, Report: report}); err != nil {
 			return err
+		}
+		if h, err = readHolder(d); err != nil {
+			return err
+		}
+		if h.old.CheckSignatureFrom(ca) != nil { // the folder would be locked out when the old one is dropped
+			return withRemedy(errors.New("a control plane has signed the certificate with the old authority"), "Repeat the command. If it stays so, muster doctor shows the control planes, one of which does not use the new key.")
 		}
 	}
 	if !only {

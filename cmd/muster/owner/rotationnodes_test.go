@@ -90,6 +90,9 @@ func TestTheOldAuthorityStaysWhileANodeNeedsIt(t *testing.T) {
 		"it is off": {"w1", "w1 is off", func(s *v1alpha1.AttestedNodeStatus) {
 			s.LastVerdict.Time = metav1.NewTime(k.at.Add(-offAfter - time.Minute))
 		}, true},
+		"it is refused": {"w1", "the machine of w1 is refused (POLICY_REFUSED)", func(s *v1alpha1.AttestedNodeStatus) {
+			s.LastVerdict.Accepted, s.LastVerdict.Reason = false, "POLICY_REFUSED"
+		}, true},
 		"it was never accepted": {"w1", "w1 is off", func(s *v1alpha1.AttestedNodeStatus) { s.LastVerdict = nil }, true},
 	} {
 		all()
@@ -123,6 +126,23 @@ func TestTheOldAuthorityStaysWhileANodeNeedsIt(t *testing.T) {
 	if i := k.info(ctx, t); i.Rotation == nil || i.Rotation.Phase != clusterinfo.RotationSettled {
 		t.Fatalf("the cluster says %+v", i.Rotation)
 	}
+	// It was checked when the command began, and is checked again until a control plane has dropped the old one.
+	kube, err := Connect(k.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	set := func(phase clusterinfo.RotationPhase) {
+		if err := kube.Describe(ctx, func(i *clusterinfo.Info) error { i.Rotation.Phase = phase; return nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set(clusterinfo.RotationFinish)
+	k.reports(ctx, t, "w1", func(s *v1alpha1.AttestedNodeStatus) { s.Authorities = nil })
+	if _, err := Rotate(ctx, k.config(true)); err == nil || !strings.Contains(err.Error(), "w1 has not reported") || len(k.took()) > 0 {
+		t.Errorf("the old one is dropped: %v", err)
+	}
+	set(clusterinfo.RotationSettled)
+	all()
 	// The folder needs the new authority before the old one is dropped.
 	k.unfit = errors.New("not today")
 	if _, err := Rotate(ctx, k.config(true)); err == nil || !strings.Contains(err.Error(), "not today") || len(k.took()) > 0 {

@@ -166,6 +166,9 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 			}
 		}
 		p.Nodes = append(p.Nodes, row)
+		if r.now == nil && len(s.Accepts) > 1 {
+			p.Notes = append(p.Notes, fmt.Sprintf("%s accepts %d keys of this kind now. --finish leaves the new one alone: what depends on another one of them stops working then.", n.Name, len(s.Accepts)))
+		}
 	}
 	if r.Key == clusterinfo.ClusterCA {
 		if err := r.planNodes(ctx, p, problem); err != nil {
@@ -191,7 +194,11 @@ func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, problem func(
 		if names := silent(nodes); len(names) > 0 {
 			p.Notes = append(p.Notes, "These nodes do not report which authority they trust, and --finish waits for that: "+named(names)+". Upgrade their images, or start them.")
 		}
-	case r.now.Key != r.Key || r.now.Phase != clusterinfo.RotationSettled:
+	case r.now.Key != r.Key:
+	case r.now.Phase == clusterinfo.RotationFinish && slices.ContainsFunc(nodes, func(n clusterapi.NodeRelease) bool {
+		return n.ControlPlane && r.now.Reached(clusterinfo.RotationFinish, n.Keys[r.Key])
+	}): // it is too late: the old one is dropped
+	case r.now.Phase != clusterinfo.RotationSettled && r.now.Phase != clusterinfo.RotationFinish:
 	case r.Finish:
 		r.behind(nodes, problem)
 	default:

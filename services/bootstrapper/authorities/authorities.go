@@ -49,7 +49,13 @@ const (
 type inbox struct {
 	Authorities []byte `json:"authorities"`
 	Cross       []byte `json:"cross,omitempty"`
+	// For are the hashes that the node had reported. The answer counts only while it trusts these: the disk's comparison (B8) and the kubelet's next
+	// certificates bring newer authorities.
+	For [][]byte `json:"for"`
 }
+
+// errForeign means that the cluster has an authority for which none stands that the node trusts.
+var errForeign = errors.New("none that this node trusts has signed for it")
 
 // Parse returns a joinservice's list of authorities, or an error if it is none.
 func Parse(text []byte) ([]*x509.Certificate, error) {
@@ -68,15 +74,15 @@ func Parse(text []byte) ([]*x509.Certificate, error) {
 	return list, nil
 }
 
-// Deliver stores the authorities of a joinservice's answer, unless they are there.
-func Deliver(root string, resp *joinv1.ReattestResponse) error {
+// Deliver stores the authorities of a joinservice's answer to a report, unless they are there.
+func Deliver(root string, req *joinv1.ReattestRequest, resp *joinv1.ReattestResponse) error {
 	if _, err := Parse(resp.GetCaCertificate()); err != nil {
 		return err
 	}
 	if len(resp.GetCrossCertificate()) > maxBytes {
 		return fmt.Errorf("the cross certificate has %d bytes", len(resp.GetCrossCertificate()))
 	}
-	text, err := json.Marshal(inbox{resp.GetCaCertificate(), resp.GetCrossCertificate()})
+	text, err := json.Marshal(inbox{resp.GetCaCertificate(), resp.GetCrossCertificate(), req.GetAuthorities()})
 	if err != nil {
 		return err
 	}
@@ -90,6 +96,16 @@ func Deliver(root string, resp *joinv1.ReattestResponse) error {
 func sum(c *x509.Certificate) []byte {
 	s := sha256.Sum256(c.Raw)
 	return s[:]
+}
+
+// unique returns the first [maxList] different certificates of a list.
+func unique(list []*x509.Certificate) (out []*x509.Certificate) {
+	for _, c := range list {
+		if !slices.ContainsFunc(out, c.Equal) && len(out) < maxList {
+			out = append(out, c)
+		}
+	}
+	return out
 }
 
 // Report adds to a report what the node trusts, and who has issued its kubelet's certificates. It is empty while the kubelet may run with earlier files.
@@ -109,7 +125,7 @@ func Report(root string, req *joinv1.ReattestRequest) {
 	if err != nil {
 		return
 	}
-	for _, c := range list[:min(len(list), maxList)] {
+	for _, c := range unique(list) {
 		if slices.ContainsFunc(connects, c.Equal) {
 			req.Authorities = append(req.Authorities, sum(c))
 		}
@@ -165,7 +181,7 @@ func (cfg Config) update(ctx context.Context) error {
 	}
 	want := is
 	if !cfg.ControlPlane {
-		if want, err = cfg.wanted(is); err != nil {
+		if want, err = wanted(cfg.Root, is); err != nil {
 			return err
 		}
 	}
@@ -194,10 +210,19 @@ func (cfg Config) update(ctx context.Context) error {
 	return machine.Sync(filepath.Dir(on(begun)))
 }
 
-// wanted returns the authorities that a worker has to trust, in PEM: those from the attester, or the present ones if it has none. It is an error if one is new, and no authority that the node trusts has
-// signed its cross certificate.
-func (cfg Config) wanted(is []byte) ([]byte, error) {
-	text, err := os.ReadFile(filepath.Join(cfg.Root, Inbox))
+// Foreign reports whether the cluster has an authority that the node can take only with its kubelet's next certificates, or with its disk's key.
+func Foreign(root string) bool {
+	is, err := os.ReadFile(filepath.Join(root, caFile))
+	if err == nil {
+		_, err = wanted(root, is)
+	}
+	return errors.Is(err, errForeign)
+}
+
+// wanted returns the authorities that a worker has to trust, in PEM: those from the attester, or the present ones if it has none for these. It is an error
+// if one is new, and no authority that the node trusts has signed its cross certificate.
+func wanted(root string, is []byte) ([]byte, error) {
+	text, err := os.ReadFile(filepath.Join(root, Inbox))
 	if errors.Is(err, fs.ErrNotExist) {
 		return is, nil
 	}
@@ -216,12 +241,15 @@ func (cfg Config) wanted(is []byte) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", caFile, err)
 	}
+	if !slices.EqualFunc(unique(have), got.For, func(c *x509.Certificate, id []byte) bool { return bytes.Equal(sum(c), id) }) {
+		return is, nil
+	}
 	cross, _ := cert.ParseCertsPEM(got.Cross) // none: no authority is new
 	for _, next := range want {
 		if slices.ContainsFunc(have, next.Equal) || len(cross) == 1 && pki.Crosses(cross[0], next, have) {
 			continue
 		}
-		return nil, fmt.Errorf("the cluster has another authority, %s, and none that this node trusts has signed for it: reset the node (muster reset), which then joins anew", hex.EncodeToString(sum(next)))
+		return nil, fmt.Errorf("the cluster has another authority, %s, and %w: reboot the machine, which then gets it with its disk's key or its kubelet's next certificates", hex.EncodeToString(sum(next)), errForeign)
 	}
 	return got.Authorities, nil
 }

@@ -145,21 +145,24 @@ func TestAWorkerTakesAnAuthorityForWhichOneStandsThatItTrusts(t *testing.T) {
 		"another one alone":                       {[]authority{a}, []authority{b}, a.cross(t, b), []authority{b}, ""},
 		"another order":                           {[]authority{a, b}, []authority{b, a}, nil, []authority{b, a}, ""},
 		"the end of a rotation":                   {[]authority{b, a}, []authority{b}, nil, []authority{b}, ""},
-		"a second one without cross certificate":  {[]authority{a}, []authority{b, a}, nil, nil, "muster reset"},
-		"one for which itself stands":             {[]authority{a}, []authority{b, a}, b.pem, nil, "muster reset"},
-		"one for which another one stands":        {[]authority{a}, []authority{evil, b}, b.cross(t, evil), nil, "muster reset"},
-		"one for which the one that is sent does": {[]authority{a}, []authority{evil, b, a}, b.cross(t, evil), nil, "muster reset"},
-		"the cross certificate of another one":    {[]authority{a}, []authority{evil, a}, a.cross(t, b), nil, "muster reset"},
-		"two cross certificates":                  {[]authority{a}, []authority{b, evil, a}, slices.Concat(a.cross(t, b), a.cross(t, evil)), nil, "muster reset"},
+		"a second one without cross certificate":  {[]authority{a}, []authority{b, a}, nil, nil, "reboot the machine"},
+		"one for which itself stands":             {[]authority{a}, []authority{b, a}, b.pem, nil, "reboot the machine"},
+		"one for which another one stands":        {[]authority{a}, []authority{evil, b}, b.cross(t, evil), nil, "reboot the machine"},
+		"one for which the one that is sent does": {[]authority{a}, []authority{evil, b, a}, b.cross(t, evil), nil, "reboot the machine"},
+		"the cross certificate of another one":    {[]authority{a}, []authority{evil, a}, a.cross(t, b), nil, "reboot the machine"},
+		"two cross certificates":                  {[]authority{a}, []authority{b, evil, a}, slices.Concat(a.cross(t, b), a.cross(t, evil)), nil, "reboot the machine"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t, false, tt.trusts...)
-			if err := Deliver(n.Root, &joinv1.ReattestResponse{CaCertificate: list(tt.sent), CrossCertificate: tt.cross}); err != nil {
+			if err := Deliver(n.Root, n.report(), &joinv1.ReattestResponse{CaCertificate: list(tt.sent), CrossCertificate: tt.cross}); err != nil {
 				t.Fatal(err)
 			}
 			err := n.update(t.Context())
 			if tt.says == "" && err != nil || tt.says != "" && (err == nil || !strings.Contains(err.Error(), tt.says)) {
 				t.Errorf("got %v, want %q", err, tt.says)
+			}
+			if got := Foreign(n.Root); got != (err != nil) {
+				t.Errorf("foreign: %v", got)
 			}
 			want, restarts := tt.want, 1
 			if want == nil {
@@ -189,7 +192,7 @@ func TestAWorkerTakesAnAuthorityForWhichOneStandsThatItTrusts(t *testing.T) {
 func TestAControlPlanesKubeconfigFollowsItsOwnFile(t *testing.T) {
 	a, b := newAuthority(t), newAuthority(t)
 	n := newNode(t, true, a)
-	if err := Deliver(n.Root, &joinv1.ReattestResponse{CaCertificate: list([]authority{b, a}), CrossCertificate: a.cross(t, b)}); err != nil {
+	if err := Deliver(n.Root, n.report(), &joinv1.ReattestResponse{CaCertificate: list([]authority{b, a}), CrossCertificate: a.cross(t, b)}); err != nil {
 		t.Fatal(err)
 	}
 	for _, trusts := range [][]authority{{a}, {a, b}, {b, a}, {b}} {
@@ -206,11 +209,57 @@ func TestAControlPlanesKubeconfigFollowsItsOwnFile(t *testing.T) {
 	}
 }
 
+// A joinservice sends authorities only if the report differs. So an answer may be older than what the node got with its disk's key (B8) or its kubelet's
+// certificates.
+func TestAnAnswerDoesNotReplaceWhatTheNodeGotSince(t *testing.T) {
+	a, b, c := newAuthority(t), newAuthority(t), newAuthority(t)
+	for name, tt := range map[string]struct {
+		trusted, sent, since []authority
+		cross                []byte
+	}{
+		"the rotation has ended":             {[]authority{a}, []authority{b, a}, []authority{b}, a.cross(t, b)},
+		"the next rotation is settled":       {[]authority{b, a}, []authority{b}, []authority{c, b}, nil},
+		"an authority that it does not know": {[]authority{a}, []authority{c, b}, []authority{b}, nil},
+	} {
+		n := newNode(t, false, tt.trusted...)
+		if err := Deliver(n.Root, n.report(), &joinv1.ReattestResponse{CaCertificate: list(tt.sent), CrossCertificate: tt.cross}); err != nil {
+			t.Fatal(err)
+		}
+		if err := Take(n.Root, list(tt.since), false); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.update(t.Context()); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if ca, conf := n.trusts(); !bytes.Equal(ca, list(tt.since)) || !bytes.Equal(conf, list(tt.since)) || Foreign(n.Root) {
+			t.Errorf("%s: it trusts %s and %s", name, ca, conf)
+		}
+	}
+}
+
+// A joinservice refuses a report with two equal hashes.
+func TestAnAuthorityThatIsTwiceInTheFileIsReportedOnce(t *testing.T) {
+	a, b := newAuthority(t), newAuthority(t)
+	n := newNode(t, false, a, a, b)
+	if got := n.report().GetAuthorities(); len(got) != 2 || !bytes.Equal(got[0], a.sum()) || !bytes.Equal(got[1], b.sum()) {
+		t.Errorf("it reports %x", got)
+	}
+	if err := Deliver(n.Root, n.report(), &joinv1.ReattestResponse{CaCertificate: list([]authority{b})}); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.update(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if ca, _ := n.trusts(); !bytes.Equal(ca, b.pem) {
+		t.Errorf("it trusts %s", ca)
+	}
+}
+
 // The owner drops the old authority when all nodes report the new one: a kubelet that has not read it yet would be lost.
 func TestANodeReportsWhatItsRunningKubeletTrusts(t *testing.T) {
 	a, b := newAuthority(t), newAuthority(t)
 	n := newNode(t, false, a)
-	if err := Deliver(n.Root, &joinv1.ReattestResponse{CaCertificate: list([]authority{b, a}), CrossCertificate: a.cross(t, b)}); err != nil {
+	if err := Deliver(n.Root, n.report(), &joinv1.ReattestResponse{CaCertificate: list([]authority{b, a}), CrossCertificate: a.cross(t, b)}); err != nil {
 		t.Fatal(err)
 	}
 	crash := errors.New("the program ends here")
@@ -300,14 +349,14 @@ func TestWhatIsNoListOfAuthoritiesIsNotStored(t *testing.T) {
 	}
 	root := t.TempDir()
 	for name, ca := range map[string][]byte{"nothing": nil, "no PEM": []byte("x"), "a node's certificate": leaf, "too many": bytes.Repeat(a.pem, 5), "too much": bytes.Repeat([]byte("\n"), 64<<10+1)} {
-		if err := Deliver(root, &joinv1.ReattestResponse{CaCertificate: ca}); err == nil {
+		if err := Deliver(root, nil, &joinv1.ReattestResponse{CaCertificate: ca}); err == nil {
 			t.Errorf("%s is stored", name)
 		}
 	}
-	if err := Deliver(root, &joinv1.ReattestResponse{CaCertificate: a.pem, CrossCertificate: bytes.Repeat([]byte("\n"), 64<<10+1)}); err == nil {
+	if err := Deliver(root, nil, &joinv1.ReattestResponse{CaCertificate: a.pem, CrossCertificate: bytes.Repeat([]byte("\n"), 64<<10+1)}); err == nil {
 		t.Error("a large cross certificate is stored")
 	}
-	if err := Deliver(root, &joinv1.ReattestResponse{CaCertificate: a.pem}); err != nil {
+	if err := Deliver(root, nil, &joinv1.ReattestResponse{CaCertificate: a.pem}); err != nil {
 		t.Error(err)
 	}
 }

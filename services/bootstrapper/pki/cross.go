@@ -34,6 +34,9 @@ func (a *Authority) CrossSign(next *x509.Certificate) (*x509.Certificate, error)
 	if !begin.Before(end) {
 		return nil, fmt.Errorf("the old authority ended at %s, before the new one begins", a.cert.NotAfter.UTC().Format(time.RFC3339))
 	}
+	if a.cert.MaxPathLen == 0 && a.cert.MaxPathLenZero { // no client would accept a certificate below the cross certificate
+		return nil, errors.New("the cluster's authority may have no other one below it (pathLenConstraint 0; RFC 5280, section 4.2.1.9), so it can't sign for a new one: muster rotate can't replace it")
+	}
 	der, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
 		RawSubject: next.RawSubject, NotBefore: begin, NotAfter: end, KeyUsage: next.KeyUsage, BasicConstraintsValid: true, IsCA: true,
 		// Authorities of kubeadm have one name, by which this certificate would seem to be self-signed: crypto/x509 would set no identifier of the issuer's
@@ -44,6 +47,16 @@ func (a *Authority) CrossSign(next *x509.Certificate) (*x509.Certificate, error)
 		return nil, err
 	}
 	return x509.ParseCertificate(der)
+}
+
+// MayCross returns an error if the authority of a folder can't sign for another one.
+func MayCross(dir string, next *x509.Certificate) error {
+	old, err := Load(dir)
+	if err != nil || old.cert.Equal(next) {
+		return err
+	}
+	_, err = old.CrossSign(next)
+	return err
 }
 
 // WriteCross writes [CrossFile] of a folder for an authority that will replace the folder's, with the key that is there.

@@ -2,15 +2,23 @@ package pki_test
 
 import (
 	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
 	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"math/big"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	certutil "k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/keyutil"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
 	"github.com/muster-k8s/muster/services/bootstrapper/pki"
@@ -186,5 +194,32 @@ func TestAnAuthorityThatHasEndedSignsNoCrossCertificate(t *testing.T) {
 	later.NotBefore = time.Now().Add(48 * time.Hour)
 	if _, err := a.CrossSign(later); err == nil {
 		t.Error("it is valid at no time")
+	}
+}
+
+// An adopted cluster's authority can be an intermediate one that may sign no other: clients would accept nothing below its cross certificate.
+func TestAnAuthorityThatMaySignForNoOtherIsNotRotated(t *testing.T) {
+	next, _ := authorityOf(t, "ECDSA-P256")
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := keyutil.MarshalPrivateKeyToPEM(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for length, may := range map[int]bool{-1: true, 0: false, 1: true} {
+		c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kubernetes"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign, MaxPathLen: length, MaxPathLenZero: length == 0}
+		der, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		dir := folder(t, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), text)
+		if err := pki.MayCross(dir, parse(t, next)); (err == nil) != may || err != nil && !strings.Contains(err.Error(), "pathLenConstraint 0") {
+			t.Errorf("path length %d: %v", length, err)
+		}
+		if err := pki.MayCross(dir, parse(t, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))); err != nil {
+			t.Errorf("path length %d, its own: %v", length, err)
+		}
 	}
 }

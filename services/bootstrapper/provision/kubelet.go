@@ -49,7 +49,7 @@ func (n *Node) renewKubelet(ctx context.Context) error {
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	how, why := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now())
+	how, why := n.needs(node)
 	if how == kubelet.NeedNone {
 		return nil
 	}
@@ -62,6 +62,15 @@ func (n *Node) renewKubelet(ctx context.Context) error {
 	n.renewing.Store(true)
 	defer n.renewing.Store(false)
 	return n.renewByJoinservice(ctx, node)
+}
+
+// needs is [kubelet.Needs] for a node that asks a joinservice. With the certificates it also gets the cluster's authority, for which none stands that it trusts.
+func (n *Node) needs(node string) (kubelet.Need, string) {
+	how, why := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now())
+	if how == kubelet.NeedNone && authorities.Foreign(n.Root) {
+		return kubelet.NeedSoon, "the cluster has another authority, which this node does not trust"
+	}
+	return how, why
 }
 
 // renewByAuthority signs the kubelet's certificates on this machine.
@@ -139,7 +148,7 @@ func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
 		}
 		n.Attempts.Refused(err)
 		n.Log.WarnContext(ctx, "the kubelet's certificates are not renewed yet", "node", node, "reason", attest.ReasonName(discovery.ReasonOf(err)), "err", err, "remedy", rpc.RemedyFrom(err))
-		if how, _ := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now()); how == kubelet.NeedNone || how == kubelet.NeedSoon && time.Since(began) > n.Timing.Renewal {
+		if how, _ := n.needs(node); how == kubelet.NeedNone || how == kubelet.NeedSoon && time.Since(began) > n.Timing.Renewal {
 			return nil // the kubelet has requested them itself, or will
 		}
 		wait := pauses.Next(err)

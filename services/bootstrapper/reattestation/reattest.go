@@ -296,7 +296,7 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 		}
 	}
 	if len(resp.GetCaCertificate()) > 0 {
-		if err := authorities.Deliver(r.cfg.Root, resp); err != nil {
+		if err := authorities.Deliver(r.cfg.Root, req, resp); err != nil {
 			r.cfg.Log.ErrorContext(ctx, "the cluster's authorities cannot be stored", "endpoint", endpoint, "err", err)
 		}
 	}

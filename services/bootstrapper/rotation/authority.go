@@ -183,6 +183,13 @@ func (a authority) only(pki string) error {
 type cluster struct{ authority }
 
 func (c cluster) accept(pki string, staged []byte) error {
+	next, _, err := c.parse(staged)
+	if err != nil {
+		return err
+	}
+	if err := files.MayCross(pki, next); err != nil { // before anything is changed: no later phase can be undone
+		return err
+	}
 	if err := files.WriteSigner(pki); err != nil { // before ca.crt has two certificates
 		return err
 	}

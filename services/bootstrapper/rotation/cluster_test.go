@@ -2,7 +2,14 @@ package rotation
 
 import (
 	"bytes"
+	ecdsakeys "crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
 	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"math/big"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,6 +20,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	certutil "k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/keyutil"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	files "github.com/muster-k8s/muster/services/bootstrapper/pki"
@@ -153,5 +161,38 @@ func TestAPowerCutWhileTheAuthorityIsReplacedLosesNothing(t *testing.T) {
 		if cross, err := files.Cross(p.pki()); err != nil || cross == nil || cross.NotAfter.Before(time.Now()) {
 			t.Errorf("%s: the cross certificate: %v, %v", lost, cross, err)
 		}
+	}
+}
+
+// No phase of the rotation could be undone.
+func TestAnAuthorityThatMaySignForNoOtherIsRefusedBeforeAnythingIsChanged(t *testing.T) {
+	p := newPlanes(t, 1)[0]
+	key, err := ecdsakeys.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	private, err := keyutil.MarshalPrivateKeyToPEM(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "kubernetes"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign, MaxPathLenZero: true}
+	der, err := x509.CreateCertificate(rand.Reader, c, c, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
+	for name, content := range map[string][]byte{"ca.crt": text, "ca.key": private} {
+		if err := os.WriteFile(filepath.Join(p.pki(), name), content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := p.do(clusterinfo.ClusterCA, clusterinfo.RotationAccept, ""); err == nil || !strings.Contains(err.Error(), "pathLenConstraint 0") {
+		t.Errorf("%v", err)
+	}
+	if is, err := os.ReadFile(filepath.Join(p.pki(), "ca.crt")); err != nil || !bytes.Equal(is, text) {
+		t.Errorf("it trusts %s, %v", is, err)
+	}
+	if _, err := os.Stat(filepath.Join(p.pki(), files.SignerFile)); !os.IsNotExist(err) {
+		t.Errorf("the controller manager's file: %v", err)
 	}
 }

@@ -141,7 +141,7 @@ func (b Boot) record(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, f
 	if err != nil {
 		return err
 	}
-	ended := !previousMayRun(s, later) || b.previousEnded != nil && *b.previousEnded == idOf(s.Boot)
+	ended := !previousMayRun(s, later) || b.foundEnded(s.Boot, later)
 	if forKey && !ended {
 		return clusterview.Unavailable("record the boot of node "+n.Name, errors.New("another boot of the machine was recorded at the same time"))
 	}
@@ -150,11 +150,29 @@ func (b Boot) record(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, f
 		ResetCount: int64(b.Reset), RestartCount: int64(b.Restart), Clock: b.Clock.Milliseconds(), SecretHash: hex.EncodeToString(hash[:]),
 		Address: b.Address, Since: metav1.NewMicroTime(b.Verified), EarlierEnded: ended,
 	}
-	if !later {
-		next.Clock, next.Since = max(next.Clock, s.Boot.Clock), s.Boot.Since
+	switch {
+	case !later:
+		next.Clock, next.Since, next.EarlierSince = max(next.Clock, s.Boot.Clock), s.Boot.Since, s.Boot.EarlierSince
+	case s.Boot != nil:
+		next.EarlierSince = &s.Boot.Since
+	}
+	if ended {
+		next.EarlierSince = nil
 	}
 	s.Boot, s.ResetCount = &next, new(next.ResetCount)
 	return nil
+}
+
+// foundEnded reports whether the boot before b is the one that [Enrollments.awaitPreviousBootEnd] found to have ended; last is the recorded boot. If the
+// machine has attested meanwhile, that is b itself, with the boot before.
+func (b Boot) foundEnded(last *v1alpha1.Boot, later bool) bool {
+	switch {
+	case b.previousEnded == nil:
+		return false
+	case *b.previousEnded == idOf(last):
+		return true
+	}
+	return !later && last.EarlierSince != nil && last.EarlierSince.UnixMicro() == b.previousEnded.since // J11
 }
 
 // reasonCloned is the reason of the condition and of the event.

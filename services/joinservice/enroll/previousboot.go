@@ -109,10 +109,13 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 	if err != nil {
 		return err
 	}
-	began := time.Now()
-	if left := es.startupGraceLeft(n.Status.Boot, lease, began); left > 0 {
+	began, previous := time.Now(), n.Status.Boot
+	if !later && previous.EarlierSince != nil { // b is recorded already
+		previous = &v1alpha1.Boot{Since: *previous.EarlierSince}
+	}
+	if left := es.startupGraceLeft(previous, lease, began); left > 0 {
 		return attest.RefuseFor(left, attestv1.Reason_REASON_BUSY, "%s of node %s: the boot at %s got its key or ticket, or attested, at %s, and its kubelet has not come yet. If that was this machine, and it went down again, it is let in after %s; if not, one of the two is a copy",
-			b, n.Name, cmp.Or(n.Status.Boot.Address, "an unknown address"), state.UTC(n.Status.Boot.Since.Time), left.Round(time.Second))
+			b, n.Name, cmp.Or(previous.Address, "an unknown address"), state.UTC(previous.Since.Time), left.Round(time.Second))
 	}
 	if !es.waits.begin(m) {
 		return attest.RefuseFor(retryWait, attestv1.Reason_REASON_BUSY, "whether an earlier boot of node %s still runs is being looked at, or that of %d other machines", n.Name, maxLeaseWaits)

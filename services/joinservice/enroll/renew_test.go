@@ -119,3 +119,60 @@ func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 		t.Errorf("recorded is %+v", b)
 	}
 }
+
+// J11: the attester and the bootstrapper of one machine ask at the same time, after it has booted without usable certificates.
+func TestCertificatesForAMachineThatAttestsMeanwhile(t *testing.T) {
+	const grace = time.Hour
+	for name, tt := range map[string]struct {
+		since    time.Duration // the previous boot was recorded so long ago
+		attests  []uint32      // the boots that attest while the renewal checks the previous one
+		before   bool          // they attest before it
+		want     attestv1.Reason
+		recorded int64
+	}{
+		"during the check":                    {2 * grace, []uint32{3}, false, attestv1.Reason_REASON_ACCEPTED, 3},
+		"twice":                               {2 * grace, []uint32{3, 3}, false, attestv1.Reason_REASON_ACCEPTED, 3},
+		"before it":                           {2 * grace, []uint32{3}, true, attestv1.Reason_REASON_ACCEPTED, 3},
+		"before it, soon after another boot":  {grace / 2, []uint32{3}, true, attestv1.Reason_REASON_BUSY, 3},
+		"before it, as a boot after another":  {2 * grace, []uint32{2, 3}, true, attestv1.Reason_REASON_BUSY, 3},
+		"during it, as a boot after another":  {2 * grace, []uint32{2, 3}, false, attestv1.Reason_REASON_API_UNAVAILABLE, 3},
+		"during it, as another boot, a later": {2 * grace, []uint32{4}, false, attestv1.Reason_REASON_VERDICT_OLD, 4},
+	} {
+		t.Run(name, func(t *testing.T) {
+			roomtest.Shared.Reset(t)
+			k, other := roomtest.New(t), roomtest.New(t)
+			c := roomtest.Claim(1)
+			c.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now().Add(-tt.since)}
+			roomtest.Enroll(t, k, c, "a")
+			k.SetFirst(grace)
+			roomtest.Seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+			later := c
+			later.Boot = enroll.Boot{Reset: 3, Secret: keys.NewBootSecret(), Verified: time.Now()}
+			attests := func() {
+				for _, reset := range tt.attests {
+					b := later.Boot
+					if b.Reset = reset; reset != 3 {
+						b.Secret, b.Verified = keys.NewBootSecret(), b.Verified.Add(time.Duration(reset)*time.Millisecond)
+					}
+					if _, _, err := other.Reattest(t.Context(), c.Machine, b, roomtest.Ticket("")); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+			if tt.before {
+				attests()
+			} else {
+				k.State.Cluster.Client = lookingAtLease{k.State.Cluster.Client, &sync.Once{}, attests}
+			}
+			got := attestv1.Reason_REASON_ACCEPTED
+			_, err := k.BeginRenewal(t.Context(), later, roomtest.Ticket("b"))
+			if err != nil {
+				got = attest.ReasonOf(err)
+			}
+			b := roomtest.Shared.Node(t, c.Node).Status.Boot
+			if got != tt.want || b.ResetCount != tt.recorded || b.EarlierEnded != (err == nil) || b.EarlierEnded != (b.EarlierSince == nil) {
+				t.Errorf("%v, want %s; recorded is %+v", err, tt.want, b)
+			}
+		})
+	}
+}

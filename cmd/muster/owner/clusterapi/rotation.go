@@ -16,6 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
 // secretsAtOnce bounds the Secrets in memory.
@@ -132,24 +134,32 @@ func keyOf(token []byte) string {
 	return fmt.Sprintf("%x", id)
 }
 
-// The ConfigMap from which aggregated API servers read what the API servers accept.
-const (
-	authenticationMap = "extension-apiserver-authentication"
-	frontProxyKey     = "requestheader-client-ca-file"
-)
+// authenticationMap is the ConfigMap from which aggregated API servers and other programs read what the API servers accept.
+const authenticationMap = "extension-apiserver-authentication"
 
-// DropFrontProxies removes from what aggregated API servers read all authorities of the front proxy but one, in PEM: API servers only add to it.
-func (c *Client) DropFrontProxies(ctx context.Context, but string) error {
+// publishedAs is the key of [authenticationMap] of each authority that is in it.
+var publishedAs = map[clusterinfo.RotatedKey]string{
+	clusterinfo.FrontProxyCA: "requestheader-client-ca-file",
+	clusterinfo.ClusterCA:    "client-ca-file",
+}
+
+// DropAuthorities removes from what aggregated API servers read all authorities of a kind but one, in PEM: API servers only add to it. It does nothing for
+// other kinds of keys.
+func (c *Client) DropAuthorities(ctx context.Context, kind clusterinfo.RotatedKey, but string) error {
+	key, published := publishedAs[kind]
+	if !published {
+		return nil
+	}
 	return once(ctx, func(ctx context.Context) error {
 		m := &corev1.ConfigMap{}
 		if err := c.client.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: authenticationMap}, m); err != nil {
 			return err
 		}
-		has := slices.Sorted(slices.Values(blocks(m.Data[frontProxyKey])))
+		has := slices.Sorted(slices.Values(blocks(m.Data[key])))
 		if want := slices.Sorted(slices.Values(blocks(but))); slices.Equal(has, want) {
 			return nil
 		}
-		m.Data[frontProxyKey] = strings.Join(blocks(but), "")
+		m.Data[key] = strings.Join(blocks(but), "")
 		return c.client.Update(ctx, m) // a conflict is tried again
 	})
 }

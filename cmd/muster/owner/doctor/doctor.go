@@ -49,6 +49,7 @@ const (
 	CheckKnown       = "what was known"
 	CheckAccess      = "node access"
 	CheckTPMs        = "TPMs"
+	CheckAuthorities = "certificate authorities"
 	CheckBindings    = "kubeadm's bindings"
 	CheckTokens      = "bootstrap tokens"
 	CheckPodTokens   = "pods' tokens"
@@ -99,7 +100,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 	if !d.kubeconfig() || !d.apiServer(ctx) {
 		return &d.Report
 	}
-	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.known, d.root, d.description, d.access, d.tpms, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
+	d.each(ctx, d.nodeClocks, d.kinds, d.chart, d.services, d.ownerKey, d.known, d.root, d.description, d.access, d.tpms, d.authorities, d.bindings, d.tokens, d.podTokens, d.privilegedPods, d.joinservices, d.auditLog, d.nodes, d.disks)
 	return &d.Report
 }
 

@@ -1850,7 +1850,11 @@ type RenewAdministratorResponse struct {
 	Certificate []byte `protobuf:"bytes,1,opt,name=certificate,proto3" json:"certificate,omitempty"`
 	// How long to wait before the next call; set by the joinservice if there is no
 	// certificate, above zero and at most 1 min.
-	RetryAfter    *durationpb.Duration `protobuf:"bytes,2,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
+	RetryAfter *durationpb.Duration `protobuf:"bytes,2,opt,name=retry_after,json=retryAfter,proto3" json:"retry_after,omitempty"`
+	// The certificate authorities of the cluster, X.509 in PEM, the one that signs first; set with
+	// the certificate. The owner's program trusts them if its folder does not know the one that has
+	// signed, since this joinservice has proven what it booted. Empty from an older joinservice.
+	CaCertificate []byte `protobuf:"bytes,3,opt,name=ca_certificate,json=caCertificate,proto3" json:"ca_certificate,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1895,6 +1899,13 @@ func (x *RenewAdministratorResponse) GetCertificate() []byte {
 func (x *RenewAdministratorResponse) GetRetryAfter() *durationpb.Duration {
 	if x != nil {
 		return x.RetryAfter
+	}
+	return nil
+}
+
+func (x *RenewAdministratorResponse) GetCaCertificate() []byte {
+	if x != nil {
+		return x.CaCertificate
 	}
 	return nil
 }
@@ -2030,11 +2041,12 @@ const file_muster_join_v1_join_proto_rawDesc = "" +
 	"\tsigned_at\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\bsignedAt\x12\x1c\n" +
 	"\tsignature\x18\x04 \x01(\fR\tsignature\"U\n" +
 	"\x19RenewAdministratorRequest\x128\n" +
-	"\x05order\x18\x01 \x01(\v2\".muster.join.v1.AdministratorOrderR\x05order\"z\n" +
+	"\x05order\x18\x01 \x01(\v2\".muster.join.v1.AdministratorOrderR\x05order\"\xa1\x01\n" +
 	"\x1aRenewAdministratorResponse\x12 \n" +
 	"\vcertificate\x18\x01 \x01(\fR\vcertificate\x12:\n" +
 	"\vretry_after\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\n" +
-	"retryAfter*E\n" +
+	"retryAfter\x12%\n" +
+	"\x0eca_certificate\x18\x03 \x01(\fR\rcaCertificate*E\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vROLE_WORKER\x10\x01\x12\x16\n" +
