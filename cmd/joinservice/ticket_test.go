@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -315,6 +316,10 @@ func TestATicketThatIsTooOldIsNotReturned(t *testing.T) {
 
 func TestAControlPlaneGetsItsFiles(t *testing.T) {
 	s := setUp(t)
+	cross := []byte("the cross certificate of a rotation")
+	if err := os.WriteFile(filepath.Join(s.pki, "muster-cross.crt"), cross, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	m := s.controlMachine(t)
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane})
 	w := worker(t, named("cp2", disk1, "192.168.77.12"), func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE })
@@ -333,6 +338,9 @@ func TestAControlPlaneGetsItsFiles(t *testing.T) {
 	}
 	if !slices.Equal(got, pkiFiles) {
 		t.Errorf("files %v", got)
+	}
+	if !bytes.Equal(ticket.GetCrossCertificate(), cross) { // it has no key to sign one
+		t.Errorf("cross certificate %q", ticket.GetCrossCertificate())
 	}
 	if n := s.Node(t, "cp2"); n.Spec.DiskID != disk1 || n.Annotations[v1alpha1.EnrolledByTicket] != "" {
 		t.Errorf("enrollment %+v, ticket %+v", n.Spec, n.Status.Ticket)

@@ -2,14 +2,18 @@ package owner
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
@@ -62,5 +66,47 @@ func TestAControlPlaneThatWasSetBackGetsTheKeyAgain(t *testing.T) {
 	}
 	if got, want := k.took(), []string{"c2 accept", "c2 use"}; !slices.Equal(got, want) {
 		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+// Both lists decide on nodes that a rotation of the cluster's authority could lose.
+func TestWhichNodesHoldTheRotationUp(t *testing.T) {
+	now, id := time.Now(), strings.Repeat("1", 64)
+	well := func() clusterapi.NodeRelease {
+		return clusterapi.NodeRelease{Name: "w1", Joined: true, Ready: true, Enrollment: &v1alpha1.AttestedNode{
+			Spec: v1alpha1.AttestedNodeSpec{DiskID: "d"},
+			Status: v1alpha1.AttestedNodeStatus{
+				Authorities: []string{id}, KubeletAuthorities: []string{id}, LastVerdict: &v1alpha1.Verdict{Accepted: true, Time: metav1.NewTime(now)},
+			},
+		}}
+	}
+	for name, tt := range map[string]struct {
+		change func(n *clusterapi.NodeRelease)
+		behind string // "": it does not hold --finish up
+		silent bool
+	}{
+		"well":                  {func(*clusterapi.NodeRelease) {}, "", false},
+		"not Ready":             {func(n *clusterapi.NodeRelease) { n.Ready = false }, "is off", false},
+		"without an enrollment": {func(n *clusterapi.NodeRelease) { n.Enrollment = nil }, "has no AttestedNode", false},
+		"banned":                {func(n *clusterapi.NodeRelease) { n.Enrollment.Spec.Banned, n.Enrollment.Status.Authorities = true, nil }, "", false},
+		"enrolled, not joined": {func(n *clusterapi.NodeRelease) {
+			n.Joined, n.Enrollment.Spec.DiskID, n.Enrollment.Status = false, "", v1alpha1.AttestedNodeStatus{}
+		}, "", false},
+		"joined once, without Node":  {func(n *clusterapi.NodeRelease) { n.Joined, n.Enrollment.Status = false, v1alpha1.AttestedNodeStatus{} }, "has not reported", false},
+		"of an older version":        {func(n *clusterapi.NodeRelease) { n.Enrollment.Status.Authorities = nil }, "has not reported", true},
+		"another authority's":        {func(n *clusterapi.NodeRelease) { n.Enrollment.Status.Authorities = []string{oldKey} }, "has not reported", false},
+		"a kubelet's of another one": {func(n *clusterapi.NodeRelease) { n.Enrollment.Status.KubeletAuthorities = []string{oldKey} }, "of the old authority", false},
+	} {
+		n := well()
+		tt.change(&n)
+		r := &rotating{RotationConfig: RotationConfig{Now: func() time.Time { return now }}, now: &clusterinfo.Rotation{ID: id}}
+		var problems []string
+		r.behind([]clusterapi.NodeRelease{n}, func(format string, args ...any) { problems = append(problems, fmt.Sprintf(format, args...)) })
+		if (tt.behind == "") != (len(problems) == 0) || !strings.Contains(strings.Join(problems, ""), tt.behind) {
+			t.Errorf("%s: %q, want %q", name, problems, tt.behind)
+		}
+		if got := silent([]clusterapi.NodeRelease{n}); (len(got) > 0) != tt.silent {
+			t.Errorf("%s: silent are %q", name, got)
+		}
 	}
 }

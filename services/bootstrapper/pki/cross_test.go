@@ -190,6 +190,12 @@ func TestAnAuthorityThatHasEndedSignsNoCrossCertificate(t *testing.T) {
 		t.Fatal(err)
 	}
 	next, _ := newAuthority(t)
+	was := parse(t, old)
+	longer := parse(t, next)
+	longer.NotBefore, longer.NotAfter = was.NotBefore.Add(-time.Hour), was.NotAfter.Add(time.Hour)
+	if c, err := a.CrossSign(longer); err != nil || !c.NotBefore.Equal(was.NotBefore) || !c.NotAfter.Equal(was.NotAfter) {
+		t.Errorf("for a longer one: %+v, %v", c, err)
+	}
 	later := parse(t, next)
 	later.NotBefore = time.Now().Add(48 * time.Hour)
 	if _, err := a.CrossSign(later); err == nil {

@@ -17,6 +17,8 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
+
+	authority "github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 func TestRenewedAtTwoThirdsOfALife(t *testing.T) {
@@ -303,6 +305,9 @@ func TestAtBootOnlyWhatExpiredIsRenewed(t *testing.T) {
 			return nil
 		}); err != nil {
 			t.Fatal(err)
+		}
+		if _, err := tls.LoadX509KeyPair(filepath.Join(root, pki, authority.SignerFile), filepath.Join(root, pki, "ca.key")); err != nil {
+			t.Errorf("kube-controller-manager can't sign: %v", err)
 		}
 		if off > 0 != tt.want {
 			t.Errorf("at %v of its life: the kubelet was stopped %d times", tt.share, off)

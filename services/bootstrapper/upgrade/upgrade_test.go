@@ -25,6 +25,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
+	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -307,6 +308,9 @@ func TestANodeIsUpgraded(t *testing.T) {
 			n.crash = func(what string) error {
 				if what == "kubeadm upgrade begins" {
 					ran = n.get("/usr/local/bin/kubeadm") + ", " + n.get("/usr/local/bin/kubelet")
+					if _, err := os.Stat(n.on(machine.PKIFolder + "/" + pki.SignerFile)); (err == nil) != tt.controlPlane {
+						t.Errorf("the new controller manager's certificate: %v", err)
+					}
 					if n.cluster.leased != tt.controlPlane {
 						t.Errorf("kubeadm runs, and the lease is held: %t", n.cluster.leased)
 					}
