@@ -10,7 +10,6 @@ import (
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -82,11 +81,14 @@ func (a *app) verifyCollateralCommand() *cobra.Command {
 	}
 }
 
+// applyCollateral are the flags of muster collateral apply.
+type applyCollateral struct {
+	dry, worse    bool
+	wait, timeout time.Duration
+}
+
 func (a *app) applyCollateralCommand() *cobra.Command {
-	var (
-		dry, worse    bool
-		wait, timeout time.Duration
-	)
+	var f applyCollateral
 	cmd := &cobra.Command{
 		Use:   "apply FILE [--dry-run] [--allow-worse]",
 		Short: "Put collateral into the policy of the owner's folder, sign it, and put it in force",
@@ -100,45 +102,56 @@ a document older than the policy's: a mirror can repeat documents that are signe
 with a warning, for instance when a model of processors is no longer used.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			text, err := os.ReadFile(args[0])
-			if err != nil {
-				return err
-			}
-			c, ends, err := owner.ReadCollateral(text, time.Now())
-			if err != nil {
-				return fmt.Errorf("%s: %w", args[0], err)
-			}
-			return a.withFolder(func(dir *ownerdir.Dir) error {
-				policy, why, err := owner.WithCollateral(dir, c, worse)
-				if err != nil {
-					return err
-				}
-				for _, w := range why {
-					fmt.Fprintf(a.stderr, "Warning: %s.\n", w)
-				}
-				if dry {
-					return a.policyDiff(cmd.Context(), dir, policy, wait)
-				}
-				ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
-				defer cancel()
-				p, err := owner.ApplyPolicy(ctx, dir, policy, false)
-				if err != nil {
-					return err
-				}
-				_ = a.remember(ctx, dir) // a failure is printed
-				if a.output == outputJSON {
-					return a.json(p.Status)
-				}
-				fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).\n", p.Status.Serial, p.Status.Generation)
-				return a.showEnds(ends)
-			})
+			return a.applyCollateral(cmd.Context(), args[0], f, time.Now())
 		},
 	}
-	cmd.Flags().BoolVar(&dry, "dry-run", false, "only show which running nodes would be refused")
-	cmd.Flags().BoolVar(&worse, "allow-worse", false, "apply it also if it lacks what the rules need, or has data older than the policy's")
-	cmd.Flags().DurationVar(&wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0: show the difference only")
-	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
+	cmd.Flags().BoolVar(&f.dry, "dry-run", false, "only show which running nodes would be refused")
+	cmd.Flags().BoolVar(&f.worse, "allow-worse", false, "apply it also if it lacks what the rules need, or has data older than the policy's")
+	cmd.Flags().DurationVar(&f.wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0: show the difference only")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", time.Minute, "how long to wait for the services")
 	return cmd
+}
+
+func (a *app) applyCollateral(ctx context.Context, file string, f applyCollateral, now time.Time) error {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	c, ends, err := owner.ReadCollateral(text, now)
+	if err != nil {
+		return fmt.Errorf("%s: %w", file, err)
+	}
+	folder := a.open // the policy in it changes
+	if f.dry {
+		folder = a.view
+	}
+	dir, err := folder()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = dir.Close() }()
+	policy, why, err := owner.WithCollateral(dir, c, f.worse)
+	if err != nil {
+		return err
+	}
+	for _, w := range why {
+		fmt.Fprintf(a.stderr, "Warning: %s.\n", w)
+	}
+	if f.dry {
+		return a.policyDiff(ctx, dir, policy, f.wait)
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("the services said nothing within %s: %w", f.timeout, context.DeadlineExceeded))
+	defer cancel()
+	p, err := owner.ApplyPolicy(ctx, dir, policy, false)
+	if err != nil {
+		return err
+	}
+	_ = a.remember(ctx, dir) // a failure is printed
+	if a.output == outputJSON {
+		return a.json(p.Status)
+	}
+	fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).\n", p.Status.Serial, p.Status.Generation)
+	return a.showEnds(ends)
 }
 
 // showEnds prints when each part ends.

@@ -1,0 +1,139 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
+)
+
+// march is a time at which Intel's captured data are valid.
+var march = time.Date(2026, 3, 20, 0, 0, 0, 0, time.UTC)
+
+const tdxRules = "hardware:\n  tdx: {statuses: [UpToDate], modules: [{major: 1, svn: 5}], anyMrtd: true}\n"
+
+// testPolicy is a policy that ends with the text more.
+func testPolicy(t *testing.T, more string) []byte {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join("..", "..", "internal", "policyfile", "testdata", "policy.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return append(text, more...)
+}
+
+// collateralFile is what muster collateral fetch wrote in March 2026.
+func collateralFile(t *testing.T) string {
+	t.Helper()
+	file := func(name string) []byte {
+		b, err := os.ReadFile(filepath.Join("..", "..", "trust", "attest", "hardware", "testdata", "tdx", "collateral-2026-03", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	text, err := protojson.Marshal(&attestv1.Collateral{
+		TcbInfos: [][]byte{file("tcb_info_90c06f000000.json")}, TcbInfoChain: file("tcb_signing_chain.pem"), QeIdentity: file("td_qe_identity.json"),
+		QeIdentityChain: file("qe_identity_signing_chain.pem"), IntelCrls: [][]byte{file("root_ca_crl.der"), file("pck_crl_platform.der")},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return save(t, filepath.Join(t.TempDir(), "collateral.json"), text)
+}
+
+// accepts writes what joinservice writes when it has put the newest policy in force, once that has the serial. The command that
+// applies the policy may end before only by an error.
+func accepts(t *testing.T, api *envtest.Cluster, serial int64, command <-chan error) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		select {
+		case err := <-command:
+			t.Fatalf("the command has ended: %v", err)
+		default:
+		}
+		p := &v1alpha1.AttestationPolicy{}
+		if err := api.Client.Get(t.Context(), types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
+			return err
+		}
+		if !strings.Contains(p.Spec.Policy, fmt.Sprintf(`"serial":%d`, serial)) {
+			return fmt.Errorf("the cluster's policy is %s", p.Spec.Policy)
+		}
+		p.Status = v1alpha1.AttestationPolicyStatus{Accepted: true, ObservedGeneration: p.Generation, Generation: p.Generation, Serial: serial}
+		return api.Client.Status().Update(t.Context(), p)
+	})
+}
+
+// Collateral that has ended is replaced by a new policy, which the folder then has as well.
+func TestCollateralIsPutInForce(t *testing.T) {
+	t.Parallel()
+	api, file, path := cluster(t), collateralFile(t), filepath.Join(t.TempDir(), "muster-prod")
+	if err := ownersFolder(path, api, testPolicy(t, tdxRules)); err != nil {
+		t.Fatal(err)
+	}
+	policy := func() string {
+		b, err := os.ReadFile(filepath.Join(path, ownerdir.PolicyFile))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(b)
+	}
+	dir, err := ownerdir.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kube, err := owner.Connect(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, signed, err := owner.SignedPolicy(dir)
+	if err == nil {
+		err = kube.PutPolicy(t.Context(), signed)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	accepts(t, api, 1, nil)
+
+	// Another muster works with the folder: that does not stop what changes nothing.
+	var out strings.Builder
+	a := &app{stdout: &out, stderr: io.Discard, directory: path}
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{dry: true}, march); err != nil || !strings.Contains(out.String(), "collateral") || policy() != string(testPolicy(t, tdxRules)) {
+		t.Errorf("--dry-run: %v\n%s", err, out.String())
+	}
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, march); err == nil || !strings.Contains(err.Error(), "in use by another muster") {
+		t.Errorf("while another muster works with the folder: %v", err)
+	}
+	if err := dir.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	out.Reset()
+	done := make(chan error, 1)
+	go func() {
+		done <- a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, march)
+	}()
+	accepts(t, api, 2, done)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if got := out.String(); !strings.Contains(got, "The policy of serial 2 is in force") || !strings.Contains(got, "TCB info of 90c06f000000") {
+		t.Errorf("%s", got)
+	}
+	if got := policy(); !strings.Contains(got, "tcbInfos") || !strings.Contains(got, "serial: 2") {
+		t.Errorf("the folder's policy:\n%s", got)
+	}
+}
