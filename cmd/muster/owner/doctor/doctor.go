@@ -302,7 +302,7 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 func (d *doctor) collateral(ends []attest.CollateralEnd) {
 	for _, e := range ends {
 		if d.Now().After(e.Time) {
-			d.Add(CheckPolicy, checkup.Fail, "Run muster collateral fetch, then muster collateral apply --dry-run, then muster collateral apply.",
+			d.Add(CheckPolicy, checkup.Fail, "Run muster collateral fetch -o FILE, with --product or --fmspc, then muster collateral apply FILE --dry-run, then muster collateral apply FILE.",
 				"the %s in the cluster's policy ended at %s UTC: hardware reports that need it are refused with HARDWARE_COLLATERAL", e.Name, e.Time.UTC().Format(time.DateTime))
 		}
 	}
