@@ -18,6 +18,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/policyfile"
 )
 
 // march is a time at which Intel's captured data are valid.
@@ -135,5 +136,36 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	}
 	if got := policy(); !strings.Contains(got, "tcbInfos") || !strings.Contains(got, "serial: 2") {
 		t.Errorf("the folder's policy:\n%s", got)
+	}
+}
+
+// The policy for muster init has collateral before there is a folder, and maybe before it has classes. Otherwise the first machine,
+// which gets the cluster's secrets, could not be accepted by its hardware report.
+func TestTheFirstPolicyGetsCollateral(t *testing.T) {
+	text := testPolicy(t, tdxRules)
+	path := save(t, filepath.Join(t.TempDir(), "policy.yaml"), text)
+	var log strings.Builder
+	a := &app{stdout: io.Discard, stderr: &log}
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, march); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p, _, err := policyfile.Parse(got); err != nil || p.Serial() != 2 || len(p.CollateralEnds()) != 4 || !strings.Contains(log.String(), "serial is now 2") {
+		t.Errorf("%v, %s\n%s", err, log.String(), got)
+	}
+	// One that lacks what the rules need is refused, and the file stays.
+	save(t, path, testPolicy(t, tdxRules+"  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n"))
+	before, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, march); err == nil || !strings.Contains(err.Error(), "no revocation list of AMD") {
+		t.Errorf("%v", err)
+	}
+	if after, err := os.ReadFile(path); err != nil || string(after) != string(before) {
+		t.Errorf("it was written: %v", err)
 	}
 }
