@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -68,5 +69,22 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 	cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = l.Addr().String(), attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
 	if s, err := Verify(t.Context(), cfg); err != nil || s.Accepted || s.Machine != "" || s.Problem.Reason != "BINDING_MISMATCH" {
 		t.Errorf("%+v, %v", s, err)
+	}
+}
+
+// A machine that sends no hardware report has neither another image nor other firmware.
+func TestAMissingHardwareReportHasItsOwnRemedy(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	cfg := VerifyConfig{}
+	cfg.Addr, cfg.Purpose, cfg.Locks = serveFirst(t, m).addr, attest.PurposeMachine, []attest.Lock{attest.Unlocked()}
+	cfg.Policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
+		p.Hardware = &attestv1.HardwarePolicy{Require: []string{"sev-snp"}, SevSnp: &attestv1.SevSnpRules{
+			MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
+		}}
+	})
+	s, err := Verify(t.Context(), cfg)
+	if err != nil || s.Accepted || s.Problem.Reason != "POLICY_REFUSED" || !strings.Contains(s.Problem.Message, "the machine sent none") || !strings.Contains(s.Problem.Remedy, "All else of the machine is accepted") {
+		t.Errorf("%+v, %v", s.Problem, err)
 	}
 }
