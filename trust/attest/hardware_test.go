@@ -414,8 +414,13 @@ func TestRulesThatAllowMoreAreApplied(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
+	s := f.scene(t, hwreport.AzureSevSnp)
+	s.secure = false
+	if _, _, err := s.appraise(); err == nil || !strings.Contains(err.Error(), "azureAllowNoSecureBoot") {
+		t.Errorf("the refusal does not name the rule that would allow it: %v", err)
+	}
 	// Debugging is refused by whatever rules.
-	s := f.scene(t, hwreport.SevSnp)
+	s = f.scene(t, hwreport.SevSnp)
 	s.sent = f.resign(t, func(b []byte) { b[0x0A] |= 1 << 3 })
 	s.policy = func(p *attestv1.HardwarePolicy) { p.SevSnp.AllowGuestPolicy = []string{"SMT", "MIGRATE_MA", "CXL"} }
 	if _, _, err := s.appraise(); attest.ReasonOf(err) != hardware.Policy {
