@@ -1,6 +1,8 @@
 package main
 
 import (
+	"encoding/hex"
+	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -21,8 +23,8 @@ import (
 	"github.com/muster-k8s/muster/internal/policyfile"
 )
 
-// march is a time at which Intel's captured data are valid.
-var march = time.Date(2026, 3, 20, 0, 0, 0, 0, time.UTC)
+// june is a time at which Intel's captured data are valid.
+var june = time.Date(2025, 6, 20, 0, 0, 0, 0, time.UTC)
 
 const tdxRules = "hardware:\n  tdx: {statuses: [UpToDate], modules: [{major: 1, svn: 5}], anyMrtd: true}\n"
 
@@ -36,19 +38,34 @@ func testPolicy(t *testing.T, more string) []byte {
 	return append(text, more...)
 }
 
-// collateralFile is what muster collateral fetch wrote in March 2026.
+// collateralFile is what muster collateral fetch would have written in June 2025.
 func collateralFile(t *testing.T) string {
 	t.Helper()
 	file := func(name string) []byte {
-		b, err := os.ReadFile(filepath.Join("..", "..", "trust", "attest", "hardware", "testdata", "tdx", "collateral-2026-03", name))
+		b, err := os.ReadFile(filepath.Join("..", "..", "trust", "attest", "hardware", "testdata", "tdx", "v4-uptodate-2025", name))
 		if err != nil {
 			t.Fatal(err)
 		}
 		return b
 	}
+	var all map[string]string
+	if err := json.Unmarshal(file("collateral.json"), &all); err != nil {
+		t.Fatal(err)
+	}
+	list := func(name string) []byte {
+		b, err := hex.DecodeString(all[name])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	signed := func(name, as string) []byte {
+		return []byte(`{"` + as + `":` + all[name] + `,"signature":"` + all[name+"_signature"] + `"}`)
+	}
 	text, err := protojson.Marshal(&attestv1.Collateral{
-		TcbInfos: [][]byte{file("tcb_info_90c06f000000.json")}, TcbInfoChain: file("tcb_signing_chain.pem"), QeIdentity: file("td_qe_identity.json"),
-		QeIdentityChain: file("qe_identity_signing_chain.pem"), IntelCrls: [][]byte{file("root_ca_crl.der"), file("pck_crl_platform.der")},
+		TcbInfos: [][]byte{signed("tcb_info", "tcbInfo")}, TcbInfoChain: []byte(all["tcb_info_issuer_chain"]),
+		QeIdentity: signed("qe_identity", "enclaveIdentity"), QeIdentityChain: []byte(all["qe_identity_issuer_chain"]),
+		IntelCrls: [][]byte{list("root_ca_crl"), list("pck_crl"), file("pck_crl_processor.der")},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -112,10 +129,10 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	// Another muster works with the folder: that does not stop what changes nothing.
 	var out strings.Builder
 	a := &app{stdout: &out, stderr: io.Discard, directory: path}
-	if err := a.applyCollateral(t.Context(), file, applyCollateral{dry: true}, march); err != nil || !strings.Contains(out.String(), "collateral") || policy() != string(testPolicy(t, tdxRules)) {
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{dry: true}, june); err != nil || !strings.Contains(out.String(), "collateral") || policy() != string(testPolicy(t, tdxRules)) {
 		t.Errorf("--dry-run: %v\n%s", err, out.String())
 	}
-	if err := a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, march); err == nil || !strings.Contains(err.Error(), "in use by another muster") {
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june); err == nil || !strings.Contains(err.Error(), "in use by another muster") {
 		t.Errorf("while another muster works with the folder: %v", err)
 	}
 	if err := dir.Close(); err != nil {
@@ -125,13 +142,13 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	out.Reset()
 	done := make(chan error, 1)
 	go func() {
-		done <- a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, march)
+		done <- a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june)
 	}()
 	accepts(t, api, 2, done)
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
-	if got := out.String(); !strings.Contains(got, "The policy of serial 2 is in force") || !strings.Contains(got, "TCB info of 90c06f000000") {
+	if got := out.String(); !strings.Contains(got, "The policy of serial 2 is in force") || !strings.Contains(got, "TCB info of b0c06f000000") {
 		t.Errorf("%s", got)
 	}
 	if got := policy(); !strings.Contains(got, "tcbInfos") || !strings.Contains(got, "serial: 2") {
@@ -146,14 +163,14 @@ func TestTheFirstPolicyGetsCollateral(t *testing.T) {
 	path := save(t, filepath.Join(t.TempDir(), "policy.yaml"), text)
 	var log strings.Builder
 	a := &app{stdout: io.Discard, stderr: &log}
-	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, march); err != nil {
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err != nil {
 		t.Fatal(err)
 	}
 	got, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p, _, err := policyfile.Parse(got); err != nil || p.Serial() != 2 || len(p.CollateralEnds()) != 4 || !strings.Contains(log.String(), "serial is now 2") {
+	if p, _, err := policyfile.Parse(got); err != nil || p.Serial() != 2 || len(p.CollateralEnds()) != 5 || !strings.Contains(log.String(), "serial is now 2") {
 		t.Errorf("%v, %s\n%s", err, log.String(), got)
 	}
 	// One that lacks what the rules need is refused, and the file stays.
@@ -162,7 +179,7 @@ func TestTheFirstPolicyGetsCollateral(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, march); err == nil || !strings.Contains(err.Error(), "no revocation list of AMD") {
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err == nil || !strings.Contains(err.Error(), "no revocation list of AMD") {
 		t.Errorf("%v", err)
 	}
 	if after, err := os.ReadFile(path); err != nil || string(after) != string(before) {
