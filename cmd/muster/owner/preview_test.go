@@ -166,7 +166,7 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 	if d, err := DiffPolicy(ctx, o.Dir, next); err != nil || !strings.Contains(d, "+serial: \"2\"") {
 		t.Errorf("%v\n%s", err, d)
 	}
-	waiting, stop := context.WithCancel(ctx)
+	waiting, stop := context.WithTimeout(ctx, time.Minute)
 	defer stop()
 	appraised := make(chan struct{})
 	go func() {
