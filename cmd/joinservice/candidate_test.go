@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/base64"
+	"fmt"
 	"testing"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -10,6 +11,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -58,4 +60,35 @@ func TestANodeIsAlsoAppraisedByTheNextPolicy(t *testing.T) {
 	})
 	s.candidate(t, nil)
 	next(t, func(c *v1alpha1.CandidateVerdict) bool { return c == nil })
+}
+
+// The owner replaces collateral that has ended: until the new one is in force, all nodes are refused, and the owner asks whether that is
+// the end of it.
+func TestARefusedNodeIsAlsoAppraisedByTheNextPolicy(t *testing.T) {
+	s := setUp(t, recordsSoon)
+	m := attesttest.NewMachine(t, s.ca, attesttest.Options{Hardware: milan(t, "vcek.der")})
+	s.ticketFor(t, m, worker(t))
+	m.LockTo(s.ID)
+	if _, err := s.reattested(t, m); err != nil {
+		t.Fatal(err)
+	}
+	s.inForce(t, s.policy(t, requireMilan))
+	for _, tt := range []struct {
+		reason string
+		serial uint64
+		change func(*attestv1.Policy)
+	}{
+		{"ACCEPTED", 3, func(*attestv1.Policy) {}},
+		{"HARDWARE_COLLATERAL", 4, requireMilan},
+	} {
+		s.candidate(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, tt.change, func(p *attestv1.Policy) { p.Serial = tt.serial }))
+		membertest.Eventually(t, func() error { // joinservice learns of the candidate by a watch
+			if _, err := s.reattest(t, m); rpc.ReasonFrom(err) != attestv1.Reason_REASON_HARDWARE_COLLATERAL {
+				return fmt.Errorf("want a refusal for the collateral: %w", err)
+			}
+			st := s.Node(t, "w1").Status
+			v, c := st.LastVerdict, st.Candidate
+			return membertest.Want(!v.Accepted && v.Reason == "HARDWARE_COLLATERAL" && c != nil && c.Reason == tt.reason && c.Accepted == (tt.reason == "ACCEPTED"), "%+v, by the next policy %+v", v, c)
+		})
+	}
 }

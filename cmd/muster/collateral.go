@@ -82,13 +82,17 @@ func (a *app) verifyCollateralCommand() *cobra.Command {
 	}
 }
 
+// applyCollateral are the flags of muster collateral apply.
+type applyCollateral struct {
+	dry, worse    bool
+	policy        string
+	wait, timeout time.Duration
+}
+
 func (a *app) applyCollateralCommand() *cobra.Command {
-	var (
-		dry, worse    bool
-		wait, timeout time.Duration
-	)
+	var f applyCollateral
 	cmd := &cobra.Command{
-		Use:   "apply FILE [--dry-run] [--allow-worse]",
+		Use:   "apply FILE [--dry-run] [--allow-worse] [--policy FILE]",
 		Short: "Put collateral into the policy of the owner's folder, sign it, and put it in force",
 		Long: `The policy of the owner's folder gets the collateral, and its serial is counted up. A vendor may have raised a TCB since: so first
 run it with --dry-run. Then nothing comes into force, and the joinservices appraise each running node by it as well, when its
@@ -97,48 +101,84 @@ one.
 
 The file takes the place of all collateral in the policy. A file is refused that lacks what the policy's rules need, or that has
 a document older than the policy's: a mirror can repeat documents that are signed and not yet ended. --allow-worse applies it
-with a warning, for instance when a model of processors is no longer used.`,
+with a warning, for instance when a model of processors is no longer used.
+
+Before there is a cluster, --policy names the policy that muster init will get. Then only that file changes.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			text, err := os.ReadFile(args[0])
-			if err != nil {
-				return err
+			if f.policy != "" && (f.dry || cmd.Flags().Changed("timeout")) {
+				return usagef("--policy changes that file only: --dry-run and --timeout are about a cluster")
 			}
-			c, ends, err := owner.ReadCollateral(text, time.Now())
-			if err != nil {
-				return fmt.Errorf("%s: %w", args[0], err)
-			}
-			return a.withFolder(func(dir *ownerdir.Dir) error {
-				policy, why, err := owner.WithCollateral(dir, c, worse)
-				if err != nil {
-					return err
-				}
-				for _, w := range why {
-					fmt.Fprintf(a.stderr, "Warning: %s.\n", w)
-				}
-				if dry {
-					return a.policyDiff(cmd.Context(), dir, policy, wait)
-				}
-				ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
-				defer cancel()
-				p, err := owner.ApplyPolicy(ctx, dir, policy, false)
-				if err != nil {
-					return err
-				}
-				_ = a.remember(ctx, dir) // a failure is printed
-				if a.output == outputJSON {
-					return a.json(p.Status)
-				}
-				fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).\n", p.Status.Serial, p.Status.Generation)
-				return a.showEnds(ends)
-			})
+			return a.applyCollateral(cmd.Context(), args[0], f, time.Now())
 		},
 	}
-	cmd.Flags().BoolVar(&dry, "dry-run", false, "only show which running nodes would be refused")
-	cmd.Flags().BoolVar(&worse, "allow-worse", false, "apply it also if it lacks what the rules need, or has data older than the policy's")
-	cmd.Flags().DurationVar(&wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0: show the difference only")
-	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
+	cmd.Flags().BoolVar(&f.dry, "dry-run", false, "only show which running nodes would be refused")
+	cmd.Flags().BoolVar(&f.worse, "allow-worse", false, "apply it also if it lacks what the rules need, or has data older than the policy's")
+	cmd.Flags().StringVar(&f.policy, "policy", "", "change only this policy, before there is a cluster (default: that of the owner's folder, which is put in force)")
+	cmd.Flags().DurationVar(&f.wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0: show the difference only")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", time.Minute, "how long to wait for the services")
 	return cmd
+}
+
+func (a *app) applyCollateral(ctx context.Context, file string, f applyCollateral, now time.Time) error {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	c, ends, err := owner.ReadCollateral(text, now)
+	if err != nil {
+		return fmt.Errorf("%s: %w", file, err)
+	}
+	with := func(text []byte, serial uint64) ([]byte, error) {
+		policy, why, err := owner.WithCollateral(text, serial, c, f.worse)
+		if err != nil {
+			return nil, err
+		}
+		for _, w := range why {
+			fmt.Fprintf(a.stderr, "Warning: %s.\n", w)
+		}
+		return policy, nil
+	}
+	if f.policy != "" {
+		path, serial, err := a.changePolicy(f.policy, with)
+		if err != nil {
+			return err
+		}
+		fmt.Fprintf(a.stderr, "%s has the collateral, and its serial is now %d.\n", path, serial)
+		return a.showEnds(ends)
+	}
+	folder := a.open // the policy in it changes
+	if f.dry {
+		folder = a.view
+	}
+	dir, err := folder()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = dir.Close() }()
+	text, serial, err := nextSerial(func() ([]byte, error) { return dir.Read(ownerdir.PolicyFile) })
+	if err != nil {
+		return fmt.Errorf("%s: %w", dir.File(ownerdir.PolicyFile), err)
+	}
+	policy, err := with(text, serial)
+	if err != nil {
+		return err
+	}
+	if f.dry {
+		return a.policyDiff(ctx, dir, policy, f.wait)
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("the services said nothing within %s: %w", f.timeout, context.DeadlineExceeded))
+	defer cancel()
+	p, err := owner.ApplyPolicy(ctx, dir, policy, false)
+	if err != nil {
+		return err
+	}
+	_ = a.remember(ctx, dir) // a failure is printed
+	if a.output == outputJSON {
+		return a.json(p.Status)
+	}
+	fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).\n", p.Status.Serial, p.Status.Generation)
+	return a.showEnds(ends)
 }
 
 // showEnds prints when each part ends.

@@ -33,7 +33,7 @@ line is another one, is missing or was not expected.
 
 The machine is named by the address of one that waits, by its node, or by the complete ID of one that muster approve shows. A FILE is an event
 log (/sys/kernel/security/tpm0/binary_bios_measurements) or evidence (/var/log/muster-verify on a node); nothing of it is verified.
-The exit code is 1 if something differs.`,
+The exit code is 1 if something differs, or if the machine is refused.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			path, err := a.policyPath(policy)
@@ -152,8 +152,11 @@ func (a *app) waitingAt(ctx context.Context, id attest.MachineID, timeout time.D
 	return w.Address, nil
 }
 
-// errDiffers is the result of an explanation that has something to say.
-var errDiffers = errors.New("what the machine booted differs")
+// Results of an explanation that has something to say.
+var (
+	errDiffers = errors.New("what the machine booted differs")
+	errRefused = errors.New("the machine is refused, and not for what it booted")
+)
 
 func (a *app) showExplanation(e *owner.Explanation) error {
 	differs := len(e.Differences)+len(e.Rules) > 0
@@ -161,8 +164,11 @@ func (a *app) showExplanation(e *owner.Explanation) error {
 		differs = differs || len(f.PCRs) > 0
 	}
 	var end error
-	if differs {
+	switch {
+	case differs:
 		end = &shown{errDiffers}
+	case e.Refusal != nil:
+		end = &shown{errRefused}
 	}
 	if a.output == outputJSON {
 		return errors.Join(a.json(e), end)
@@ -210,7 +216,14 @@ func (a *app) showExplanation(e *owner.Explanation) error {
 	for _, s := range e.Log {
 		fmt.Fprintf(a.stdout, "  PCR %-2d  %s, digest %s\n", s.PCR, s.What, hex.EncodeToString(s.Digest))
 	}
-	if !differs {
+	switch r := e.Refusal; {
+	case differs:
+	case r != nil:
+		fmt.Fprintf(a.stdout, "\nNothing differs in what the machine booted. The refusal above is for something else. %s\n", r.Remedy)
+		if e.Hardware != "" {
+			fmt.Fprintf(a.stdout, "\nHardware  %s\n", e.Hardware)
+		}
+	default:
 		fmt.Fprintln(a.stdout, "\nNothing differs.")
 	}
 	return end

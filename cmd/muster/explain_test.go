@@ -191,12 +191,12 @@ func TestAWaitingMachineIsExplained(t *testing.T) {
 	for name, tt := range map[string]struct {
 		m    *attesttest.Machine
 		want []string
-		code int // 0: nothing differs
+		code int // 0: it is accepted
 	}{
 		"an accepted one": {model, []string{"the verified evidence of machine " + model.ID().String(), "Nothing differs"}, 0},
 		"another image":   {attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"}), []string{"Refused with POLICY_REFUSED", "PCR 9 ", `EV_IPL "initrd of tampered"`}, exitFailed},
 		"other firmware":  {attesttest.NewMachine(t, ca, attesttest.Options{SecureBoot: true}), []string{"No class of the policy has these PCRs", "PCR 7 ", `"SecureBoot=1"`}, exitFailed},
-		"a bare one":      {attesttest.NewMachine(t, ca, attesttest.Options{Bare: true}), []string{"Refused with EK_UNTRUSTED", "Nothing differs"}, 0},
+		"a bare one":      {attesttest.NewMachine(t, ca, attesttest.Options{Bare: true}), []string{"Refused with EK_UNTRUSTED", "Nothing differs in what the machine booted", "muster approve"}, exitFailed},
 		"a foreign TPM":   {attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), nil, exitRefused},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -243,4 +243,29 @@ func serveMachine(t *testing.T, m *attesttest.Machine) string {
 		}
 	})
 	return l.Addr().String()
+}
+
+// What a machine booted is not all that a policy demands.
+func TestARefusalForTheHardwareReportIsExplained(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	policy := func(require ...string) string {
+		return save(t, filepath.Join(t.TempDir(), "policy.yaml"), attesttest.Policy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
+			p.Hardware = &attestv1.HardwarePolicy{Require: require, SevSnp: &attestv1.SevSnpRules{
+				MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
+			}}
+		}))
+	}
+	explained := func(policy string) (string, error) {
+		var out strings.Builder
+		err := (&app{stdout: &out, stderr: &out}).run(t.Context(), []string{"explain", serveMachine(t, m), "--policy", policy})
+		return out.String(), err
+	}
+	out, err := explained(policy("sev-snp"))
+	if err == nil || exitCode(err) != exitFailed || !strings.Contains(out, "Refused with POLICY_REFUSED") || !strings.Contains(out, "The refusal above is for something else") || !strings.Contains(out, "docs/hardware-reports.md") {
+		t.Errorf("%v\n%s", err, out)
+	}
+	if out, err := explained(policy()); err != nil || !strings.Contains(out, "Nothing differs.") {
+		t.Errorf("%v\n%s", err, out)
+	}
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -93,20 +94,29 @@ func (a *app) changePolicy(path string, change func(text []byte, serial uint64) 
 		path = dir.File(ownerdir.PolicyFile)
 		read, write = func() ([]byte, error) { return dir.Read(ownerdir.PolicyFile) }, func(text []byte) error { return dir.Write(ownerdir.PolicyFile, text) }
 	}
+	text, serial, err := nextSerial(read)
+	if err != nil {
+		return "", 0, fmt.Errorf("%s: %w", path, err)
+	}
+	out, err := change(text, serial)
+	if err != nil {
+		return "", 0, fmt.Errorf("%s: %w", path, err)
+	}
+	return path, serial, write(out)
+}
+
+// nextSerial returns the text of a policy, whose classes may be missing, and the serial of the next one.
+func nextSerial(read func() ([]byte, error)) ([]byte, uint64, error) {
 	text, err := read()
 	if err != nil {
-		return "", 0, err
+		return nil, 0, err
 	}
 	p, err := policyfile.ParseForClass(text)
 	if err != nil {
-		return "", 0, fmt.Errorf("%s: %w", path, err)
+		return nil, 0, err
 	}
 	if p.Serial()+1 == 0 {
-		return "", 0, fmt.Errorf("%s: its serial can't be increased", path)
+		return nil, 0, errors.New("its serial can't be increased")
 	}
-	out, err := change(text, p.Serial()+1)
-	if err != nil {
-		return "", 0, fmt.Errorf("%s: %w", path, err)
-	}
-	return path, p.Serial() + 1, write(out)
+	return text, p.Serial() + 1, nil
 }

@@ -36,6 +36,28 @@ func TestRotate(t *testing.T) {
 // objects: no kubelet and no joinservice runs.
 func withCluster(t *testing.T, scripts string) {
 	t.Helper()
+	api := cluster(t)
+	policy, err := os.ReadFile(filepath.Join("..", "..", "internal", "policyfile", "testdata", "policy.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	bin, err := envtest.Binaries()
+	if err != nil {
+		t.Fatal(err)
+	}
+	testscript.Run(t, testscript.Params{
+		Dir: filepath.Join("testdata", scripts),
+		Setup: func(env *testscript.Env) error {
+			env.Setenv("KUBECONFIG", api.Kubeconfig)
+			env.Setenv("PATH", bin+string(filepath.ListSeparator)+env.Getenv("PATH"))
+			return ownersFolder(filepath.Join(env.WorkDir, "muster-prod"), api, policy)
+		},
+	})
+}
+
+// cluster starts an API server with Muster's objects.
+func cluster(t *testing.T) *envtest.Cluster {
+	t.Helper()
 	api, err := envtest.Start(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -51,41 +73,31 @@ func withCluster(t *testing.T, scripts string) {
 	if err := api.Namespace(t.Context(), clusterapi.Namespace); err != nil {
 		t.Fatal(err)
 	}
+	return api
+}
+
+// ownersFolder makes an owner's folder for a cluster.
+func ownersFolder(path string, api *envtest.Cluster, policy []byte) error {
 	kubeconfig, err := os.ReadFile(api.Kubeconfig)
 	if err != nil {
-		t.Fatal(err)
+		return err
 	}
-	policy, err := os.ReadFile(filepath.Join("..", "..", "internal", "policyfile", "testdata", "policy.yaml"))
+	_, key, err := ed25519.GenerateKey(rand.Reader)
 	if err != nil {
-		t.Fatal(err)
+		return err
 	}
-	bin, err := envtest.Binaries()
-	if err != nil {
-		t.Fatal(err)
-	}
-	testscript.Run(t, testscript.Params{
-		Dir: filepath.Join("testdata", scripts),
-		Setup: func(env *testscript.Env) error {
-			env.Setenv("KUBECONFIG", api.Kubeconfig)
-			env.Setenv("PATH", bin+string(filepath.ListSeparator)+env.Getenv("PATH"))
-			_, key, err := ed25519.GenerateKey(rand.Reader)
-			if err != nil {
-				return err
-			}
-			d, err := ownerdir.Create(filepath.Join(env.WorkDir, "muster-prod"), ownerdir.New{
-				Cluster: ownerdir.Cluster{
-					Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443",
-					PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}, Stage: ownerdir.StagePrepared,
-				},
-				Secrets: ownerdir.NewSecrets([32]byte{7}), OwnerKey: key, Policy: policy,
-			})
-			if err != nil {
-				return err
-			}
-			if err := d.Write(ownerdir.AdminConf, kubeconfig); err != nil {
-				return err
-			}
-			return d.Close()
+	d, err := ownerdir.Create(path, ownerdir.New{
+		Cluster: ownerdir.Cluster{
+			Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443",
+			PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}, Stage: ownerdir.StagePrepared,
 		},
+		Secrets: ownerdir.NewSecrets([32]byte{7}), OwnerKey: key, Policy: policy,
 	})
+	if err != nil {
+		return err
+	}
+	if err := d.Write(ownerdir.AdminConf, kubeconfig); err != nil {
+		return err
+	}
+	return d.Close()
 }

@@ -24,7 +24,7 @@ func (a *app) diffCommand() *cobra.Command {
 		Long: `Compares the policy of the owner's folder, or of FILE, with the one in force. Then the joinservices appraise each running node by it as
 well, when its machine attests next, within five minutes: images, machine classes with their rules over the event log, EK certificates,
 firmware versions of TPMs, revocations. Nothing comes into force. The exit code is 1 if a running node would be refused, or has not
-attested within --wait. As for muster policy apply, rules that FILE says nothing of stay as they are in the folder.`,
+attested within --wait; nodes that the policy in force refuses count too. As for muster policy apply, rules that FILE says nothing of stay as they are in the folder.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.withFolder(func(dir *ownerdir.Dir) error {

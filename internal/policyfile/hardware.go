@@ -32,7 +32,7 @@ func SetCollateral(text []byte, serial uint64, c *attestv1.Collateral) ([]byte, 
 	if err != nil {
 		return nil, err
 	}
-	if _, _, err := Parse(out); err != nil {
+	if _, err := parseIncomplete(out); err != nil { // its classes may follow
 		return nil, err
 	}
 	return out, nil
@@ -132,13 +132,13 @@ func checkHardware(h *attestv1.HardwarePolicy, ends []attest.CollateralEnd, now 
 		add("hardware", "sevSnp and tdx show that an accepted guest took part in the session, not that it is this machine: root on one can lend its reports to another machine")
 	}
 	for _, lack := range attest.CollateralLacks(h) {
-		add("hardware.collateral", "every report of the kind is refused with HARDWARE_COLLATERAL: %s; run muster collateral fetch and apply", lack)
+		add("hardware.collateral", "every report of the kind is refused with HARDWARE_COLLATERAL: %s; run muster collateral fetch, then muster collateral apply FILE, with --policy FILE if there is no cluster yet", lack)
 	}
 	for _, e := range ends {
 		if end := e.Time.UTC().Format(time.DateOnly); now.After(e.Time) {
-			add("hardware.collateral", "the %s ended on %s: reports that need it are refused; run muster collateral fetch and apply", e.Name, end)
+			add("hardware.collateral", "the %s ended on %s: reports that need it are refused; run muster collateral fetch, then muster collateral apply FILE", e.Name, end)
 		} else if e.Time.Sub(now) < CollateralSoon {
-			add("hardware.collateral", "the %s ends on %s: run muster collateral fetch and apply before", e.Name, end)
+			add("hardware.collateral", "the %s ends on %s: before, run muster collateral fetch, then muster collateral apply FILE", e.Name, end)
 		}
 	}
 }

@@ -164,3 +164,19 @@ func TestCollateralThatIsWorseThanThePolicysIsNamed(t *testing.T) {
 		t.Error("a text that is no policy was compared")
 	}
 }
+
+// The machines of the page have Secure Boot off, which rules refuse by default.
+func TestTheRulesOfThePageAboutAzureAreComplete(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "platforms", "azure.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, block, _ := strings.Cut(string(page), "```yaml\n")
+	block, _, _ = strings.Cut(block, "```")
+	if !strings.Contains(string(page), "--enable-secure-boot false") || !strings.Contains(block, "azureAllowNoSecureBoot: true") {
+		t.Errorf("the rules refuse machines whose Secure Boot is off:\n%s", block)
+	}
+	if _, json, err := policyfile.Parse([]byte(string(read(t, "policy.yaml")) + block)); err != nil || !strings.Contains(string(json), `"require":["azure-sev-snp"]`) {
+		t.Errorf("%v\n%s", err, block)
+	}
+}

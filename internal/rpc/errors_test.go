@@ -36,6 +36,18 @@ func TestEveryReasonHasACode(t *testing.T) {
 	}
 }
 
+// Machines are refused with these reasons also for a hardware report that their host or image does not make.
+func TestRemediesNameHardwareReports(t *testing.T) {
+	for reason, want := range map[attestv1.Reason]string{
+		attestv1.Reason_REASON_POLICY_REFUSED:     "docs/hardware-reports.md",
+		attestv1.Reason_REASON_HARDWARE_UNTRUSTED: "If the certificate of the report's key is missing",
+	} {
+		if got := RemedyOf(reason); !strings.Contains(got, want) {
+			t.Errorf("%s: %q does not say %q", attest.ReasonName(reason), got, want)
+		}
+	}
+}
+
 func TestACallerLearnsWhatTheTableSays(t *testing.T) {
 	secret := errors.New("PCR 9 is 1234, and 10.1.2.3 is down")
 	upstream := connect.NewWireError(connect.CodeNotFound, secret)

@@ -2,6 +2,8 @@ package bootstrapper
 
 import (
 	"context"
+	"crypto/x509"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -33,4 +35,30 @@ func (m measured) Attest(ctx context.Context, f attestv1.Format, b attest.Bindin
 	start := time.Now()
 	defer func() { m.seconds.Observe(time.Since(start).Seconds()) }()
 	return m.Attester.Attest(ctx, f, b)
+}
+
+// platformKey keeps the certificate of a cloud's platform key, as the machine's latest evidence has it: it is read from the TPM only then.
+type platformKey struct {
+	leaf atomic.Pointer[x509.Certificate]
+}
+
+// watch returns an attester that calls a.
+func (k *platformKey) watch(a attest.Attester) attest.Attester { return watched{a, k} }
+
+// certificate returns nil before the first evidence, and on a machine without a platform key.
+func (k *platformKey) certificate() *x509.Certificate { return k.leaf.Load() }
+
+type watched struct {
+	attest.Attester
+	key *platformKey
+}
+
+func (w watched) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
+	ev, err := w.Attester.Attest(ctx, f, b)
+	if certs := ev.GetTpm2().GetPlatformKey().GetCertificates(); err == nil && len(certs) > 0 {
+		if leaf, err := x509.ParseCertificate(certs[0]); err == nil { // otherwise each verifier refuses it
+			w.key.leaf.Store(leaf)
+		}
+	}
+	return ev, err
 }

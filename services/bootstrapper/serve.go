@@ -148,9 +148,10 @@ func ServeAttester(ctx context.Context, o AttesterOptions) error {
 	if err != nil {
 		return fmt.Errorf("attester for %s: %w", attest.PurposeMachine, err)
 	}
+	var key platformKey
 	// It has no socket (A5): only the machine's own calls use the machine's evidence.
-	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = measureQuotes(own, attest.PurposeMachine, quotes), registry, o.Log
-	if err := errors.Join(registry.Register(kubelet.Collector{Root: "/"}), registry.Register(backups.Collector{Root: "/", Every: o.Reattest.Image.Backup.Every})); err != nil {
+	o.Reattest.Attester, o.Reattest.Metrics, o.Reattest.Log = measureQuotes(key.watch(own), attest.PurposeMachine, quotes), registry, o.Log
+	if err := errors.Join(registry.Register(kubelet.Collector{Root: "/", PlatformKey: key.certificate}), registry.Register(backups.Collector{Root: "/", Every: o.Reattest.Image.Backup.Every})); err != nil {
 		return fmt.Errorf("bootstrapper: %w", err)
 	}
 	again, err := reattestation.New(o.Reattest)

@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -73,7 +74,7 @@ func (s *Service) reattest(ctx context.Context, a *attempt, req *joinv1.Reattest
 		a.record.PolicySerial, a.record.PolicyGeneration = appraisal.PolicySerial, appraisal.Generation
 		a.record.Image, a.record.Class = appraisal.Image, appraisal.Class
 		status := statusOf(a, peer)
-		status.Certificates, status.Order, status.Candidate = reported(req), orderReport(req.GetOrder()), s.byCandidate(peer.Claims(), a.began)
+		status.Certificates, status.Order, status.Candidate = reported(req), orderReport(req.GetOrder()), byCandidate(s.cfg.Policy.Candidate(), peer.Claims(), a.began, attest.AnyLock())
 		status.OwnerKeys = owner.Strings()
 		status.Authorities, status.KubeletAuthorities = reports.Authorities, reports.KubeletAuthorities
 		var end func()
@@ -123,14 +124,12 @@ func verdictOf(err error, at time.Time) v1alpha1.Verdict {
 	return v
 }
 
-// byCandidate returns what the owner's next policy says of the claims; nil if there is none. The node lock is that of the policy in
-// force, which has been checked.
-func (s *Service) byCandidate(c attest.Claims, now time.Time) *v1alpha1.CandidateVerdict {
-	next := s.cfg.Policy.Candidate()
+// byCandidate returns what the owner's next policy says of the claims; nil if there is none.
+func byCandidate(next *policy.Candidate, c attest.Claims, now time.Time, locks ...attest.Lock) *v1alpha1.CandidateVerdict {
 	if next == nil {
 		return nil
 	}
-	_, err := next.Policy.Appraise(c, attest.AnyLock())
+	_, err := next.Policy.Appraise(c, locks...)
 	return &v1alpha1.CandidateVerdict{Digest: next.Digest, Verdict: verdictOf(err, now)}
 }
 
@@ -155,7 +154,8 @@ func (s *Service) undoVerdict(ctx context.Context, a *attempt, peer attest.Peer,
 		return
 	}
 	v := verdictOf(err, a.began)
-	if werr := s.cfg.Enrollments.WriteVerdict(ctx, peer.Machine(), v); werr != nil {
+	next := byCandidate(s.cfg.Policy.Candidate(), peer.Claims(), a.began, attest.AnyLock())
+	if werr := s.cfg.Enrollments.WriteVerdict(ctx, peer.Machine(), v, next); werr != nil {
 		s.cfg.Log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", a.record.Machine, "reason", v.Reason, "err", werr)
 	}
 }

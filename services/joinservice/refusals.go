@@ -34,8 +34,9 @@ type Refusals struct {
 }
 
 type badVerdict struct {
-	machine attest.MachineID
-	verdict v1alpha1.Verdict
+	machine   attest.MachineID
+	verdict   v1alpha1.Verdict
+	candidate *v1alpha1.CandidateVerdict
 }
 
 // NewRefusals returns Refusals whose verdicts are those of appraiser. unattested counts the dropped ones.
@@ -56,7 +57,8 @@ func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Apprai
 		err = &refusedMachine{waiting.Entry{Machine: c.Machine().String()}, err}
 	case hardware || reason == attestv1.Reason_REASON_POLICY_REFUSED || reason == attestv1.Reason_REASON_EK_UNTRUSTED || reason == attestv1.Reason_REASON_LOCK_FOREIGN:
 		// The evidence is genuine, so it comes from that machine, and not from a client that imitates it.
-		v := badVerdict{c.Machine(), verdictOf(err, time.Now())}
+		now := time.Now()
+		v := badVerdict{c.Machine(), verdictOf(err, now), r.byCandidate(c, now)}
 		err = &refusedMachine{r.describe(c), err}
 		select {
 		case r.bad <- v:
@@ -66,6 +68,20 @@ func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Apprai
 	default:
 	}
 	return a, err
+}
+
+// byCandidate returns what the owner's next policy says of an enrolled machine that the policy in force refuses; nil if there is none.
+// Other machines cause no second appraisal.
+func (r *Refusals) byCandidate(c attest.Claims, now time.Time) *v1alpha1.CandidateVerdict {
+	next := r.appraiser.Candidate()
+	if next == nil || !r.enrollments.Has(c.Machine()) {
+		return nil
+	}
+	_, locks, err := r.appraiser.Policy()
+	if err != nil {
+		return nil // there is no policy any more
+	}
+	return byCandidate(next, c, now, locks...)
 }
 
 // describe returns what the owner sees of a refused machine, beside the refusal.
@@ -110,7 +126,7 @@ func (r *Refusals) Serve(ctx context.Context) error {
 	for {
 		select {
 		case v := <-r.bad:
-			if err := r.enrollments.WriteVerdict(ctx, v.machine, v.verdict); err != nil && ctx.Err() == nil {
+			if err := r.enrollments.WriteVerdict(ctx, v.machine, v.verdict, v.candidate); err != nil && ctx.Err() == nil {
 				r.log.ErrorContext(ctx, "a bad verdict could not be written to the machine's AttestedNode", "machine", v.machine, "reason", v.verdict.Reason, "err", err)
 			}
 		case <-ctx.Done():

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/rsa"
 	"crypto/x509"
+	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -80,6 +81,9 @@ type scene struct {
 	// parsed is the policy of the last appraisal.
 	parsed *attest.Policy
 }
+
+// chip is the ID of the tests' processors.
+var chip = "0102030405060708" + strings.Repeat("00", 56)
 
 var measured = strings.Repeat("4d", 48)
 
@@ -189,15 +193,31 @@ func flip(d hardware.ReportData) hardware.ReportData {
 func TestReportsOfEachKindAreAcceptedAndDescribed(t *testing.T) {
 	f := newFleet(t)
 	for kind, want := range map[hwreport.Kind]string{
-		hwreport.SevSnp: "SEV-SNP on Milan, key vcek, TCB boot loader 3, TEE 0, SNP 8, microcode 115, VMPL 0, measurement " + measured,
+		hwreport.SevSnp: "SEV-SNP on Milan, key vcek, TCB boot loader 3, TEE 0, SNP 8, microcode 115, VMPL 0, measurement " + measured + ", chip " + chip,
 		hwreport.TDX:    "TDX on model 90c06f000000, platform UpToDate, TDX module UpToDate, quoting enclave UpToDate, module 1.6, MRTD " + measured,
 		hwreport.AzureSevSnp: "Azure, Secure Boot true, SEV-SNP on Milan, key vcek, TCB boot loader 3, TEE 0, SNP 8, microcode 115, VMPL 0, measurement " +
-			measured,
+			measured + ", chip " + chip,
 		hwreport.AzureTDX: "Azure, Secure Boot true, TDX on model 90c06f000000, platform UpToDate, TDX module UpToDate, quoting enclave UpToDate, module 1.6, MRTD " + measured,
 	} {
 		a, c, err := f.scene(t, kind).appraise()
 		if err != nil || a.Hardware != want || c.HardwareKind() != string(kind) {
 			t.Errorf("%s: %q, %q, %v", kind, a.Hardware, c.HardwareKind(), err)
+		}
+		// The owner sees the values of a genuine one before the policy lists them, and nothing of another.
+		for _, genuine := range []bool{true, false} {
+			s := f.scene(t, kind)
+			s.policy = func(p *attestv1.HardwarePolicy) {
+				none := []string{strings.Repeat("00", 48)}
+				p.SevSnp.Measurements, p.AzureSevSnp.Measurements, p.Tdx.Mrtds, p.AzureTdx.Mrtds = none, none, none, none
+			}
+			described := want
+			if !genuine {
+				s.data, described = flip, ""
+			}
+			_, _, err := s.appraise()
+			if refused, ok := errors.AsType[*attest.HardwareError](err); !ok || refused.Report != described {
+				t.Errorf("%s, refused, genuine %t: %+v, want %q", kind, genuine, err, described)
+			}
 		}
 	}
 }
@@ -394,8 +414,13 @@ func TestRulesThatAllowMoreAreApplied(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
+	s := f.scene(t, hwreport.AzureSevSnp)
+	s.secure = false
+	if _, _, err := s.appraise(); err == nil || !strings.Contains(err.Error(), "azureAllowNoSecureBoot") {
+		t.Errorf("the refusal does not name the rule that would allow it: %v", err)
+	}
 	// Debugging is refused by whatever rules.
-	s := f.scene(t, hwreport.SevSnp)
+	s = f.scene(t, hwreport.SevSnp)
 	s.sent = f.resign(t, func(b []byte) { b[0x0A] |= 1 << 3 })
 	s.policy = func(p *attestv1.HardwarePolicy) { p.SevSnp.AllowGuestPolicy = []string{"SMT", "MIGRATE_MA", "CXL"} }
 	if _, _, err := s.appraise(); attest.ReasonOf(err) != hardware.Policy {

@@ -254,14 +254,19 @@ func (p *Policy) Appraise(c Claims, locks ...Lock) (Appraisal, error) {
 		return Appraisal{}, err
 	}
 	if a.Hardware, err = p.hardware.Check(c.hardware()); err != nil { // A10; last: it costs most
-		return Appraisal{}, &HardwareError{err}
+		return Appraisal{}, &HardwareError{Report: a.Hardware, err: err}
 	}
 	return a, nil
 }
 
 // A HardwareError is the refusal of a machine for its hardware report alone. All else of its evidence
 // was accepted, so it is that machine's.
-type HardwareError struct{ err error }
+type HardwareError struct {
+	// Report describes the report, as [Appraisal] does, if it is genuine and bound to this session, and
+	// only the rules refuse it; empty otherwise.
+	Report string
+	err    error
+}
 
 // Error implements error.
 func (e *HardwareError) Error() string { return e.err.Error() }
@@ -276,8 +281,8 @@ func (p *Policy) CheckHardware(c Claims) error {
 	if !c.valid() || p == nil {
 		return Refuse(attestv1.Reason_REASON_FORMAT_NONE, "there are no claims to appraise, or no policy")
 	}
-	if _, err := p.hardware.Check(c.hardware()); err != nil {
-		return &HardwareError{err}
+	if report, err := p.hardware.Check(c.hardware()); err != nil {
+		return &HardwareError{Report: report, err: err}
 	}
 	return nil
 }

@@ -2,7 +2,6 @@ package owner
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -13,7 +12,6 @@ import (
 
 	"google.golang.org/protobuf/encoding/protojson"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -131,28 +129,17 @@ func ReadCollateral(text []byte, now time.Time) (*attestv1.Collateral, []attest.
 	return c, ends, err
 }
 
-// WithCollateral returns the policy of the owner's folder with other collateral and the next serial. It also returns why the
-// collateral is worse than that of the policy, in words: it lacks what the rules need, or has older data. If there is such a
-// reason and it is not allowed, this is an error.
-func WithCollateral(d *ownerdir.Dir, c *attestv1.Collateral, allowWorse bool) (policy []byte, worse []string, err error) {
-	text, err := d.Read(ownerdir.PolicyFile)
-	if err != nil {
-		return nil, nil, err
-	}
-	p, _, err := policyfile.Parse(text)
-	if err != nil {
-		return nil, nil, err
-	}
-	if p.Serial()+1 == 0 {
-		return nil, nil, errors.New("the policy's serial cannot be increased")
-	}
+// WithCollateral returns a policy with other collateral and another serial. It also returns why the collateral is worse than that of
+// the policy, in words: it lacks what the rules need, or has older data. If there is such a reason and it is not allowed, this is an
+// error.
+func WithCollateral(text []byte, serial uint64, c *attestv1.Collateral, allowWorse bool) (policy []byte, worse []string, err error) {
 	if worse, err = policyfile.WorseCollateral(text, c); err != nil {
 		return nil, nil, err
 	}
 	if len(worse) > 0 && !allowWorse {
-		return nil, worse, fmt.Errorf("the collateral is worse than that of the policy in the folder, so reports would be refused, or accepted by data that have been replaced:\n- %s\nFetch it again, from the vendor itself if you used a mirror, with all lines of processors and models in one file; or give --allow-worse",
+		return nil, worse, fmt.Errorf("the collateral is worse than that of the policy, so reports would be refused, or accepted by data that have been replaced:\n- %s\nFetch it again, from the vendor itself if you used a mirror, with all lines of processors and models in one file; or give --allow-worse",
 			strings.Join(worse, "\n- "))
 	}
-	policy, err = policyfile.SetCollateral(text, p.Serial()+1, c)
+	policy, err = policyfile.SetCollateral(text, serial, c)
 	return policy, worse, err
 }

@@ -1,7 +1,6 @@
 package owner_test
 
 import (
-	"crypto/ed25519"
 	"crypto/x509"
 	"encoding/hex"
 	"encoding/json"
@@ -19,7 +18,6 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner"
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
@@ -207,8 +205,8 @@ func TestBothListsOfAMDAreFetched(t *testing.T) {
 	}
 }
 
-// TestCollateralThatIsWorseThanTheFoldersIsNotApplied: a mirror repeats what is still valid, or has one vendor's data only.
-func TestCollateralThatIsWorseThanTheFoldersIsNotApplied(t *testing.T) {
+// TestCollateralThatIsWorseThanThePolicysIsNotApplied: a mirror repeats what is still valid, or has one vendor's data only.
+func TestCollateralThatIsWorseThanThePolicysIsNotApplied(t *testing.T) {
 	c, _, err := owner.FetchCollateral(t.Context(), source(vendor(t, nil)), june)
 	if err != nil {
 		t.Fatal(err)
@@ -218,23 +216,9 @@ func TestCollateralThatIsWorseThanTheFoldersIsNotApplied(t *testing.T) {
 		t.Fatal(err)
 	}
 	text = append(text, "hardware:\n  tdx: {statuses: [UpToDate], modules: [{major: 1, svn: 5}], anyMrtd: true}\n"...)
-	_, key, err := ed25519.GenerateKey(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	d, err := ownerdir.Create(filepath.Join(t.TempDir(), "muster-test"), ownerdir.New{
-		Cluster: ownerdir.Cluster{Endpoint: "10.7.0.11:6443", KubernetesVersion: "1.36.1"}, Policy: text, OwnerKey: key, Secrets: ownerdir.NewSecrets([32]byte{7}),
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = d.Close() })
-	policy, why, err := owner.WithCollateral(d, c, false)
+	policy, why, err := owner.WithCollateral(text, 2, c, false)
 	if err != nil || len(why) != 0 {
 		t.Fatalf("the first: %q, %v", why, err)
-	}
-	if err := d.Write(ownerdir.PolicyFile, policy); err != nil {
-		t.Fatal(err)
 	}
 	rules := func(change func(*attestv1.Collateral)) *attestv1.Collateral {
 		next := proto.CloneOf(c)
@@ -249,14 +233,14 @@ func TestCollateralThatIsWorseThanTheFoldersIsNotApplied(t *testing.T) {
 		"an older list":    {rules(func(c *attestv1.Collateral) { c.IntelCrls[1] = olderCRL(t) }), "PCK Platform CA is of 2023-06-08"},
 		"without identity": {rules(func(c *attestv1.Collateral) { c.QeIdentity = nil }), "no TCB data"},
 	} {
-		if got, _, err := owner.WithCollateral(d, tt.next, false); err == nil || got != nil || !strings.Contains(err.Error(), tt.want) || !strings.Contains(err.Error(), "--allow-worse") {
+		if got, _, err := owner.WithCollateral(policy, 3, tt.next, false); err == nil || got != nil || !strings.Contains(err.Error(), tt.want) || !strings.Contains(err.Error(), "--allow-worse") {
 			t.Errorf("%s: %v, want an error about %q", name, err, tt.want)
 		}
-		if got, why, err := owner.WithCollateral(d, tt.next, true); err != nil || len(got) == 0 || len(why) != 1 || !strings.Contains(why[0], tt.want) {
+		if got, why, err := owner.WithCollateral(policy, 3, tt.next, true); err != nil || len(got) == 0 || len(why) != 1 || !strings.Contains(why[0], tt.want) {
 			t.Errorf("%s, allowed: %q, %v", name, why, err)
 		}
 	}
-	if got, why, err := owner.WithCollateral(d, c, false); err != nil || len(got) == 0 || len(why) != 0 {
+	if got, why, err := owner.WithCollateral(policy, 3, c, false); err != nil || len(got) == 0 || len(why) != 0 {
 		t.Errorf("the same again: %q, %v", why, err)
 	}
 }

@@ -45,6 +45,9 @@ func remedy(err error) string {
 	if len(attest.MismatchesOf(err)) > 0 {
 		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy; if not, what it boots was changed."
 	}
+	if _, hardware := errors.AsType[*attest.HardwareError](err); hardware && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_REFUSED {
+		return "All else of the machine is accepted. If it sent no hardware report: docs/hardware-reports.md says which machines and images send one. If it is a machine of yours, correct the values of hardware in the policy, then muster policy apply."
+	}
 	op, dial := errors.AsType[*net.OpError](err)
 	switch {
 	case dial && op.Op == "dial":

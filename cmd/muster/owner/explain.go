@@ -28,6 +28,8 @@ type Seen struct {
 	Verified bool   `json:"verified"`
 	// Refusal is why the machine was refused; nil if it was accepted, or if nothing has appraised it.
 	Refusal *Problem `json:"refusal,omitempty"`
+	// Hardware is that of [Report].
+	Hardware string `json:"hardware,omitempty"`
 	// Rules are the violated rules over the event log.
 	Rules []string `json:"rules,omitempty"`
 
@@ -44,7 +46,7 @@ func SeenBy(s *Report, p *attest.Policy) (*Seen, error) {
 		}
 		return nil, errors.New("nothing genuine is known of the machine")
 	}
-	out := &Seen{From: "the verified evidence of machine " + s.Machine, Verified: true, Refusal: s.Problem, bank: s.claims.Bank(), values: map[int][]byte{}, steps: explain.Steps(s.claims.Events())}
+	out := &Seen{From: "the verified evidence of machine " + s.Machine, Verified: true, Refusal: s.Problem, Hardware: s.Hardware, bank: s.claims.Bank(), values: map[int][]byte{}, steps: explain.Steps(s.claims.Events())}
 	for i := range tpm.PCRCount {
 		out.values[i] = s.claims.PCR(i)
 	}

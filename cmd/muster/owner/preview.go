@@ -28,10 +28,15 @@ const (
 	maxNamedNodes = 10
 )
 
-// running reports whether the node's machine has attested lately, and is not shut out.
+// running reports whether the node's machine has been accepted lately, and is not shut out.
 func running(n *v1alpha1.AttestedNode, now time.Time) bool {
+	return attested(n, now) && n.Status.LastVerdict.Accepted
+}
+
+// attested reports whether the node's machine has sent genuine evidence lately, and is not shut out.
+func attested(n *v1alpha1.AttestedNode, now time.Time) bool {
 	v := n.Status.LastVerdict
-	return !n.ShutOut() && v != nil && v.Accepted && now.Sub(v.Time.Time) < attests
+	return !n.ShutOut() && v != nil && now.Sub(v.Time.Time) < attests
 }
 
 // expelsNobody returns an error that names the running nodes whose last evidence does not match the policy.
@@ -93,11 +98,15 @@ type Preview struct {
 	Accepted bool   `json:"accepted"`
 	Reason   string `json:"reason,omitempty"`
 	Message  string `json:"message,omitempty"`
+	// InForce is the reason for which the policy in force refuses the node; empty if it accepts it.
+	InForce string `json:"inForce,omitempty"`
 }
 
 // String returns the result in words.
 func (p Preview) String() string {
 	switch {
+	case !p.Answered && p.InForce != "":
+		return "unknown: refused by the policy in force with " + p.InForce + ", and its machine has not attested in time"
 	case !p.Answered:
 		return "unknown: its machine has not attested in time"
 	case p.Accepted:
@@ -130,8 +139,8 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
 }
 
-// PreviewPolicy has the cluster appraise its running nodes by a policy that is not in force, as they attest, until each has or ctx
-// ends. It reports each node to report. It decides nothing and leaves nothing in the cluster: the signature is good for a preview only.
+// PreviewPolicy has the cluster appraise its running nodes, also those that the policy in force refuses, by one that is not in force,
+// as they attest, until each has or ctx ends. It reports each node to report. It decides nothing and leaves nothing in the cluster: the signature is good for a preview only.
 func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) (out []Preview, err error) {
 	_, json, err := policyfile.Parse(text)
 	if err != nil {
@@ -163,16 +172,22 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 		if err != nil {
 			return out, err
 		}
-		var waits []string
+		var waits []Preview
 		for i := range all {
 			n := &all[i]
+			if seen[n.Name] || !attested(n, began) {
+				continue
+			}
+			p := Preview{Node: n.Name}
+			if v := n.Status.LastVerdict; !v.Accepted {
+				p.InForce = printable(v.Reason)
+			}
 			switch c := n.Status.Candidate; {
-			case seen[n.Name] || !running(n, began):
 			case c == nil || c.Digest != digest:
-				waits = append(waits, n.Name)
+				waits = append(waits, p)
 			default:
 				seen[n.Name] = true
-				p := Preview{Node: n.Name, Answered: true, Accepted: c.Accepted, Reason: printable(c.Reason), Message: printable(c.Message)}
+				p.Answered, p.Accepted, p.Reason, p.Message = true, c.Accepted, printable(c.Reason), printable(c.Message)
 				out = append(out, p)
 				report(p)
 			}
@@ -181,9 +196,10 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 			return out, nil
 		}
 		if retry.Wait(ctx, pause.Next(0)) != nil {
-			for _, name := range slices.Sorted(slices.Values(waits)) {
-				out = append(out, Preview{Node: name})
-				report(Preview{Node: name})
+			slices.SortFunc(waits, func(a, b Preview) int { return strings.Compare(a.Node, b.Node) })
+			for _, p := range waits {
+				out = append(out, p)
+				report(p)
 			}
 			return out, nil
 		}

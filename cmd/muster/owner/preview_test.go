@@ -149,11 +149,24 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 	runs(t, "n2", other, 0)
 	runs(t, "n3", silent, 0)
 	runs(t, "n4", off, time.Hour)
+	// Collateral has ended, and they are refused.
+	renewed, refused := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
+	for name, m := range map[string]*attesttest.Machine{"n5": renewed, "n6": refused} {
+		runs(t, name, m, 0)
+		n := &v1alpha1.AttestedNode{}
+		if err := shared.Client.Get(ctx, types.NamespacedName{Name: name}, n); err != nil {
+			t.Fatal(err)
+		}
+		n.Status.LastVerdict = &v1alpha1.Verdict{Reason: "HARDWARE_COLLATERAL", Time: metav1.Now()}
+		if err := shared.Client.Status().Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+	}
 	next := attesttest.Policy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) { p.Serial = 2 })
 	if d, err := DiffPolicy(ctx, o.Dir, next); err != nil || !strings.Contains(d, "+serial: \"2\"") {
 		t.Errorf("%v\n%s", err, d)
 	}
-	waiting, stop := context.WithCancel(ctx)
+	waiting, stop := context.WithTimeout(ctx, time.Minute)
 	defer stop()
 	appraised := make(chan struct{})
 	go func() {
@@ -183,7 +196,7 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 			t.Errorf("whoever reads the preview's policy can put it in force: %v", err)
 		}
 		sum := sha256.Sum256([]byte(text))
-		for name, v := range map[string]v1alpha1.Verdict{"n1": {Accepted: true, Reason: "ACCEPTED"}, "n2": {Reason: "POLICY_REFUSED"}} {
+		for name, v := range map[string]v1alpha1.Verdict{"n1": {Accepted: true, Reason: "ACCEPTED"}, "n2": {Reason: "POLICY_REFUSED"}, "n5": {Accepted: true, Reason: "ACCEPTED"}} {
 			n := &v1alpha1.AttestedNode{}
 			if err := shared.Client.Get(ctx, types.NamespacedName{Name: name}, n); err != nil {
 				t.Error(err)
@@ -198,7 +211,7 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 	}()
 	answered := 0
 	got, err := PreviewPolicy(waiting, o.Dir, next, func(Preview) {
-		if answered++; answered == 2 {
+		if answered++; answered == 3 {
 			stop()
 		}
 	})
@@ -210,7 +223,13 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 	for _, p := range got {
 		by[p.Node] = p
 	}
-	if len(got) != 3 || !by["n1"].Accepted || by["n2"].Accepted || by["n2"].Reason != "POLICY_REFUSED" || strings.Contains(by["n2"].Message, "\x1b") || by["n3"].Answered {
+	if p := by["n5"]; !p.Answered || !p.Accepted || p.String() != "accepted" {
+		t.Errorf("a node that only the policy in force refuses: %+v", p)
+	}
+	if p := by["n6"]; p.Answered || p.Accepted || !strings.Contains(p.String(), "refused by the policy in force with HARDWARE_COLLATERAL") {
+		t.Errorf("a refused node that is silent: %+v, %s", p, p)
+	}
+	if len(got) != 5 || !by["n1"].Accepted || by["n2"].Accepted || by["n2"].Reason != "POLICY_REFUSED" || strings.Contains(by["n2"].Message, "\x1b") || by["n3"].Answered {
 		t.Errorf("%+v", got)
 	}
 	p, err := kube.Policy(ctx)

@@ -50,7 +50,7 @@ type Report struct {
 	SecureBoot     string   `json:"secureBoot,omitempty"`
 	EvidenceDigest string   `json:"evidenceDigest,omitempty"`
 	PolicySerial   uint64   `json:"policySerial,omitempty"`
-	// Hardware describes the hardware report.
+	// Hardware describes the hardware report, also a genuine one that the rules refuse.
 	Hardware string    `json:"hardware,omitempty"`
 	Events   []string  `json:"events,omitempty"`
 	At       time.Time `json:"time"`
@@ -142,8 +142,11 @@ func (s *Report) show(j peerdial.Result, cfg VerifyConfig) {
 		s.Chain = append(s.Chain, EKCertificate{Subject: e.Subject, Key: hex.EncodeToString(e.Key[:]), Serial: e.Serial})
 	}
 	s.PolicySerial = j.Appraisal.PolicySerial
+	refused, hardware := errors.AsType[*attest.HardwareError](j.Err)
 	switch kind := c.HardwareKind(); {
 	case kind == "":
+	case hardware && refused.Report != "":
+		s.Hardware = kind + ", genuine, not accepted: " + refused.Report
 	case j.Appraisal.Hardware != "":
 		s.Hardware = kind + ", accepted: " + j.Appraisal.Hardware
 	case j.Err == nil:

@@ -1,15 +1,20 @@
 package owner
 
 import (
+	"context"
 	"encoding/hex"
+	"os"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/hardware"
 )
 
 func TestVerifyShowsWhatDiffers(t *testing.T) {
@@ -68,5 +73,54 @@ func TestVerifyShowsWhatDiffers(t *testing.T) {
 	cfg.Addr, cfg.Purpose, cfg.Policy, cfg.Locks = l.Addr().String(), attest.PurposeMachine, policy, []attest.Lock{attest.Unlocked()}
 	if s, err := Verify(t.Context(), cfg); err != nil || s.Accepted || s.Machine != "" || s.Problem.Reason != "BINDING_MISMATCH" {
 		t.Errorf("%+v, %v", s, err)
+	}
+}
+
+// A machine that sends no hardware report has neither another image nor other firmware.
+func TestAMissingHardwareReportHasItsOwnRemedy(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	cfg := VerifyConfig{}
+	cfg.Addr, cfg.Purpose, cfg.Locks = serveFirst(t, m).addr, attest.PurposeMachine, []attest.Lock{attest.Unlocked()}
+	cfg.Policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
+		p.Hardware = &attestv1.HardwarePolicy{Require: []string{"sev-snp"}, SevSnp: &attestv1.SevSnpRules{
+			MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
+		}}
+	})
+	s, err := Verify(t.Context(), cfg)
+	if err != nil || s.Accepted || s.Problem.Reason != "POLICY_REFUSED" || !strings.Contains(s.Problem.Message, "the machine sent none") || !strings.Contains(s.Problem.Remedy, "All else of the machine is accepted") {
+		t.Errorf("%+v, %v", s.Problem, err)
+	}
+}
+
+// lent sends a captured report, which is not over this session.
+type lent struct{}
+
+func (lent) Report(context.Context, hardware.ReportData) (*attestv1.HardwareReport, error) {
+	folder := "../../../trust/attest/hardware/testdata/snp/milan-v2-vcek/"
+	report, err := os.ReadFile(folder + "report.bin")
+	if err != nil {
+		return nil, err
+	}
+	certificate, err := os.ReadFile(folder + "vcek.der")
+	return &attestv1.HardwareReport{Report: &attestv1.HardwareReport_SevSnp{SevSnp: &attestv1.SevSnpReport{Report: report, Certificate: certificate}}}, err
+}
+
+// The owner reads from a refused report what the policy has to list. What is not genuine is not shown.
+func TestVerifyShowsTheValuesOfAGenuineReport(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{Hardware: lent{}})
+	cfg := VerifyConfig{}
+	cfg.Addr, cfg.Purpose, cfg.Locks = serveFirst(t, m).addr, attest.PurposeMachine, []attest.Lock{attest.Unlocked()}
+	cfg.Policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
+		p.Hardware = &attestv1.HardwarePolicy{SevSnp: &attestv1.SevSnpRules{MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true}}
+	})
+	s, err := Verify(t.Context(), cfg)
+	if err != nil || s.Accepted || s.Hardware != "sev-snp, not accepted" {
+		t.Fatalf("%q, %v, %v", s.Hardware, s.Err, err)
+	}
+	s.show(peerdial.Result{Claims: s.claims, Err: &attest.HardwareError{Report: "SEV-SNP on Milan"}}, cfg)
+	if s.Hardware != "sev-snp, genuine, not accepted: SEV-SNP on Milan" {
+		t.Errorf("%q", s.Hardware)
 	}
 }

@@ -336,6 +336,9 @@ func (j *Appraiser) Policy() (*attest.Policy, []attest.Lock, error) {
 	return p.Policy, locks, err
 }
 
+// Candidate is [Store.Candidate].
+func (j *Appraiser) Candidate() *Candidate { return j.store.Candidate() }
+
 // Appraise implements [attest.Appraiser]. In addition to the refusals of [attest.Policy.Appraise] it returns BANNED and
 // NOT_READY.
 func (j *Appraiser) Appraise(_ context.Context, c attest.Claims) (attest.Appraisal, error) {

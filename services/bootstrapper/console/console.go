@@ -183,7 +183,7 @@ func words(m map[attestv1.Reason]string, r attestv1.Reason) string {
 var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_POLICY_REFUSED:      "this machine's measurements are not in the owner's policy",
 	attestv1.Reason_REASON_EK_UNTRUSTED:        "the owner's policy neither certifies nor lists this machine's TPM, or revokes it: muster approve lists it",
-	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:  "this machine's hardware report is not by a genuine processor",
+	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:  "the key of this machine's hardware report has no certificate from its host, or is not a genuine processor's",
 	attestv1.Reason_REASON_HARDWARE_COLLATERAL: "the owner's policy lacks current data of the processor's vendor",
 	attestv1.Reason_REASON_HARDWARE_TCB:        "the firmware below this virtual machine is older than the owner's policy accepts",
 	attestv1.Reason_REASON_FORMAT_NONE:         "the owner's policy has no rules for machines like this one",

@@ -180,7 +180,7 @@ func (d *doctor) tpm(ctx context.Context) {
 	}
 	switch endorsement {
 	case "platform-ak":
-		d.OK(CheckEK, "not used: the cloud's platform key endorses machine %s (platform-ak), by a rule in tpm2.platformRoots of the policy", id)
+		d.platformKey(ctx, id)
 		return
 	case "nitro-tpm":
 		if d.bank != tpm.SHA384 {
@@ -203,6 +203,32 @@ func (d *doctor) tpm(ctx context.Context) {
 		return
 	}
 	d.chain(leaf, ek.Certificates[1:])
+}
+
+// platformKey reports when the certificate of the cloud's platform key ends. After that, each verifier refuses the machine.
+func (d *doctor) platformKey(ctx context.Context, id attest.MachineID) {
+	chain, err := d.device.PlatformCertificates(ctx)
+	var leaf *x509.Certificate
+	if err == nil {
+		leaf, err = x509.ParseCertificate(chain[0])
+	}
+	if err != nil {
+		d.Err(CheckEK, "Look at the certificates in the TPM's NV memory: the machine does not attest with one that does not fit its key.", err)
+		return
+	}
+	const (
+		remedy = "Only the cloud can renew it. If it does not, replace the machine by a new one, whose key gets a new certificate (docs/endorsements.md#platform-ak)."
+		what   = "not used: the cloud's platform key endorses machine %s (platform-ak), by a rule in tpm2.platformRoots of the policy; its certificate "
+	)
+	end := leaf.NotAfter.UTC().Format(time.RFC3339)
+	switch now := d.Now(); {
+	case now.After(leaf.NotAfter):
+		d.Add(CheckEK, checkup.Fail, remedy, what+"ended at %s, so the machine is refused with EK_UNTRUSTED", id, end)
+	case leaf.NotAfter.Sub(now) < leaf.NotAfter.Sub(leaf.NotBefore)/10: // as the alert MusterCertificateExpires
+		d.Add(CheckEK, checkup.Warn, remedy, what+"ends at %s", id, end)
+	default:
+		d.OK(CheckEK, what+"ends at %s", id, end)
+	}
 }
 
 func (d *doctor) chain(leaf *x509.Certificate, more [][]byte) {

@@ -60,6 +60,24 @@ func (wrongPlatform) PlatformCertificates(context.Context) ([][]byte, error) {
 	return nil, errors.New("the platform key's certificate is for another key")
 }
 
+// platform is a TPM with a cloud's platform key.
+type platform struct {
+	TPM
+	machine *attesttest.Machine
+}
+
+func (p platform) PlatformCertificates(ctx context.Context) ([][]byte, error) {
+	return p.machine.PlatformCertificates(ctx)
+}
+
+// platformUntil is one whose certificate, of a year, ends then.
+func platformUntil(t *testing.T, m *host, end time.Time) platform {
+	t.Helper()
+	return platform{m.Machine, attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Platform: &attesttest.Platform{Azure: true, Certificate: func(c *x509.Certificate) {
+		c.NotBefore, c.NotAfter = end.AddDate(-1, 0, 0), end
+	}}})}
+}
+
 // nitro is a NitroTPM.
 type nitro struct {
 	TPM
@@ -164,6 +182,12 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"a TPM that does not answer":       {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *host) { m.opens(silent{m.Machine}) }},
 		"a TPM without an EK certificate":  {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *host) { m.opens(bare{m.Machine}) }},
 		"a TPM with a broken platform key": {CheckEK, checkup.Fail, "platform", func(_ *testing.T, m *host) { m.opens(wrongPlatform{m.Machine}) }},
+		"a platform key whose certificate has ended": {CheckEK, checkup.Fail, "so the machine is refused with EK_UNTRUSTED", func(t *testing.T, m *host) {
+			m.opens(platformUntil(t, m, time.Now().Add(-time.Hour)))
+		}},
+		"a platform key whose certificate ends in a month": {CheckEK, checkup.Warn, "its certificate ends at", func(t *testing.T, m *host) {
+			m.opens(platformUntil(t, m, time.Now().AddDate(0, 1, 0)))
+		}},
 		"a NitroTPM that quotes SHA-256": {CheckEK, checkup.Fail, "sha384", func(t *testing.T, m *host) {
 			m.opens(nitro{m.Machine, attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{Nitro: &attesttest.Nitro{}})})
 		}},

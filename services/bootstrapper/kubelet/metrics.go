@@ -29,6 +29,8 @@ var certificateFiles = map[string]string{
 type Collector struct {
 	// Root is the root of the file system: "/" on a machine.
 	Root string
+	// PlatformKey returns the certificate of a cloud's platform key; nil: the machine has none, or none is known yet. The function may be left out.
+	PlatformKey func() *x509.Certificate
 }
 
 var (
@@ -53,6 +55,12 @@ func (c Collector) Collect(out chan<- prometheus.Metric) {
 		clear(b) // the kubelet's files have its keys too (K3)
 		out <- prometheus.MustNewConstMetric(notBeforeDesc, prometheus.GaugeValue, notBefore, name)
 		out <- prometheus.MustNewConstMetric(notAfterDesc, prometheus.GaugeValue, notAfter, name)
+	}
+	if c.PlatformKey != nil {
+		if cert := c.PlatformKey(); cert != nil {
+			out <- prometheus.MustNewConstMetric(notBeforeDesc, prometheus.GaugeValue, seconds(cert.NotBefore), "platform-key")
+			out <- prometheus.MustNewConstMetric(notAfterDesc, prometheus.GaugeValue, seconds(cert.NotAfter), "platform-key")
+		}
 	}
 	for _, r := range renewal.Read(c.Root) {
 		notBefore, notAfter := 0.0, 0.0

@@ -20,7 +20,7 @@ import (
 
 func TestCertificatesAreReadAnewForEachScrape(t *testing.T) {
 	root := t.TempDir()
-	c := Collector{root}
+	c := Collector{Root: root}
 	if n := testutil.CollectAndCount(c); n != 0 {
 		t.Fatalf("%d series of a machine without certificates", n)
 	}

@@ -49,12 +49,18 @@ func resetCountWentBack(n *v1alpha1.AttestedNode, now, before int64) error {
 	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; if that was you, `muster replace %s --tpm ID` with the machine's own ID, which its console shows, lets it go on", now, before, n.Name)
 }
 
-// WriteVerdict writes a verdict into the status of a machine's AttestedNode, if it has one.
-func (es *Enrollments) WriteVerdict(ctx context.Context, m attest.MachineID, v v1alpha1.Verdict) error {
+// Has reports whether a machine has an AttestedNode.
+func (es *Enrollments) Has(m attest.MachineID) bool {
+	return len(es.state.Cluster.Nodes.ByMachine(m)) > 0
+}
+
+// WriteVerdict writes a verdict into the status of a machine's AttestedNode, if it has one, and that of the policy's candidate; nil:
+// there is none.
+func (es *Enrollments) WriteVerdict(ctx context.Context, m attest.MachineID, v v1alpha1.Verdict, candidate *v1alpha1.CandidateVerdict) error {
 	for _, n := range es.state.Cluster.Nodes.ByMachine(m) {
 		if err := es.WriteStatus(ctx, n.DeepCopy(), func(s *v1alpha1.AttestedNodeStatus) error {
 			if !storedIsNewer(s.LastVerdict, v) {
-				s.LastVerdict = &v
+				s.LastVerdict, s.Candidate = &v, candidate
 			}
 			return nil
 		}); err != nil {

@@ -238,7 +238,7 @@ func (p Rules) Check(r *Report) error {
 	case p.SNP.AnyMeasurement || p.TDX.AnyMRTD:
 		return hardware.Refuse(hardware.Policy, "the rules for HCL reports accept any measurement: any guest could then name any TPM's key as its own. List the paravisor's measurements, or for SEV-SNP its ID key")
 	case !r.SecureBoot && !p.AllowNoSecureBoot:
-		return hardware.Refuse(hardware.Policy, "Secure Boot is off")
+		return hardware.Refuse(hardware.Policy, "Secure Boot is off, and azureAllowNoSecureBoot of the policy does not allow that")
 	case r.SNP != nil:
 		return p.SNP.Check(r.SNP)
 	}

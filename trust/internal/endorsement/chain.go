@@ -98,7 +98,7 @@ func (h Chain) Path(certs, roots []*x509.Certificate, now time.Time) ([]*x509.Ce
 		return slices.ContainsFunc(roots, func(r *x509.Certificate) bool { return named(r, c) })
 	})
 	if last < 0 {
-		return nil, Refuse(Untrusted, "none of the %d certificates names a root of the policy as its issuer; the %s was issued by %q", len(certs), h.What, leaf.Issuer)
+		return nil, Refuse(Untrusted, "none of the %d certificates names a root of the policy as its issuer; the %s was issued by %q, %s", len(certs), h.What, leaf.Issuer, issuerAt(leaf))
 	}
 	certs = certs[:last+1]
 	for i, c := range certs {
@@ -125,7 +125,7 @@ func (h Chain) Path(certs, roots []*x509.Certificate, now time.Time) ([]*x509.Ce
 		return signed(certs[last], r)
 	})
 	if err != nil {
-		return nil, Refuse(Untrusted, "%s, issued by %q: %w", h.What, leaf.Issuer, err)
+		return nil, Refuse(Untrusted, "%s, issued by %q, %s: %w", h.What, leaf.Issuer, issuerAt(leaf), err)
 	}
 	for i := last - 1; i >= 0; i-- {
 		if err := signed(certs[i], certs[i+1]); err != nil {
@@ -133,6 +133,14 @@ func (h Chain) Path(certs, roots []*x509.Certificate, now time.Time) ([]*x509.Ce
 		}
 	}
 	return slices.Concat(certs, []*x509.Certificate{root}), nil
+}
+
+// issuerAt says where the certificate of c's issuer is, by the word of c (RFC 5280, section 4.2.2.1). Nothing of it is proven.
+func issuerAt(c *x509.Certificate) string {
+	if len(c.IssuingCertificateURL) == 0 {
+		return "and names no address of that authority's certificate"
+	}
+	return fmt.Sprintf("whose certificate it says is at %.200q", c.IssuingCertificateURL[0])
 }
 
 // mayIssue checks an issuer's extended key usages, if it has any.

@@ -104,8 +104,9 @@ func (r Rules) has(k Kind) bool {
 	return k == SevSnp && r.snp != nil || k == TDX && r.tdx != nil || k == AzureSevSnp && r.azureSNP != nil || k == AzureTDX && r.azureTDX != nil
 }
 
-// Check verifies the report and compares it with the rules. It returns a description of an accepted
-// report, empty if the rules ignore it. Refusals: POLICY_REFUSED if a required report is not there, and
+// Check verifies the report and compares it with the rules. It returns a description of a report that
+// is genuine and bound to the session, also with the refusal by the rules, so that an owner can list its
+// values; empty if the rules ignore it. Refusals: POLICY_REFUSED if a required report is not there, and
 // those of packages snp, tdx and hcl.
 func (r Rules) Check(e Evidence) (string, error) {
 	kind, err := KindOf(e.Report)
@@ -165,14 +166,11 @@ func (r Rules) checkAzure(e Evidence, kind Kind) (string, error) {
 	if err != nil || sha256.Sum256(spki) != e.PlatformKey {
 		return "", hardware.Refuse(hardware.Binding, "the hardware report is bound to another key than the platform key that certifies the machine's attestation key")
 	}
-	if err := rules.Check(got); err != nil {
-		return "", err
-	}
 	words := describeSNP(got.SNP)
 	if got.TDX != nil {
 		words = describeTDX(got.TDX)
 	}
-	return fmt.Sprintf("Azure, Secure Boot %t, %s", got.SecureBoot, words), nil
+	return fmt.Sprintf("Azure, Secure Boot %t, %s", got.SecureBoot, words), rules.Check(got)
 }
 
 // Or joins kinds for texts.
@@ -195,7 +193,20 @@ func describeSNP(r *snp.Report) string {
 	if r == nil {
 		return ""
 	}
-	return fmt.Sprintf("SEV-SNP on %s, key %s, TCB %s, VMPL %d, measurement %x", r.Product, r.Key, r.Reported, r.VMPL, r.Measurement)
+	out := fmt.Sprintf("SEV-SNP on %s, key %s, TCB %s, VMPL %d, measurement %x", r.Product, r.Key, r.Reported, r.VMPL, r.Measurement)
+	if r.IDKeyDigest != [48]byte{} {
+		out += fmt.Sprintf(", ID key %x", r.IDKeyDigest)
+	}
+	if len(r.ChipID) > 0 {
+		out += fmt.Sprintf(", chip %x", r.ChipID)
+	}
+	if r.Provider != "" {
+		out += fmt.Sprintf(", provider %q", r.Provider)
+	}
+	if on := r.Policy.String(); on != "" {
+		out += ", guest policy " + on
+	}
+	return out
 }
 
 func describeTDX(q *tdx.Quote) string {

@@ -2,10 +2,13 @@ package clusterapi
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Attention is one problem that an administrator should look at.
@@ -20,7 +23,15 @@ type Attention struct {
 // RenewRemedy is the remedy for certificates that no machine renews by itself.
 const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. For a CA that ends: docs/certificates.md#what-is-not-rotated."
 
+// CollateralRemedy is the remedy for vendors' data in the policy that are missing or have ended.
+const CollateralRemedy = "Run muster collateral fetch -o FILE, with --product or --fmspc, then muster collateral apply FILE --dry-run, then muster collateral apply FILE."
+
+// collateral is the reason of refusals for such data.
+var collateral = attest.ReasonName(attestv1.Reason_REASON_HARDWARE_COLLATERAL)
+
 const (
+	// maxNames is how many machines one line names.
+	maxNames = 10
 	// verdictOld is the default of joinservice's --verdict-max-age: older verdicts renew no certificate.
 	verdictOld = 15 * time.Minute
 	// certificateSoon is when a kubelet should already have renewed by itself: it does so at 70–90 % of a
@@ -63,8 +74,11 @@ func (s *Status) attention(now time.Time) []Attention {
 			add("rotation", "Run "+r.Command()+": it names the control plane that is not done yet. muster doctor --node NODE shows what is wrong with one.", "the %s is in the phase %s for %s", r.Key, r.Phase, age.Round(time.Minute))
 		}
 	}
+	var lapsed []string // the machines are as they were
 	for _, n := range s.Nodes {
-		s.nodeAttention(n, now, add)
+		if s.nodeAttention(n, now, add); n.lapsed() {
+			lapsed = append(lapsed, n.Name)
+		}
 	}
 	for _, w := range s.Waiting {
 		if !s.enrolled(w.Machine) {
@@ -74,7 +88,17 @@ func (s *Status) attention(now time.Time) []Attention {
 		if who == "" {
 			who = w.Machine[:min(12, len(w.Machine))]
 		}
+		if w.Reason == collateral {
+			if !slices.Contains(lapsed, who) {
+				lapsed = append(lapsed, who)
+			}
+			continue
+		}
 		add("waiting "+who, w.Remedy, "%s refused for %s: %s", w.Machine, now.Sub(w.Since).Round(time.Second), w.Reason)
+	}
+	if len(lapsed) > 0 {
+		add("nodes", CollateralRemedy+" joinservice's log names what is missing: kubectl -n "+Namespace+" logs -l app.kubernetes.io/name=muster-joinservice --prefix --tail=-1.",
+			"%d machines are refused with %s, since the policy lacks current data of their processors' vendor: %s", len(lapsed), collateral, strings.Join(lapsed[:min(len(lapsed), maxNames)], ", "))
 	}
 	for _, r := range s.Requests {
 		if age := now.Sub(r.Since); age > requestSoon {
@@ -141,6 +165,7 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	switch {
 	case n.AppraisedAt == nil:
 		add(about, journal(n.Name, "muster-attester"), "it was never appraised")
+	case n.lapsed(): // one line for all of them
 	case n.Accepted != nil && !*n.Accepted:
 		add(about, "joinservice's log says what differs: kubectl -n "+Namespace+" logs -l app.kubernetes.io/name=muster-joinservice --prefix --tail=-1. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
 	case now.Sub(*n.AppraisedAt) > verdictOld:
@@ -165,6 +190,11 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		add(about, "Set cluster-signing-duration of kube-controller-manager to 24h, then reboot the machine: it replaces the certificate before its kubelet starts. Until then a ban does not end what the node may read.",
 			"its machine says that the kubelet's client certificate lasts for %s, and none may for more than %s", n.ClientExpires.Sub(now).Round(time.Hour), nodeaccess.CertificateLife)
 	}
+}
+
+// lapsed reports whether the node's machine is refused only because the policy lacks current data of its processor's vendor.
+func (n NodeStatus) lapsed() bool {
+	return n.Enrolled && n.Joined && !n.Deleting && !n.Banned && n.AppraisedAt != nil && n.Accepted != nil && !*n.Accepted && n.Reason == collateral
 }
 
 func ends(left time.Duration) string {

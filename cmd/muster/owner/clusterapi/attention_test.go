@@ -96,6 +96,28 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 	}
 }
 
+// When collateral ends, all nodes are refused at once, and none of their machines has changed.
+func TestCollateralThatHasEndedIsOneProblem(t *testing.T) {
+	s := sound()
+	other := s.Nodes[0]
+	other.Name, other.MachineID = "node2", strings.Repeat("ab", 32)
+	s.Nodes = append(s.Nodes, other)
+	for i := range s.Nodes {
+		if s.Nodes[i].Joined {
+			s.Nodes[i].Accepted, s.Nodes[i].Reason = new(false), "HARDWARE_COLLATERAL"
+		}
+	}
+	s.Nodes[1].MachineID = strings.Repeat("cd", 32)
+	s.Waiting = []Waiting{
+		{Machine: strings.Repeat("ab", 32), Node: "node2", Reason: "HARDWARE_COLLATERAL", Remedy: "Fetch.", Since: now.Add(-time.Hour)},
+		{Machine: strings.Repeat("cd", 32), Node: "cp2", Reason: "HARDWARE_COLLATERAL", Remedy: "Fetch.", Since: now.Add(-time.Hour)},
+	}
+	got := s.attention(now)
+	if len(got) != 1 || got[0].About != "nodes" || !strings.Contains(got[0].Problem, "3 machines are refused with HARDWARE_COLLATERAL, since the policy lacks current data of their processors' vendor: node1, node2, cp2") || !strings.Contains(got[0].Remedy, "muster collateral apply FILE --dry-run") || strings.Contains(got[0].Remedy, "trust the machine") {
+		t.Errorf("%+v", got)
+	}
+}
+
 // Any machine with a genuine TPM can ask, so a check must not fail by it.
 func TestARefusedMachineThatIsNotEnrolledNeedsNoAttention(t *testing.T) {
 	s := sound()

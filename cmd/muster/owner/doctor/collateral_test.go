@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -21,6 +22,11 @@ func TestCollateralThatHasEndedIsAFailure(t *testing.T) {
 		d.collateral([]attest.CollateralEnd{{Name: "TCB info of 90c06f000000", Time: end}, {Name: "revocation list of ARK-Milan", Time: end.Add(time.Hour)}})
 		if got := d.Count(checkup.Fail); got != tt.want || d.Clean(CheckPolicy) != (tt.want == 0) {
 			t.Errorf("%s: %+v", name, d.Findings)
+		}
+		for _, f := range d.Findings {
+			if f.Level == checkup.Fail && strings.Count(f.Remedy, "muster collateral apply FILE") != 2 {
+				t.Errorf("the remedy is a command that is refused: %s", f.Remedy)
+			}
 		}
 	}
 }

@@ -303,7 +303,7 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 func (d *doctor) collateral(ends []attest.CollateralEnd) {
 	for _, e := range ends {
 		if d.Now().After(e.Time) {
-			d.Add(CheckPolicy, checkup.Fail, "Run muster collateral fetch, then muster collateral apply --dry-run, then muster collateral apply.",
+			d.Add(CheckPolicy, checkup.Fail, clusterapi.CollateralRemedy,
 				"the %s in the cluster's policy ended at %s UTC: hardware reports that need it are refused with HARDWARE_COLLATERAL", e.Name, e.Time.UTC().Format(time.DateTime))
 		}
 	}
@@ -322,7 +322,7 @@ func (d *doctor) nodes(ctx context.Context) error {
 		}
 	}
 	for _, a := range s.Attention {
-		if kind, _, _ := strings.Cut(a.About, " "); !slices.Contains([]string{"node", "waiting", "request"}, kind) {
+		if kind, _, _ := strings.Cut(a.About, " "); !slices.Contains([]string{"node", "nodes", "waiting", "request"}, kind) {
 			continue // it has a check of its own
 		}
 		d.Add(CheckNodes, checkup.Warn, a.Remedy, "%s: %s", a.About, a.Problem)

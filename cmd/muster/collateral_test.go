@@ -1,0 +1,193 @@
+package main
+
+import (
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/membertest"
+	"github.com/muster-k8s/muster/internal/policyfile"
+)
+
+// june is a time at which Intel's captured data are valid.
+var june = time.Date(2025, 6, 20, 0, 0, 0, 0, time.UTC)
+
+const tdxRules = "hardware:\n  tdx: {statuses: [UpToDate], modules: [{major: 1, svn: 5}], anyMrtd: true}\n"
+
+// testPolicy is a policy that ends with the text more.
+func testPolicy(t *testing.T, more string) []byte {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join("..", "..", "internal", "policyfile", "testdata", "policy.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return append(text, more...)
+}
+
+// collateralFile is what muster collateral fetch would have written in June 2025.
+func collateralFile(t *testing.T) string {
+	t.Helper()
+	file := func(name string) []byte {
+		b, err := os.ReadFile(filepath.Join("..", "..", "trust", "attest", "hardware", "testdata", "tdx", "v4-uptodate-2025", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	var all map[string]string
+	if err := json.Unmarshal(file("collateral.json"), &all); err != nil {
+		t.Fatal(err)
+	}
+	list := func(name string) []byte {
+		b, err := hex.DecodeString(all[name])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	signed := func(name, as string) []byte {
+		return []byte(`{"` + as + `":` + all[name] + `,"signature":"` + all[name+"_signature"] + `"}`)
+	}
+	text, err := protojson.Marshal(&attestv1.Collateral{
+		TcbInfos: [][]byte{signed("tcb_info", "tcbInfo")}, TcbInfoChain: []byte(all["tcb_info_issuer_chain"]),
+		QeIdentity: signed("qe_identity", "enclaveIdentity"), QeIdentityChain: []byte(all["qe_identity_issuer_chain"]),
+		IntelCrls: [][]byte{list("root_ca_crl"), list("pck_crl"), file("pck_crl_processor.der")},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return save(t, filepath.Join(t.TempDir(), "collateral.json"), text)
+}
+
+// accepts writes what joinservice writes when it has put the newest policy in force, once that has the serial. The command that
+// applies the policy may end before only by an error.
+func accepts(t *testing.T, api *envtest.Cluster, serial int64, command <-chan error) {
+	t.Helper()
+	membertest.Eventually(t, func() error {
+		select {
+		case err := <-command:
+			t.Fatalf("the command has ended: %v", err)
+		default:
+		}
+		p := &v1alpha1.AttestationPolicy{}
+		if err := api.Client.Get(t.Context(), types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
+			return err
+		}
+		if !strings.Contains(p.Spec.Policy, fmt.Sprintf(`"serial":%d`, serial)) {
+			return fmt.Errorf("the cluster's policy is %s", p.Spec.Policy)
+		}
+		p.Status = v1alpha1.AttestationPolicyStatus{Accepted: true, ObservedGeneration: p.Generation, Generation: p.Generation, Serial: serial}
+		return api.Client.Status().Update(t.Context(), p)
+	})
+}
+
+// Collateral that has ended is replaced by a new policy, which the folder then has as well.
+func TestCollateralIsPutInForce(t *testing.T) {
+	t.Parallel()
+	api, file, path := cluster(t), collateralFile(t), filepath.Join(t.TempDir(), "muster-prod")
+	if err := ownersFolder(path, api, testPolicy(t, tdxRules)); err != nil {
+		t.Fatal(err)
+	}
+	policy := func() string {
+		b, err := os.ReadFile(filepath.Join(path, ownerdir.PolicyFile))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(b)
+	}
+	dir, err := ownerdir.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kube, err := owner.Connect(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, signed, err := owner.SignedPolicy(dir)
+	if err == nil {
+		err = kube.PutPolicy(t.Context(), signed)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	accepts(t, api, 1, nil)
+
+	// Another muster works with the folder: that does not stop what changes nothing.
+	var out strings.Builder
+	a := &app{stdout: &out, stderr: io.Discard, directory: path}
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{dry: true}, june); err != nil || !strings.Contains(out.String(), "collateral") || policy() != string(testPolicy(t, tdxRules)) {
+		t.Errorf("--dry-run: %v\n%s", err, out.String())
+	}
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june); err == nil || !strings.Contains(err.Error(), "in use by another muster") {
+		t.Errorf("while another muster works with the folder: %v", err)
+	}
+	if err := dir.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	out.Reset()
+	done := make(chan error, 1)
+	go func() {
+		done <- a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june)
+	}()
+	accepts(t, api, 2, done)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if got := out.String(); !strings.Contains(got, "The policy of serial 2 is in force") || !strings.Contains(got, "TCB info of b0c06f000000") {
+		t.Errorf("%s", got)
+	}
+	if got := policy(); !strings.Contains(got, "tcbInfos") || !strings.Contains(got, "serial: 2") {
+		t.Errorf("the folder's policy:\n%s", got)
+	}
+}
+
+// The policy for muster init has collateral before there is a folder, and maybe before it has classes. Otherwise the first machine,
+// which gets the cluster's secrets, could not be accepted by its hardware report.
+func TestTheFirstPolicyGetsCollateral(t *testing.T) {
+	whole := testPolicy(t, tdxRules)
+	before, classes, _ := strings.Cut(string(whole), "  classes:\n")
+	_, after, found := strings.Cut(classes, "# Switches")
+	if !found {
+		t.Fatalf("the policy is another:\n%s", whole)
+	}
+	path := save(t, filepath.Join(t.TempDir(), "policy.yaml"), []byte(before+"# Switches"+after))
+	var log strings.Builder
+	a := &app{stdout: io.Discard, stderr: &log}
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p, err := policyfile.ParseForClass(got); err != nil || p.Serial() != 2 || len(p.CollateralEnds()) != 5 || !strings.Contains(log.String(), "serial is now 2") {
+		t.Errorf("%v, %s\n%s", err, log.String(), got)
+	}
+	// One that lacks what the rules need is refused, and the file stays.
+	save(t, path, testPolicy(t, tdxRules+"  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n"))
+	had, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err == nil || !strings.Contains(err.Error(), "no revocation list of AMD") {
+		t.Errorf("%v", err)
+	}
+	if after, err := os.ReadFile(path); err != nil || string(after) != string(had) {
+		t.Errorf("it was written: %v", err)
+	}
+}
