@@ -55,7 +55,7 @@ func (c *Client) AwaitReady(ctx context.Context, name, notBoot string) error {
 	return until(ctx, func(ctx context.Context) (bool, error) {
 		n := &corev1.Node{}
 		err := client.IgnoreNotFound(c.client.Get(ctx, types.NamespacedName{Name: name}, n))
-		return err == nil && isReady(n) && n.Status.NodeInfo.BootID != notBoot, err
+		return err == nil && IsReady(n) && n.Status.NodeInfo.BootID != notBoot, err
 	})
 }
 
