@@ -17,7 +17,6 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
-	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -430,27 +429,11 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 		return err
 	}
 	for i := range enrolled {
-		if action := u.ordered(public, &enrolled[i]); action != "" {
-			busy(fmt.Sprintf("%s has the order %q, which is not over", enrolled[i].Name, action), "repeat that command to wait for its end, or wait until the order expires")
+		if s, o := underway(u.Dir, public, &enrolled[i], time.Now()); s != nil {
+			busy(fmt.Sprintf("%s has the order %q, which is not over", enrolled[i].Name, o.Action), "repeat that command to wait for its end, or wait until the order expires")
 		}
 	}
 	return nil
-}
-
-// ordered returns the action of a machine's order that it may still begin, or executes; empty: there is none.
-func (u *uninstaller) ordered(public attest.OwnerKeys, n *v1alpha1.AttestedNode) ownerorder.Action {
-	now := time.Now()
-	if s, o := executing(u.Dir, public, n, now); s != nil {
-		return o.Action
-	}
-	s, err := pending(u.Dir, public, n, now)
-	if err != nil || s == nil { // a machine that is shut out or has not joined gets no orders
-		return ""
-	}
-	if o, err := ownerorder.ParseMachineOrder(s.Text); err == nil {
-		return o.Action
-	}
-	return ""
 }
 
 // machines fills in the plan's Machines, and notes those that are off.
