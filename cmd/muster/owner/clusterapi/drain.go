@@ -108,11 +108,8 @@ func (c *Client) Undrainable(ctx context.Context, name string, o DrainOptions) e
 	return c.budgets(ctx, list.Pods(), true)
 }
 
-// inTheWay returns a [BudgetError] for what is left of the pods after the time for a drain; nil if no budget was in the way, or that is not known.
+// inTheWay returns a [BudgetError] for what is left of the pods after a drain that failed; nil if no budget was in the way, or that is not known.
 func (c *Client) inTheWay(ctx context.Context, name string, pods []corev1.Pod) error {
-	if ctx.Err() == nil {
-		return nil
-	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askWithin)
 	defer cancel()
 	pods, err := c.left(ctx, name, pods)
