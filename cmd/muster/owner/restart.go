@@ -145,7 +145,7 @@ func mayBegin(ctx context.Context, kube *clusterapi.Client, name string) error {
 	}
 	problems, err := kube.ServicesElsewhere(ctx, name)
 	if err == nil && len(problems) > 0 {
-		return withRemedy(fmt.Errorf("Muster's services are not well: %s", strings.Join(problems, "; ")), repairFirst)
+		return withRemedy(fmt.Errorf("services of Muster are not well: %s", strings.Join(problems, "; ")), repairFirst)
 	}
 	return err
 }
