@@ -65,3 +65,18 @@ func TestTheRunbooksHaveAllTheirParts(t *testing.T) {
 		t.Errorf("%d runbooks, want ten", len(books))
 	}
 }
+
+// A loop that waits for the API server ends at a kubeconfig that has expired: no wait repairs that.
+func TestNoRunbookWaitsForAnExpiredKubeconfig(t *testing.T) {
+	waits := 0
+	for _, m := range regexp.MustCompile("(?ms)^```sh title=([a-z-]+)\n(.*?)^```$").FindAllStringSubmatch(read(t, "docs/runbooks.md"), -1) {
+		for _, loop := range regexp.MustCompile(`(?s)until[^\n]*kubectl get --raw /readyz.*?done\n`).FindAllString(m[2], -1) {
+			if waits++; !strings.Contains(loop, "*Unauthorized*) echo") {
+				t.Errorf("the block %s waits for ever after the kubeconfig's end:\n%s", m[1], loop)
+			}
+		}
+	}
+	if waits != 2 {
+		t.Errorf("%d blocks wait for the API server, want 2: look whether the expression still finds them", waits)
+	}
+}

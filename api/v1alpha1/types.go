@@ -360,7 +360,7 @@ const AskedAt = "muster.dev/asked-at"
 const OwnerOrder = "muster.dev/order"
 
 // Returns is an annotation of a Node that a command of the owner's has drained and will let take pods again at its end, also if it is interrupted and
-// repeated.
+// repeated. Its value is the kernel's ID of the boot in which the node was drained, or "true" if that is not known.
 const Returns = "muster.dev/returns"
 
 // PolicyCandidate is an annotation of the AttestationPolicy: a policy that its owner may put in force later, as

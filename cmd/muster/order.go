@@ -65,14 +65,14 @@ before, and the node takes pods again afterwards.`,
 	}
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	cmd.Flags().DurationVar(&timeout, "timeout", owner.OrderTimeout, "how long to wait for the machine")
-	uncheckedFlag(cmd, &unchecked)
+	uncheckedFlag(cmd, &unchecked, "")
 	pods.flags(cmd, true)
 	return cmd
 }
 
 // uncheckedFlag adds the flag that lets control planes restart while others are not well.
-func uncheckedFlag(cmd *cobra.Command, to *bool) {
-	cmd.Flags().BoolVar(to, "unchecked", false, "restart a control plane also if another one is not well, or there is none: an encrypted cluster may then need muster recover")
+func uncheckedFlag(cmd *cobra.Command, to *bool, more string) {
+	cmd.Flags().BoolVar(to, "unchecked", false, "restart a control plane also if another one is not well, or there is none: an encrypted cluster may then need muster recover"+more)
 }
 
 // order gives a node's machine an order and waits for its end.

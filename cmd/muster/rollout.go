@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -39,7 +40,7 @@ removed from the policy (muster policy apply).`,
 				return a.json(r)
 			}
 			w := tabwriter.NewWriter(a.stdout, 0, 0, 2, ' ', 0)
-			fmt.Fprintln(w, "NODE\tROLE\tIMAGE\tCLASS\tBOOTED\tVERDICT")
+			fmt.Fprintln(w, "NODE\tROLE\tIMAGE\tCLASS\tBOOTED\tVERDICT\tNOTE")
 			for _, n := range r.Nodes {
 				verdict := "accepted"
 				if !n.Accepted {
@@ -49,7 +50,7 @@ removed from the policy (muster policy apply).`,
 				if !n.Since.IsZero() {
 					booted = n.Since.Local().Format(time.DateTime)
 				}
-				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", n.Node, n.Role, cmp.Or(n.Image, "none of the policy"), cmp.Or(n.Class, "none by its values"), booted, verdict)
+				fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n", n.Node, n.Role, cmp.Or(n.Image, "none of the policy"), cmp.Or(n.Class, "none by its values"), booted, verdict, note(n))
 			}
 			if err := w.Flush(); err != nil {
 				return err
@@ -64,6 +65,18 @@ removed from the policy (muster policy apply).`,
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the API server")
 	return cmd
+}
+
+// note says what is special about a node.
+func note(n owner.Runs) string {
+	var out []string
+	if n.Silent != "" {
+		out = append(out, n.Silent)
+	}
+	if n.Held {
+		out = append(out, "it takes no pods since a command drained it")
+	}
+	return strings.Join(out, "; ")
 }
 
 func (a *app) rollout(ctx context.Context, timeout time.Duration) (r *owner.Rollout, err error) {
@@ -105,57 +118,77 @@ func (a *app) rolloutRebootCommand() *cobra.Command {
 		Use:   "reboot NODE… | --from IMAGE",
 		Short: "Restart nodes one after another, with their pods evicted before",
 		Long: `For each node in turn: its pods are evicted within their PodDisruptionBudgets, its machine restarts by an order that is signed with the
-owner's key, and its Node must be Ready, and Muster's services on all control planes, before the next one begins. With --from, the nodes
-are those whose last evidence is of that image of the policy. The command ends at the first node that fails, and continues when it is repeated.`,
+owner's key, and its Node must be Ready, and all control planes with Muster's services, before the next one begins. The command ends at
+the first node that fails, and begins none while a control plane is not well.
+
+With --from, the nodes are those whose last evidence is of that image of the policy; those whose machines get no orders, because they are
+off, refused or banned, are named and left out. Repeated, the command goes on, and lets a node take pods again that an interrupted run has
+left without. With NODE…, a repeated command restarts each of these nodes again: name those that are left.`,
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if (from == "") == (len(args) == 0) {
 				return usagef("which nodes? muster rollout reboot NODE…, or --from IMAGE")
 			}
-			nodes, began := args, time.Now()
+			r, began := owner.Restarts{
+				Nodes: args, Drain: pods.options, DrainFor: pods.timeout, Unchecked: unchecked, Report: func(node, step string) { a.steps(node)(step) },
+			}, time.Now()
 			if from != "" {
-				r, err := a.rollout(cmd.Context(), time.Minute)
-				if err != nil {
-					return err
-				}
-				if _, known := r.Images[from]; !known {
-					return usagef("the policy in force has no image %q; it has %q", from, slices.Sorted(maps.Keys(r.Images)))
-				}
-				for _, n := range r.Nodes {
-					if n.Image == from {
-						nodes = append(nodes, n.Node)
-					}
-				}
-			}
-			if len(nodes) == 0 {
-				return a.result(from, "no node runs it.")
-			}
-			if !yes {
-				fmt.Fprintf(a.stderr, "These machines restart one after another: %q.\n", nodes)
-				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), nodes[0]); err != nil {
+				r.Again = "muster rollout reboot --from " + from
+				if err := a.outdated(cmd.Context(), from, &r); err != nil {
 					return err
 				}
 			}
-			err := a.withFolder(func(d *ownerdir.Dir) error {
-				return owner.RebootInTurn(cmd.Context(), d, nodes, pods.options, pods.timeout, unchecked, func(node, step string) { a.steps(node)(step) })
-			})
-			if err != nil {
+			if len(r.Nodes)+len(r.Held) == 0 {
+				return a.result(from, "no node that takes orders runs it.")
+			}
+			if len(r.Nodes) > 0 && !yes {
+				fmt.Fprintf(a.stderr, "These machines restart one after another: %q.\n", r.Nodes)
+				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), r.Nodes[0]); err != nil {
+					return err
+				}
+			}
+			if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.RebootInTurn(cmd.Context(), d, r) }); err != nil {
 				return err
 			}
 			var failed error
-			for _, n := range nodes {
+			for _, n := range r.Held {
+				failed = errors.Join(failed, a.result(n, "had restarted, and takes pods again."))
+			}
+			for _, n := range r.Nodes {
 				failed = errors.Join(failed, a.result(n, "restarted, and Ready."))
 			}
 			if from != "" && failed == nil {
-				failed = a.rolledOut(cmd.Context(), from, nodes, began)
+				failed = a.rolledOut(cmd.Context(), from, r.Nodes, began)
 			}
 			return failed
 		},
 	}
 	pods.flags(cmd, true)
-	uncheckedFlag(cmd, &unchecked)
+	uncheckedFlag(cmd, &unchecked, "; workers too, and without a wait for control planes and services afterwards")
 	cmd.Flags().Lookup("drain").Hidden = true // it always drains
 	cmd.Flags().StringVar(&from, "from", "", "name of an image of the policy: the nodes that run it")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	return cmd
+}
+
+// outdated fills in which nodes run an image, and names those that are left out.
+func (a *app) outdated(ctx context.Context, from string, to *owner.Restarts) error {
+	r, err := a.rollout(ctx, time.Minute)
+	if err != nil {
+		return err
+	}
+	if _, known := r.Images[from]; !known {
+		return usagef("the policy in force has no image %q; it has %q", from, slices.Sorted(maps.Keys(r.Images)))
+	}
+	restart, skipped, held := r.Outdated(from)
+	for _, n := range skipped {
+		fmt.Fprintf(a.stderr, "%s: left out: %s. It would be refused if the policy no longer had %s.\n", n.Node, n.Silent, from)
+	}
+	for _, n := range restart {
+		to.Nodes = append(to.Nodes, n.Node)
+	}
+	for _, n := range held {
+		to.Held = append(to.Held, n.Node)
+	}
+	return nil
 }

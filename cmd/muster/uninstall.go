@@ -119,9 +119,9 @@ func (a *app) uninstalled(p *owner.UninstallPlan, text string) error {
 	}
 	fmt.Fprintln(a.stdout, text)
 	fmt.Fprintf(a.stdout, "If a machine still has Muster's units, run the block uninstall-machine of %s there, and don't restart the machine before:\n", owner.UninstallRunbook)
-	rows := [][]string{{"NODE", "ROLE"}}
+	rows := [][]string{{"NODE", "ROLE", "READY"}}
 	for _, m := range p.Machines {
-		rows = append(rows, []string{m.Node, string(m.Role)})
+		rows = append(rows, []string{m.Node, string(m.Role), yes(m.Ready)})
 	}
 	return a.table(rows)
 }

@@ -34,7 +34,7 @@ func Unanswered(server string, err error) error {
 		return fmt.Errorf("ask the cluster at %s: %w", server, err)
 	}
 	return withRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's API server does not answer at %s: %w", server, err),
-		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at once, they wait for you: muster recover (docs/recovery.md). muster status --endpoint HOST asks a machine that is no node.")
+		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at once, they wait for you: muster recover (docs/recovery.md). If half of them or more are gone for good: docs/runbooks.md#lost-quorum. muster status --endpoint HOST asks a machine that is no node.")
 }
 
 // Enroll enrolls a machine under a name before it joins, as control planes need it. It first lists a control plane in

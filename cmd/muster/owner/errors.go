@@ -55,7 +55,7 @@ func remedy(err error) string {
 	case errors.Is(err, ownerdir.ErrOtherCluster):
 		return "Nothing was sent or changed."
 	case errors.Is(err, context.DeadlineExceeded):
-		return "Look at the last lines above; running the same command again goes on where it stopped, and --timeout gives it longer."
+		return "Look at the last lines above; running the same command again goes on where it stopped, and --timeout gives it longer if the command has that flag."
 	case errors.Is(err, context.Canceled):
 		return "Running the same command again goes on where it stopped."
 	}

@@ -229,7 +229,7 @@ func (k *kubeUpgrade) well(nodes []clusterapi.NodeRelease, except map[string]boo
 // node upgrades one node, or waits for the order that it has already.
 func (k *kubeUpgrade) node(ctx context.Context, n *clusterapi.NodeRelease, part string) error {
 	u := outage{
-		drain: k.Drain, drainFor: k.DrainFor, wait: k.Wait, action: ownerorder.ActionUpgradeKubernetes, args: k.unfinished(n), done: "upgraded",
+		drain: k.Drain, drainFor: k.DrainFor, wait: k.Wait, action: ownerorder.ActionUpgradeKubernetes, args: k.unfinished(n), done: "upgraded", others: k.kube.ServicesReady,
 		ready: func(ctx context.Context) error {
 			return k.kube.AwaitRelease(ctx, n.Name, k.release.KubernetesVersion, k.images, k.Stable)
 		},

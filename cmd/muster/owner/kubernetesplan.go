@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"path"
@@ -334,7 +335,11 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 		problem("%s: %v. Shorter URLs make an order shorter.", n.Name, err)
 	}
 	if err := k.kube.Undrainable(ctx, n.Name, k.Drain); err != nil && n.Ready {
-		problem("%s can't be drained: %v. --force and --delete-emptydir-data drain also such pods, with what is lost then.", n.Name, err)
+		how := "--force and --delete-emptydir-data drain also such pods, with what is lost then."
+		if _, is := errors.AsType[*clusterapi.BudgetError](err); is {
+			how = budgetRemedy
+		}
+		problem("%s can't be drained: %v. %s", n.Name, err, how)
 	}
 }
 
@@ -401,18 +406,8 @@ func (k *kubeUpgrade) unfinished(n *clusterapi.NodeRelease) map[string]string {
 	if !n.Takes() {
 		return nil
 	}
-	now := time.Now()
-	s, o := executing(k.Dir, k.public, n.Enrollment, now)
-	if s == nil {
-		var err error
-		if s, err = pending(k.Dir, k.public, n.Enrollment, now); err != nil || s == nil {
-			return nil
-		}
-		if o, err = ownerorder.ParseMachineOrder(s.Text); err != nil {
-			return nil
-		}
-	}
-	if !k.is(o) {
+	s, o := underway(k.Dir, k.public, n.Enrollment, time.Now())
+	if s == nil || !k.is(o) {
 		return nil
 	}
 	return o.Args

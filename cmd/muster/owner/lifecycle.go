@@ -3,6 +3,7 @@ package owner
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -81,6 +82,9 @@ func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
 	return kube.SetBanned(ctx, p, false)
 }
 
+// budgetRemedy is for a PodDisruptionBudget that is in the way.
+const budgetRemedy = "Have the owner of the pods change the budget (kubectl -n NAMESPACE edit poddisruptionbudget NAME: maxUnavailable above 0, or minAvailable below the number of pods), add replicas, or delete the pod that is named; then run the same command again."
+
 // Drain evicts a node's pods; see [clusterapi.Client.Drain]. cordoned reports that the node was schedulable before.
 func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.DrainOptions, report func(string)) (cordoned bool, err error) {
 	kube, err := Connect(d)
@@ -88,7 +92,13 @@ func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.Drain
 		return false, err
 	}
 	cordoned, err = kube.Drain(ctx, name, o, report)
-	if err != nil {
+	budget, is := errors.AsType[*clusterapi.BudgetError](err)
+	switch {
+	case is && budget.Never:
+		err = withRemedy(err, "Nothing was changed. "+budgetRemedy)
+	case is:
+		err = withRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Wait until the pods are Ready elsewhere (kubectl get poddisruptionbudgets -A shows ALLOWED DISRUPTIONS), and run the same command again. If they don't get Ready: "+budgetRemedy)
+	case err != nil:
 		err = withRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Pods that nobody makes again need --force, pods with emptyDir volumes --delete-emptydir-data: both lose what the error names. A PodDisruptionBudget has to allow each eviction.")
 	}
 	return cordoned, err

@@ -224,7 +224,7 @@ func TestADrainKeepsWhatWouldBeLost(t *testing.T) {
 			stop()
 		}
 	})
-	if err == nil || len(podsOn(t, "drained")) != 3 {
+	if err == nil || len(podsOn(t, "drained")) != 3 || !strings.Contains(err.Error(), "default/keep") {
 		t.Fatalf("against a budget: %v; left %v", err, podsOn(t, "drained"))
 	}
 	if err := budgets.Delete(ctx, "keep", metav1.DeleteOptions{}); err != nil {

@@ -201,6 +201,22 @@ func executing(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode
 	return &s, o
 }
 
+// underway returns the node's order that its machine may still begin, or executes; nil: there is none.
+func underway(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
+	if s, o := executing(d, owner, n, now); s != nil {
+		return s, o
+	}
+	s, err := pending(d, owner, n, now)
+	if err != nil || s == nil { // a machine that is shut out or has not joined gets no orders
+		return nil, ownerorder.MachineOrder{}
+	}
+	o, err := ownerorder.ParseMachineOrder(s.Text)
+	if err != nil {
+		return nil, o
+	}
+	return s, o
+}
+
 func publicOf(key ed25519.PrivateKey) ed25519.PublicKey {
 	return ed25519.PublicKey(key[ed25519.PrivateKeySize-ed25519.PublicKeySize:])
 }

@@ -68,9 +68,11 @@ func TestNodesRestartOneAfterAnother(t *testing.T) {
 		obey(ctx, t, "r2", second, l.public, time.Time{}, []v1alpha1.OrderState{v1alpha1.OrderFailed})
 	}()
 	var steps []string
-	err := RebootInTurn(ctx, l.Dir, []string{"r1", "r2", "r3"}, clusterapi.DrainOptions{Force: true}, patience, false, func(node, step string) { steps = append(steps, node+" "+step) })
+	err := l.restart(ctx, func(r *Restarts) {
+		r.Drain.Force, r.Report = true, func(node, step string) { steps = append(steps, node+" "+step) }
+	}, "r1", "r2", "r3")
 	<-done
-	if err == nil || !strings.HasPrefix(err.Error(), "r2: r2: reboot failed") || !strings.Contains(remedy(err), "1 of 3 nodes have restarted") {
+	if err == nil || !strings.HasPrefix(err.Error(), "r2: r2: reboot failed") || !strings.Contains(remedy(err), "1 of 3 nodes have restarted") || !strings.HasSuffix(remedy(err), "muster rollout reboot r2 r3") {
 		t.Errorf("%v: %s", err, remedy(err))
 	}
 	if unschedulable(t, "r1") || !unschedulable(t, "r2") || unschedulable(t, "r3") {
@@ -99,29 +101,19 @@ func TestARepeatedRolloutLetsTheNodeTakePodsAgain(t *testing.T) {
 			boots(ctx, t, "r4")
 		}()
 		defer func() { <-done }()
-		return RebootInTurn(ctx, l.Dir, []string{"r4"}, clusterapi.DrainOptions{}, patience, false, func(string, string) {})
-	}
-	boot := func(id string) {
-		n := &corev1.Node{}
-		if err := shared.Client.Get(ctx, types.NamespacedName{Name: "r4"}, n); err != nil {
-			t.Fatal(err)
-		}
-		n.Status.NodeInfo.BootID = id
-		if err := shared.Client.Status().Update(ctx, n); err != nil {
-			t.Fatal(err)
-		}
+		return l.restart(ctx, nil, "r4")
 	}
 	if err := reboot(v1alpha1.OrderFailed); err == nil || !unschedulable(t, "r4") {
 		t.Fatal(err)
 	}
-	boot("first")
+	setBoot(ctx, t, "r4", "first")
 	if err := reboot(v1alpha1.OrderDone); err != nil || unschedulable(t, "r4") {
 		t.Fatalf("%v: it takes no pods", err)
 	}
 	if _, err := Drain(ctx, l.Dir, "r4", clusterapi.DrainOptions{}, func(string) {}); err != nil { // muster drain
 		t.Fatal(err)
 	}
-	boot("second")
+	setBoot(ctx, t, "r4", "second")
 	if err := reboot(v1alpha1.OrderDone); err != nil || !unschedulable(t, "r4") {
 		t.Fatalf("%v: it takes pods, and was drained by its owner", err)
 	}
@@ -158,14 +150,25 @@ func (l *lifecycle) services(t *testing.T) {
 }
 
 // boots has a Node be Ready in another boot.
-func boots(ctx context.Context, t *testing.T, name string) {
+func boots(ctx context.Context, t *testing.T, name string) { setBoot(ctx, t, name, "another") }
+
+func setBoot(ctx context.Context, t *testing.T, name, id string) {
 	n := &corev1.Node{}
 	if err := shared.Client.Get(ctx, types.NamespacedName{Name: name}, n); err != nil {
 		t.Error(err)
 		return
 	}
-	n.Status.NodeInfo.BootID = "another"
+	n.Status.NodeInfo.BootID = id
 	if err := shared.Client.Status().Update(ctx, n); err != nil {
 		t.Error(err)
 	}
+}
+
+// restart restarts nodes in turn.
+func (l *lifecycle) restart(ctx context.Context, change func(*Restarts), nodes ...string) error {
+	r := Restarts{Nodes: nodes, DrainFor: patience, Report: func(string, string) {}}
+	if change != nil {
+		change(&r)
+	}
+	return RebootInTurn(ctx, l.Dir, r)
 }

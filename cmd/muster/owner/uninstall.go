@@ -17,7 +17,6 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
-	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -56,6 +55,8 @@ type UninstallStep struct {
 type UninstalledMachine struct {
 	Node string        `json:"node"`
 	Role v1alpha1.Role `json:"role"`
+	// Ready is the Node's condition: the machine is on.
+	Ready bool `json:"ready"`
 }
 
 // UninstallRunbook is the section of the documents with the machines' part.
@@ -310,7 +311,7 @@ func (u *uninstaller) checkControlPlanes(ctx context.Context) error {
 	}
 	if len(approves) > 0 {
 		u.problem(attestv1.Reason_REASON_MACHINE_CONFIG, "nothing would approve kubelets' certificates, and all nodes would drop out within a day: the approving controller of kube-controller-manager is off, or its pod not in the API, on "+allOf(approves),
-			"run the block "+blockControlPlane+" of "+UninstallRunbook+" on each of these control planes, one after another")
+			"run the block "+blockControlPlane+" of "+UninstallRunbook+" on each of these control planes, one after another; of one that is off for good, run muster forget NAME, and then this command with --let-back-in, since its certificates stay revoked for a day")
 	}
 	if len(tokens) > 0 {
 		u.note("kubeadm join by a token would fail: bootstrap tokens are off on %s. The block %s turns them on", allOf(tokens), blockControlPlane)
@@ -428,41 +429,32 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 		return err
 	}
 	for i := range enrolled {
-		if action := u.ordered(public, &enrolled[i]); action != "" {
-			busy(fmt.Sprintf("%s has the order %q, which is not over", enrolled[i].Name, action), "repeat that command to wait for its end, or wait until the order expires")
+		if s, o := underway(u.Dir, public, &enrolled[i], time.Now()); s != nil {
+			busy(fmt.Sprintf("%s has the order %q, which is not over", enrolled[i].Name, o.Action), "repeat that command to wait for its end, or wait until the order expires")
 		}
 	}
 	return nil
 }
 
-// ordered returns the action of a machine's order that it may still begin, or executes; empty: there is none.
-func (u *uninstaller) ordered(public attest.OwnerKeys, n *v1alpha1.AttestedNode) ownerorder.Action {
-	now := time.Now()
-	if s, o := executing(u.Dir, public, n, now); s != nil {
-		return o.Action
-	}
-	s, err := pending(u.Dir, public, n, now)
-	if err != nil || s == nil { // a machine that is shut out or has not joined gets no orders
-		return ""
-	}
-	if o, err := ownerorder.ParseMachineOrder(s.Text); err == nil {
-		return o.Action
-	}
-	return ""
-}
-
-// machines fills in the plan's Machines.
+// machines fills in the plan's Machines, and notes those that are off.
 func (u *uninstaller) machines(ctx context.Context) error {
 	nodes, err := u.kube.Nodes(ctx)
 	if err != nil {
 		return err
 	}
+	var off []string
 	for _, n := range nodes {
-		m := UninstalledMachine{Node: n.Name, Role: v1alpha1.RoleWorker}
+		m := UninstalledMachine{Node: n.Name, Role: v1alpha1.RoleWorker, Ready: clusterapi.IsReady(&n)}
 		if _, control := n.Labels[clusterinfo.ControlPlaneLabel]; control {
 			m.Role = v1alpha1.RoleControlPlane
 		}
-		u.plan.Machines = append(u.plan.Machines, m)
+		if u.plan.Machines = append(u.plan.Machines, m); !m.Ready {
+			off = append(off, m.Node)
+		}
+	}
+	if len(off) > 0 && len(u.steps) > 0 {
+		u.note("not Ready: %s. Start these machines before, or remove those that are off for good (muster forget NAME, then --let-back-in). A machine that is off for a day has no valid certificate when it comes back, and nothing renews it then: "+
+			"after the block uninstall-machine of %s, run kubeadm reset and kubeadm join there", allOf(off), UninstallRunbook)
 	}
 	return nil
 }

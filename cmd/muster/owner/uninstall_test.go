@@ -160,7 +160,7 @@ func (r *removal) isGone(t *testing.T) {
 	if err != nil || len(p.Steps) > 0 || len(p.Problems) > 0 {
 		t.Fatalf("%+v, %v", p, err)
 	}
-	if want := []UninstalledMachine{{"c1", v1alpha1.RoleControlPlane}, {"w1", v1alpha1.RoleWorker}}; !slices.Equal(p.Machines, want) {
+	if want := []UninstalledMachine{{"c1", v1alpha1.RoleControlPlane, true}, {"w1", v1alpha1.RoleWorker, true}}; !slices.Equal(p.Machines, want) {
 		t.Errorf("machines %v, want %v", p.Machines, want)
 	}
 	k := r.as(t, r.api.Admin, nil)
@@ -392,7 +392,7 @@ func (r *removal) refusals(t *testing.T) {
 		{"a revoked certificate", access(map[string]nodeaccess.Entry{"w8": later}), access(map[string]nodeaccess.Entry{"w8": past}), attestv1.Reason_REASON_CERTIFICATE_RETIRED, "w8 until"},
 		{"a revoked certificate that the owner accepts", access(map[string]nodeaccess.Entry{"w8": later}), func(*testing.T) { r.letBackIn = true }, attestv1.Reason_REASON_CERTIFICATE_RETIRED, "--let-back-in"},
 		{"no approver", off, on, attestv1.Reason_REASON_MACHINE_CONFIG, "uninstall-control-plane"},
-		{"an approver of which nothing is known", managed(), on, attestv1.Reason_REASON_MACHINE_CONFIG, "c1"},
+		{"an approver of which nothing is known", managed(), on, attestv1.Reason_REASON_MACHINE_CONFIG, "on c1: run the block uninstall-control-plane of docs/runbooks.md#uninstall on each of these control planes, one after another; of one that is off for good, run muster forget NAME"},
 		{"an upgrade of Kubernetes", describe(func(i *clusterinfo.Info) { i.Next = release }), describe(func(i *clusterinfo.Info) { i.Next = nil }), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "being upgraded"},
 		{"an upgrade that only the folder knows", folder(func(c *ownerdir.Cluster) { c.Upgrade = release }), folder(func(c *ownerdir.Cluster) { c.Upgrade = nil }), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "being upgraded"},
 		{"a phase of a rotation", rotates(clusterinfo.RotationUse), rotates(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "muster rotate service-account-key ends that"},
@@ -425,4 +425,10 @@ func (r *removal) refusals(t *testing.T) {
 	if err != nil || p.Err() != nil || len(p.Notes) > 0 {
 		t.Errorf("%+v, %v", p, err)
 	}
+	r.ready(t, "w1", corev1.ConditionUnknown) // it is off: no problem, but it would not come back by itself
+	p, err = PlanUninstall(t.Context(), r.config())
+	if err != nil || p.Err() != nil || len(p.Notes) != 1 || !strings.HasPrefix(p.Notes[0], "not Ready: w1. ") || !slices.Contains(p.Machines, UninstalledMachine{"w1", v1alpha1.RoleWorker, false}) {
+		t.Errorf("with w1 off: %+v, %v", p, err)
+	}
+	r.ready(t, "w1", corev1.ConditionTrue)
 }

@@ -184,9 +184,24 @@ func (r *removal) install(t *testing.T) {
 		staticPod("kube-apiserver", "c1", "--enable-bootstrap-token-auth=true"), staticPod("kube-controller-manager", "c1", "--controllers=*,bootstrapsigner,tokencleaner"),
 		admin,
 	)
+	r.ready(t, "c1", corev1.ConditionTrue)
+	r.ready(t, "w1", corev1.ConditionTrue)
 	if _, err := r.kube.InstallChart(ctx, clusterapi.Values{
 		OwnerKeys: []string{strings.Repeat("A", 43) + "="}, JoinserviceImage: imageOf("joinservice", "1"), KMSImage: imageOf("kms", "1"),
 	}, slog.New(slog.DiscardHandler)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// ready sets a Node's condition.
+func (r *removal) ready(t *testing.T, name string, is corev1.ConditionStatus) {
+	t.Helper()
+	n := &corev1.Node{}
+	if err := r.api.Client.Get(t.Context(), client.ObjectKey{Name: name}, n); err != nil {
+		t.Fatal(err)
+	}
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: is}}
+	if err := r.api.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 }

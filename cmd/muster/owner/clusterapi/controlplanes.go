@@ -42,7 +42,7 @@ func (c *Client) OtherControlPlanes(ctx context.Context, than string) (n int, pr
 			return 0, nil, err
 		}
 		switch {
-		case !isReady(node):
+		case !IsReady(node):
 			problems = append(problems, e.Name+" is not Ready")
 		case !podReady(pod):
 			problems = append(problems, "the API server of "+e.Name+" is not Ready")

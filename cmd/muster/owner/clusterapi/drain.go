@@ -1,7 +1,9 @@
 package clusterapi
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -19,6 +21,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
+// askWithin bounds the question which budgets were in the way of a drain.
+const askWithin = 10 * time.Second
+
 // evictEvery is the pause before an eviction that a PodDisruptionBudget has refused is tried again.
 const evictEvery = 5 * time.Second
 
@@ -35,7 +40,7 @@ type DrainOptions struct {
 
 // Drain makes a node unschedulable and evicts its pods, as kubectl drain does: within their PodDisruptionBudgets, with their own
 // grace periods, and without those of DaemonSets. It waits until they are gone, or ctx ends. cordoned reports that the node was
-// schedulable before it was drained by a caller that returns it. Pods that the options do not allow are an error that names them, before any is evicted.
+// schedulable before it was drained by a caller that returns it. Pods that no budget will ever let go are a [BudgetError] before anything is changed. Pods that the options do not allow are an error that names them, before any is evicted.
 func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report func(string)) (cordoned bool, err error) {
 	h, node, err := c.drainer(ctx, name)
 	if err != nil {
@@ -43,9 +48,18 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 	}
 	out := &lines{report: report}
 	h.Force, h.DeleteEmptyDirData, h.ErrOut = o.Force, o.EmptyDir, out
+	if list, errs := h.GetPodsForDeletion(name); len(errs) == 0 { // otherwise it is said below
+		if err := c.budgets(ctx, list.Pods(), true); err != nil {
+			return false, fmt.Errorf("drain %s: %w", name, err)
+		}
+	}
 	schedulable := !node.Spec.Unschedulable
 	cordoned = schedulable || o.Returns && node.Annotations[v1alpha1.Returns] != ""
-	if err := c.returns(ctx, node, cordoned && o.Returns); err != nil {
+	note := ""
+	if cordoned && o.Returns {
+		note = cmp.Or(node.Status.NodeInfo.BootID, unknownBoot)
+	}
+	if err := c.returns(ctx, node, note); err != nil {
 		return false, fmt.Errorf("cordon %s: %w", name, err)
 	}
 	if err := drain.RunCordonOrUncordon(h, node, true); err != nil {
@@ -60,7 +74,7 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 	}
 	pods := list.Pods()
 	if err := h.DeleteOrEvictPods(pods); err != nil {
-		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(err, ctx.Err()))
+		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(c.inTheWay(ctx, name, pods), err, ctx.Err()))
 	}
 	report(fmt.Sprintf("drained: %d pods evicted", len(pods)))
 	return cordoned, nil
@@ -76,32 +90,53 @@ func (c *Client) Uncordon(ctx context.Context, name string) error {
 		if err := drain.RunCordonOrUncordon(h, node, false); err != nil {
 			return err
 		}
-		return c.returns(ctx, node, false)
+		return c.returns(ctx, node, "")
 	})
 }
 
-// Undrainable returns an error that names the pods that a drain with these options would not evict.
+// Undrainable returns an error that names the pods that a drain with these options would not evict, or a [BudgetError] for those that no drain evicts.
 func (c *Client) Undrainable(ctx context.Context, name string, o DrainOptions) error {
 	h, _, err := c.drainer(ctx, name)
 	if err != nil {
 		return err
 	}
 	h.Force, h.DeleteEmptyDirData = o.Force, o.EmptyDir
-	_, errs := h.GetPodsForDeletion(name)
-	return errors.Join(errs...)
+	list, errs := h.GetPodsForDeletion(name)
+	if len(errs) > 0 {
+		return errors.Join(errs...)
+	}
+	return c.budgets(ctx, list.Pods(), true)
 }
 
-// returns sets or removes the note that a node will take pods again.
-func (c *Client) returns(ctx context.Context, node *corev1.Node, set bool) error {
-	value := "null"
-	if set {
-		value = `"true"`
+// inTheWay returns a [BudgetError] for what is left of the pods after a drain that failed; nil if no budget was in the way, or that is not known.
+func (c *Client) inTheWay(ctx context.Context, name string, pods []corev1.Pod) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askWithin)
+	defer cancel()
+	pods, err := c.left(ctx, name, pods)
+	if err != nil {
+		return nil //nolint:nilerr // the drain's own error is returned
 	}
-	if (node.Annotations[v1alpha1.Returns] != "") == set {
+	err = c.budgets(ctx, pods, false)
+	if _, is := errors.AsType[*BudgetError](err); !is {
 		return nil
 	}
-	patch := fmt.Sprintf(`{"metadata":{"annotations":{%q:%s}}}`, v1alpha1.Returns, value)
-	return c.client.Patch(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node.Name}}, client.RawPatch(types.MergePatchType, []byte(patch)))
+	return err
+}
+
+// returns sets the note that a node will take pods again, or removes it if it is empty.
+func (c *Client) returns(ctx context.Context, node *corev1.Node, note string) error {
+	if node.Annotations[v1alpha1.Returns] == note {
+		return nil
+	}
+	var value any
+	if note != "" {
+		value = note
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": map[string]any{v1alpha1.Returns: value}}})
+	if err != nil {
+		return err
+	}
+	return c.client.Patch(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node.Name}}, client.RawPatch(types.MergePatchType, patch))
 }
 
 // drainer returns kubectl's drain, and the node.

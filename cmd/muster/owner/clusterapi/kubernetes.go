@@ -114,7 +114,7 @@ func (c *Client) Releases(ctx context.Context) (out []NodeRelease, err error) {
 func (c *Client) release(ctx context.Context, name string, n *corev1.Node, e *v1alpha1.AttestedNode) (NodeRelease, error) {
 	_, control := n.Labels[clusterinfo.ControlPlaneLabel]
 	out := NodeRelease{
-		Name: name, ControlPlane: control || e != nil && e.Spec.Role == v1alpha1.RoleControlPlane, Enrollment: e, Joined: true, Ready: isReady(n), Kubelet: n.Status.NodeInfo.KubeletVersion,
+		Name: name, ControlPlane: control || e != nil && e.Spec.Role == v1alpha1.RoleControlPlane, Enrollment: e, Joined: true, Ready: IsReady(n), Kubelet: n.Status.NodeInfo.KubeletVersion,
 		Unschedulable: n.Spec.Unschedulable, Returns: n.Annotations[v1alpha1.Returns] != "",
 	}
 	if !out.ControlPlane {

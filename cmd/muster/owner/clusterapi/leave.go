@@ -57,9 +57,10 @@ func (p *Presence) Joined() bool {
 }
 
 // Ready reports whether the Node is ready.
-func (p *Presence) Ready() bool { return p.Node != nil && isReady(p.Node) }
+func (p *Presence) Ready() bool { return p.Node != nil && IsReady(p.Node) }
 
-func isReady(n *corev1.Node) bool {
+// IsReady reports whether a Node is ready.
+func IsReady(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 	})

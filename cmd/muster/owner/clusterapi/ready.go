@@ -3,12 +3,15 @@ package clusterapi
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
 )
 
 // Services are the DaemonSets that the chart installs.
@@ -43,11 +46,86 @@ func (c *Client) ServicesReady(ctx context.Context, report func(string)) error {
 	return nil
 }
 
-// BootID returns the kernel's ID of the boot that a Node was registered or updated in.
-func (c *Client) BootID(ctx context.Context, name string) (string, error) {
+// unknownBoot is the value of [v1alpha1.Returns] on a Node that did not say in which boot it was drained; earlier versions wrote it on each.
+const unknownBoot = "true"
+
+// Boot is which boot of its machine a Node is in, as its kubelet reports it.
+type Boot struct {
+	// ID is the kernel's ID of the boot that the Node was registered or updated in.
+	ID    string
+	Ready bool
+	// Held reports that it takes no pods since a command drained it that has not let it take pods again, and In is the boot of then; empty: it is not known.
+	Held bool
+	In   string
+}
+
+// Restarted reports whether the machine has restarted since it was drained.
+func (b Boot) Restarted() bool { return b.Held && b.In != "" && b.In != b.ID }
+
+// BootOf returns a Node's boot.
+func BootOf(n *corev1.Node) Boot {
+	note := n.Annotations[v1alpha1.Returns]
+	b := Boot{ID: n.Status.NodeInfo.BootID, Ready: IsReady(n), Held: n.Spec.Unschedulable && note != ""}
+	if b.Held && note != unknownBoot {
+		b.In = note
+	}
+	return b
+}
+
+// Boot returns the boot of a node's machine.
+func (c *Client) Boot(ctx context.Context, name string) (Boot, error) {
 	n := &corev1.Node{}
 	err := once(ctx, func(ctx context.Context) error { return c.client.Get(ctx, types.NamespacedName{Name: name}, n) })
-	return n.Status.NodeInfo.BootID, err
+	return BootOf(n), err
+}
+
+// ServicesElsewhere returns what is wrong with Muster's services on other nodes than one.
+func (c *Client) ServicesElsewhere(ctx context.Context, than string) (problems []string, err error) {
+	err = once(ctx, func(ctx context.Context) error {
+		problems = nil
+		for _, name := range Services {
+			var ds appsv1.DaemonSet
+			if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: name}, &ds); err != nil {
+				return err
+			}
+			var pods corev1.PodList
+			if err := c.client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels(ds.Spec.Selector.MatchLabels)); err != nil {
+				return err
+			}
+			want, ready := ds.Status.DesiredNumberScheduled, ds.Status.NumberReady // of nodes
+			if want == 0 {
+				problems = append(problems, name+" finds no control plane")
+			}
+			own := slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.NodeName != than })
+			if len(own) > 0 {
+				want--
+			}
+			if slices.ContainsFunc(own, func(p corev1.Pod) bool { return podReady(&p) }) {
+				ready--
+			}
+			if ready < want {
+				problems = append(problems, fmt.Sprintf("%s is ready on %d of %d control planes", name, ready, want))
+			}
+		}
+		return nil
+	})
+	return problems, err
+}
+
+// ControlPlanesReady waits until all enrolled control planes are well, and reports meanwhile what is wrong.
+func (c *Client) ControlPlanesReady(ctx context.Context, report func(string)) error {
+	var last string
+	err := until(ctx, func(ctx context.Context) (bool, error) {
+		_, problems, err := c.OtherControlPlanes(ctx, "")
+		if last = strings.Join(problems, "; "); last != "" {
+			report(last)
+		}
+		return err == nil && last == "", err
+	})
+	if err != nil && last != "" {
+		err = fmt.Errorf("%s: %w", last, err)
+	}
+	return err
 }
 
 // AwaitReady waits until a Node is Ready in another boot: after a restart it looks Ready until its lease has expired.
@@ -55,7 +133,7 @@ func (c *Client) AwaitReady(ctx context.Context, name, notBoot string) error {
 	return until(ctx, func(ctx context.Context) (bool, error) {
 		n := &corev1.Node{}
 		err := client.IgnoreNotFound(c.client.Get(ctx, types.NamespacedName{Name: name}, n))
-		return err == nil && isReady(n) && n.Status.NodeInfo.BootID != notBoot, err
+		return err == nil && IsReady(n) && n.Status.NodeInfo.BootID != notBoot, err
 	})
 }
 

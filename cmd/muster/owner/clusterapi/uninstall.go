@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
-	"time"
 
 	"helm.sh/helm/v4/pkg/action"
 	"helm.sh/helm/v4/pkg/kube"
@@ -363,12 +362,8 @@ func (c *Client) JoinLeaseHolder(ctx context.Context) (holder string, err error)
 	}); err != nil {
 		return "", err
 	}
-	s := l.Spec
-	switch {
-	case s.HolderIdentity == nil || *s.HolderIdentity == "":
-		return "", nil
-	case s.RenewTime != nil && s.LeaseDurationSeconds != nil && now.Sub(s.RenewTime.Time) > time.Duration(*s.LeaseDurationSeconds)*time.Second:
-		return "", nil
+	if h := holderOf(l, now); h != nil {
+		return h.By, nil
 	}
-	return *s.HolderIdentity, nil
+	return "", nil
 }

@@ -198,7 +198,8 @@ func (d *doctor) apiServer(ctx context.Context) bool {
 	began := d.Now()
 	theirs, err := d.kube.Ready(ctx)
 	if err != nil {
-		d.Err(CheckAPI, "Look at the control planes: crictl ps -a there shows kube-apiserver and etcd. If it is only out of reach from here, look at the network and at controlPlaneEndpoint.", err)
+		d.Err(CheckAPI, "Look at the control planes' consoles; with a login, which Muster's image does not have, crictl ps -a there shows kube-apiserver and etcd. If it is only out of reach from here, look at the network and at controlPlaneEndpoint. "+
+			"If all control planes were off at once: muster recover (docs/recovery.md). If half of them or more are gone for good: docs/runbooks.md#lost-quorum.", err)
 		return false
 	}
 	d.OK(CheckAPI, "%s is ready", d.kube.Server())
