@@ -193,8 +193,8 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 }
 
 // lapsed reports whether the node's machine is refused only because the policy lacks current data of its processor's vendor.
-func (n NodeStatus) lapsed() bool {
-	return n.Enrolled && n.Joined && !n.Deleting && !n.Banned && n.AppraisedAt != nil && n.Accepted != nil && !*n.Accepted && n.Reason == collateral
+func (s NodeStatus) lapsed() bool {
+	return s.Enrolled && s.Joined && !s.Deleting && !s.Banned && s.AppraisedAt != nil && s.Accepted != nil && !*s.Accepted && s.Reason == collateral
 }
 
 func ends(left time.Duration) string {
