@@ -114,7 +114,7 @@ func (c *Client) inTheWay(ctx context.Context, name string, pods []corev1.Pod) e
 	defer cancel()
 	pods, err := c.left(ctx, name, pods)
 	if err != nil {
-		return nil //nolint:nilerr // the drain's own error is returned
+		return nil
 	}
 	err = c.budgets(ctx, pods, false)
 	if _, is := errors.AsType[*BudgetError](err); !is {

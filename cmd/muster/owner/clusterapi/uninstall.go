@@ -362,8 +362,8 @@ func (c *Client) JoinLeaseHolder(ctx context.Context) (holder string, err error)
 	}); err != nil {
 		return "", err
 	}
-	if h := holderOf(l, now); h != nil {
-		return h.By, nil
+	if held := holderOf(l, now); held != nil {
+		holder = held.By
 	}
-	return "", nil
+	return holder, nil
 }
