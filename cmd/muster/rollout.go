@@ -141,9 +141,14 @@ left without. With NODE…, a repeated command restarts each of these nodes agai
 			if len(r.Nodes)+len(r.Held) == 0 {
 				return a.result(from, "no node that takes orders runs it.")
 			}
-			if len(r.Nodes) > 0 && !yes {
-				fmt.Fprintf(a.stderr, "These machines restart one after another: %q.\n", r.Nodes)
-				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), r.Nodes[0]); err != nil {
+			if len(r.Held) > 0 { // an administrator may have made one unschedulable again since
+				fmt.Fprintf(a.stderr, "These nodes were drained by an interrupted command and have restarted. They are unschedulable, and take pods again now: %q.\n", r.Held)
+			}
+			if !yes {
+				if len(r.Nodes) > 0 {
+					fmt.Fprintf(a.stderr, "These machines restart one after another: %q.\n", r.Nodes)
+				}
+				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), slices.Concat(r.Nodes, r.Held)[0]); err != nil {
 					return err
 				}
 			}

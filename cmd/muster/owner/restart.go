@@ -2,6 +2,7 @@ package owner
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"os"
@@ -69,10 +70,10 @@ func RebootInTurn(ctx context.Context, d *ownerdir.Dir, r Restarts) error {
 		if err == nil {
 			continue
 		}
-		if held, is := errors.AsType[*clusterapi.HeldError](context.Cause(ctx)); is {
-			err = errors.Join(held, err)
+		if cause := context.Cause(ctx); cause != nil && !errors.Is(err, cause) {
+			err = errors.Join(cause, err)
 		}
-		text := fmt.Sprintf("%d of %d nodes have restarted; the others were not touched. %s", done, len(r.Nodes), remedy(err))
+		text := fmt.Sprintf("%d of %d nodes have restarted; the others were not restarted. %s", done, len(r.Nodes), remedy(err))
 		switch {
 		case len(left) > 0 && r.Again != "":
 			text += "\nTo go on: " + r.Again
@@ -93,7 +94,7 @@ func whoami() string {
 	if name, err := os.Hostname(); err == nil {
 		where = name
 	}
-	return fmt.Sprintf("%s on %s (process %d)", who, where, os.Getpid())
+	return fmt.Sprintf("%s on %s (process %d, %s)", who, where, os.Getpid(), rand.Text()[:8]) // two containers can have the same of all but the last
 }
 
 // drainable returns an error that names all nodes that can't be drained.
@@ -198,6 +199,9 @@ func (r *Restarts) one(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 	}
 	u.ready = func(ctx context.Context) error { return kube.AwaitReady(ctx, name, not) }
 	if !r.Unchecked {
+		if !u.undrained { // the drain can take long
+			u.may = func() error { return mayBegin(ctx, kube, name) }
+		}
 		u.others = func(ctx context.Context, report func(string)) error {
 			if err := kube.ServicesReady(ctx, report); err != nil {
 				return err
@@ -223,6 +227,8 @@ type outage struct {
 	// wait is how long the machine has for the order, and again until ready returns nil.
 	wait  time.Duration
 	ready func(context.Context) error
+	// may returns why the order must not be given now; nil: it may.
+	may func() error
 	// others waits until the rest of the cluster is well; nil: that does not matter.
 	others func(context.Context, func(string)) error
 	// done is what the order has done to the node, as in "restarted".
@@ -241,6 +247,11 @@ func (u *outage) of(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Clien
 		var err error
 		if cordoned, err = Drain(drain, d, name, u.drain, report); err != nil {
 			return err
+		}
+	}
+	if u.may != nil {
+		if err := u.may(); err != nil {
+			return withRemedy(err, remedy(err)+" "+name+" has no pods and takes none until kubectl uncordon "+name+"; the same command goes on with it.")
 		}
 	}
 	if u.action != "" {

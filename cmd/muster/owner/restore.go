@@ -13,7 +13,6 @@ import (
 	"strings"
 	"time"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
@@ -53,7 +52,7 @@ type RestoreConfig struct {
 const RestoreSteps = 15
 
 // answersWithin is how long an API server has to show that the cluster is not lost.
-const answersWithin = 10 * time.Second
+const answersWithin = 20 * time.Second
 
 // Restore makes a new machine the first control plane of the folder's cluster, from a backup, after all control planes were lost. After an interruption the
 // same call finishes.
@@ -140,11 +139,10 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 		return "", err
 	}
 	alive, cancel := context.WithTimeout(ctx, answersWithin)
-	err = kube.Reachable(alive)
+	err = kube.Answers(alive)
 	cancel()
-	var answer apierrors.APIStatus // also 401 or 500 is an answer
 	switch {
-	case err == nil || errors.As(err, &answer):
+	case err == nil:
 		return "", withRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "A cluster that runs is not restored, since there would be two of it. Repair it (docs/runbooks.md), or power all of its control planes off first.")
 	case ctx.Err() != nil:
 		return "", context.Cause(ctx)

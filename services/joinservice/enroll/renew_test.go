@@ -127,16 +127,18 @@ func TestCertificatesForAMachineThatAttestsMeanwhile(t *testing.T) {
 		since    time.Duration // the previous boot was recorded so long ago
 		attests  []uint32      // the boots that attest while the renewal checks the previous one
 		before   bool          // they attest before it
+		asks     uint32        // the boot that asks; 0: 3
 		want     attestv1.Reason
 		recorded int64
 	}{
-		"during the check":                    {2 * grace, []uint32{3}, false, attestv1.Reason_REASON_ACCEPTED, 3},
-		"twice":                               {2 * grace, []uint32{3, 3}, false, attestv1.Reason_REASON_ACCEPTED, 3},
-		"before it":                           {2 * grace, []uint32{3}, true, attestv1.Reason_REASON_ACCEPTED, 3},
-		"before it, soon after another boot":  {grace / 2, []uint32{3}, true, attestv1.Reason_REASON_BUSY, 3},
-		"before it, as a boot after another":  {2 * grace, []uint32{2, 3}, true, attestv1.Reason_REASON_BUSY, 3},
-		"during it, as a boot after another":  {2 * grace, []uint32{2, 3}, false, attestv1.Reason_REASON_API_UNAVAILABLE, 3},
-		"during it, as another boot, a later": {2 * grace, []uint32{4}, false, attestv1.Reason_REASON_VERDICT_OLD, 4},
+		"during the check":                    {2 * grace, []uint32{3}, false, 0, attestv1.Reason_REASON_ACCEPTED, 3},
+		"twice":                               {2 * grace, []uint32{3, 3}, false, 0, attestv1.Reason_REASON_ACCEPTED, 3},
+		"before it":                           {2 * grace, []uint32{3}, true, 0, attestv1.Reason_REASON_ACCEPTED, 3},
+		"before it, soon after another boot":  {grace / 2, []uint32{3}, true, 0, attestv1.Reason_REASON_BUSY, 3},
+		"before it, as a boot after another":  {2 * grace, []uint32{2, 3}, true, 0, attestv1.Reason_REASON_BUSY, 3},
+		"before it, and a later boot asks":    {2 * grace, []uint32{3}, true, 4, attestv1.Reason_REASON_BUSY, 3},
+		"during it, as a boot after another":  {2 * grace, []uint32{2, 3}, false, 0, attestv1.Reason_REASON_API_UNAVAILABLE, 3},
+		"during it, as another boot, a later": {2 * grace, []uint32{4}, false, 0, attestv1.Reason_REASON_VERDICT_OLD, 4},
 	} {
 		t.Run(name, func(t *testing.T) {
 			roomtest.Shared.Reset(t)
@@ -165,6 +167,9 @@ func TestCertificatesForAMachineThatAttestsMeanwhile(t *testing.T) {
 				k.State.Cluster.Client = lookingAtLease{k.State.Cluster.Client, &sync.Once{}, attests}
 			}
 			got := attestv1.Reason_REASON_ACCEPTED
+			if tt.asks != 0 {
+				later.Boot.Reset, later.Boot.Secret = tt.asks, keys.NewBootSecret()
+			}
 			_, err := k.BeginRenewal(t.Context(), later, roomtest.Ticket("b"))
 			if err != nil {
 				got = attest.ReasonOf(err)

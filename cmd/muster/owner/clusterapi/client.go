@@ -6,6 +6,7 @@ package clusterapi
 
 import (
 	"context"
+	"crypto/tls"
 	"crypto/x509"
 	"errors"
 	"fmt"
@@ -61,7 +62,7 @@ func Connect(kubeconfig []byte) (*Client, error) {
 	}
 	cfg.Timeout = requestTimeout
 	cfg.QPS, cfg.Burst = 50, 100
-	cfg.UserAgent = "muster"
+	cfg.UserAgent = fieldManager // also of what it writes without naming it
 	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests do not belong in this report
 	return newClient(cfg, kubeconfig, maxAnswer)
 }
@@ -155,6 +156,29 @@ func passes(err error) bool {
 
 // errPending is returned while another program still has to act.
 var errPending = errors.New("not there yet")
+
+// Answers returns nil as soon as an API server answers, also by a refusal, and an error that wraps [tls.CertificateVerificationError] if what answers has
+// another certificate. Otherwise it returns the last error when ctx ends.
+func (c *Client) Answers(ctx context.Context) error {
+	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
+	if err != nil {
+		return err
+	}
+	for {
+		err := d.RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
+		if err == nil || errors.As(err, new(apierrors.APIStatus)) {
+			return nil
+		}
+		if _, foreign := errors.AsType[*tls.CertificateVerificationError](err); foreign {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(pollEvery):
+		}
+	}
+}
 
 // Reachable waits until the API server reports that it is ready. An API server that has just started answers 403 to
 // everybody, until it has read the RBAC objects: /readyz is public otherwise.

@@ -25,7 +25,7 @@ const (
 
 // HeldError is returned if another program has a lease.
 type HeldError struct {
-	// By is who has it, Since when he took it, and Until when it ends unless it is renewed, by the API server's clock.
+	// By is who has it, in printable characters, Since when he took it, and Until when it ends unless it is renewed, by the API server's clock.
 	By           string
 	Since, Until time.Time
 }
@@ -53,7 +53,7 @@ func holderOf(l *coordinationv1.Lease, now time.Time) *HeldError {
 }
 
 // Hold takes the lease of rollouts, and renews it until end is called, which gives it back. The returned context ends if another program has it meanwhile,
-// as after a long time without the API server; its cause is then a [HeldError].
+// with a [HeldError] as its cause, and if it could not be renewed for holdLife: another one may have it then.
 func (c *Client) Hold(ctx context.Context, by string) (held context.Context, end func(), err error) {
 	return c.hold(ctx, by, holdEvery)
 }
@@ -66,6 +66,7 @@ func (c *Client) hold(ctx context.Context, by string, every time.Duration) (held
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
+		renewed := time.Now()
 		t := time.NewTicker(every)
 		defer t.Stop()
 		for {
@@ -77,8 +78,11 @@ func (c *Client) hold(ctx context.Context, by string, every time.Duration) (held
 			try, stop := context.WithTimeout(held, holdEvery)
 			err := c.take(try, by)
 			stop()
-			if _, other := errors.AsType[*HeldError](err); other {
-				cancel(err)
+			switch _, other := errors.AsType[*HeldError](err); {
+			case err == nil:
+				renewed = time.Now()
+			case other, time.Since(renewed) > holdLife:
+				cancel(fmt.Errorf("the lease %s/%s of rollouts is lost: %w", Namespace, RolloutLease, err))
 				return
 			}
 		}
@@ -106,7 +110,7 @@ func (c *Client) take(ctx context.Context, by string) error {
 			return err
 		}
 		has := holderOf(l, now)
-		if has != nil && has.By != by {
+		if has != nil && *l.Spec.HolderIdentity != by {
 			return has
 		}
 		l.Spec.HolderIdentity, l.Spec.LeaseDurationSeconds, l.Spec.RenewTime = &by, new(int32(holdLife/time.Second)), new(metav1.NewMicroTime(now))

@@ -159,6 +159,9 @@ func (c *Client) DropAuthorities(ctx context.Context, kind clusterinfo.RotatedKe
 		if want := slices.Sorted(slices.Values(blocks(but))); slices.Equal(has, want) {
 			return nil
 		}
+		if m.Data == nil {
+			m.Data = map[string]string{}
+		}
 		m.Data[key] = strings.Join(blocks(but), "")
 		return c.client.Update(ctx, m) // a conflict is tried again
 	})
