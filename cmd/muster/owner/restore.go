@@ -13,7 +13,6 @@ import (
 	"strings"
 	"time"
 
-
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"

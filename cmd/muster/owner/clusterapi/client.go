@@ -62,7 +62,7 @@ func Connect(kubeconfig []byte) (*Client, error) {
 	}
 	cfg.Timeout = requestTimeout
 	cfg.QPS, cfg.Burst = 50, 100
-	cfg.UserAgent = fieldManager // also of what it writes without naming it
+	cfg.UserAgent = fieldManager           // also of what it writes without naming it
 	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests do not belong in this report
 	return newClient(cfg, kubeconfig, maxAnswer)
 }
