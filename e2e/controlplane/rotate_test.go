@@ -26,6 +26,18 @@ func (c *cluster) ordering(t *testing.T, args ...string) {
 	}
 }
 
+// mayBegin waits until a command has nothing to complain of: static pods are Ready, and nodes have reported, some time after a boot.
+func (c *cluster) mayBegin(t *testing.T, args ...string) {
+	t.Helper()
+	labtest.Eventually(t, func(ctx context.Context) error {
+		_, said, err := c.Run(ctx, driver.Owner, "", append(append([]string{"muster"}, args...), "--dry-run")...)
+		if err != nil {
+			err = fmt.Errorf("%w: %s", err, said)
+		}
+		return err
+	})
+}
+
 // token returns a new token of a service account.
 func (c *cluster) token(t *testing.T) (token string) {
 	t.Helper()
@@ -61,7 +73,7 @@ func (c *cluster) rotates(t *testing.T) {
 		if key == clusterinfo.ClusterCA {
 			continue // rotatesAuthority
 		}
-		c.Muster(t, "rotate", string(key), "--dry-run")
+		c.mayBegin(t, "rotate", string(key))
 		c.ordering(t, "rotate", string(key), "--yes")
 		c.say(t, "the %s is new, and the old one still accepted", key)
 		c.taken(t, old, true)
@@ -92,7 +104,7 @@ func (c *cluster) rotatesAuthority(t *testing.T) {
 	if err != nil || len(old) != 64 {
 		t.Fatalf("node1 trusts %q: %v", old, err)
 	}
-	c.Muster(t, "rotate", "cluster-ca", "--dry-run")
+	c.mayBegin(t, "rotate", "cluster-ca")
 	c.ordering(t, "rotate", "cluster-ca", "--yes")
 	c.say(t, "the new CA is used, and the old one still accepted")
 	c.refusesToFinish(t, "node2")
@@ -110,13 +122,7 @@ func (c *cluster) rotatesAuthority(t *testing.T) {
 		c.ready(t, name)
 		c.say(t, "%s has booted, and its kubelet has certificates of the new CA", name)
 	}
-	labtest.Eventually(t, func(ctx context.Context) error { // static pods and kubelets' reports come after the boot
-		_, said, err := c.Run(ctx, driver.Owner, "", "muster", "rotate", "cluster-ca", "--finish", "--dry-run")
-		if err != nil {
-			err = fmt.Errorf("%w: %s", err, said)
-		}
-		return err
-	})
+	c.mayBegin(t, "rotate", "cluster-ca", "--finish")
 	c.ordering(t, "rotate", "cluster-ca", "--finish", "--yes")
 	c.say(t, "the old CA is dropped")
 	for i := range c.planes {
