@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"crypto/x509"
+	"errors"
 	"slices"
 	"testing"
 	"time"
@@ -75,7 +76,11 @@ func TestAMachineWhoseCertificatesEndedGetsNewOnes(t *testing.T) {
 	m := s.booted(t)
 	s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.LastVerdict.Time.Time = time.Now().Add(-100 * time.Hour) })
 	// Control planes may differ then: whichever authority has signed, the machine gets it with the certificates.
-	s.rotatesAuthority(t, clusterinfo.RotationUse)
+	s.rotatesAuthority(t, clusterinfo.RotationAccept)
+	membertest.Eventually(t, func() error { // joinservice has seen that
+		resp, err := s.dial(t, m.Attester(attest.PurposeMachine)).Reattest(t.Context(), &joinv1.ReattestRequest{BootSecret: oneSecret})
+		return errors.Join(err, membertest.Want(len(resp.GetCaCertificate()) == 0, "it sends authorities"))
+	})
 	r, before := renewingAs(t), time.Now()
 	resp, err := s.renewedNode(t, m, r)
 	if err != nil {
