@@ -39,7 +39,7 @@ what stops working then.
 The command ends at the first control plane that fails or is not well. The same command continues. Until then, no control plane can join.
 
 After the rotation of the cluster's authority, all nodes get the new one when they attest. --finish is refused while a node is off, does not
-trust it, or has a kubelet's certificate of the old one. --without leaves a worker behind: it gets the new authority when it starts.
+trust it, or has a kubelet's certificate of the old one. --without leaves a worker behind: it gets the new authority at its first or second start.
 
 The owner's key, which machines know by their image, is replaced by muster rotate owner-key.`,
 		Args:      cobra.ExactArgs(1),
@@ -75,7 +75,7 @@ The owner's key, which machines know by their image, is replaced by muster rotat
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "show what would be done, and change nothing")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	cmd.Flags().BoolVar(&cfg.Finish, "finish", false, "drop the old key")
-	cmd.Flags().StringSliceVar(&cfg.Without, "without", nil, "leave this worker behind, which gets the new authority when its machine starts; for cluster-ca --finish")
+	cmd.Flags().StringSliceVar(&cfg.Without, "without", nil, "leave this worker behind, which gets the new authority at its first or second start; for cluster-ca --finish")
 	cmd.Flags().BoolVar(&cfg.Early, "early", false, "finish although tokens of pods may be signed with the old key, for instance because it is disclosed")
 	cmd.Flags().DurationVar(&cfg.Wait, "wait", owner.RotationTimeout, "how long to wait for each control plane")
 	cmd.AddCommand(a.rotateOwnerKeyCommand())

@@ -17,7 +17,7 @@ import (
 
 // Restarts are nodes that [RebootInTurn] restarts, and how.
 type Restarts struct {
-	// Nodes are restarted in their order. Before, Held are let take pods again: their machines have restarted already.
+	// Nodes are restarted in their order. Held are made schedulable before that: their machines have restarted already.
 	Nodes, Held []string
 	// Again is the command that goes on after a failure; empty: one with the nodes that are left.
 	Again string
@@ -87,7 +87,7 @@ func RebootInTurn(ctx context.Context, d *ownerdir.Dir, r Restarts) error {
 
 // whoami names this run for others.
 func whoami() string {
-	who, where := "somebody", "a computer"
+	who, where := "unknown user", "unknown host"
 	if u, err := user.Current(); err == nil {
 		who = u.Username
 	}

@@ -25,7 +25,7 @@ const offAfter = 15 * time.Minute
 // behind adds to a plan which nodes would be lost if the cluster's old authority were dropped now. A machine under foreign control can report anything: then
 // it harms itself.
 func (r *rotating) behind(nodes []clusterapi.NodeRelease, problem func(string, ...any)) {
-	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then gets the new authority when it starts, and its old kubelet's certificate is refused until then"
+	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then gets the new authority at its first or second start, and its old kubelet's certificate is refused until then"
 	for _, name := range r.Without {
 		i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.Name == name })
 		switch {

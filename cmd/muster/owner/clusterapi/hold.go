@@ -16,7 +16,7 @@ import (
 const RolloutLease = "muster-rollout"
 
 const (
-	// holdLife is how long a lease is good for that nobody renews, holdEvery the pause between two renewals.
+	// holdLife is the duration of the lease after its last renewal, holdEvery the pause between two renewals.
 	holdLife  = 2 * time.Minute
 	holdEvery = 20 * time.Second
 	// releaseWithin bounds the release of a lease.
@@ -34,7 +34,7 @@ func (e *HeldError) Error() string {
 	return fmt.Sprintf("another rollout restarts nodes: that of %s, since %s", e.By, e.Since.Local().Format(time.DateTime))
 }
 
-// holderOf returns who holds a lease at a time; nil: nobody.
+// holderOf returns the holder of a lease at a time; nil if it has none, or has expired.
 func holderOf(l *coordinationv1.Lease, now time.Time) *HeldError {
 	s := l.Spec
 	if s.HolderIdentity == nil || *s.HolderIdentity == "" {
