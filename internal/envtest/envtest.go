@@ -10,7 +10,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -47,6 +46,8 @@ type Cluster struct {
 
 	pki   *pki
 	procs []*process
+	// release gives the programs' ports back.
+	release func() error
 }
 
 // Start starts a cluster. It is for TestMain, so that the tests of a package share one; after a failure it stops what it
@@ -76,10 +77,11 @@ func StartWith(ctx context.Context, args []string, controllers ...string) (_ *Cl
 	if c.pki, err = newPKI(dir); err != nil {
 		return nil, err
 	}
-	ports, err := freePorts(ctx, 3)
+	ports, release, err := ReservePorts(ctx, 3)
 	if err != nil {
 		return nil, err
 	}
+	c.release = release
 	server := fmt.Sprintf("https://127.0.0.1:%d", ports[2])
 	if c.Kubeconfig, err = c.pki.kubeconfig(dir, "admin", server, "system:masters"); err != nil {
 		return nil, err
@@ -127,6 +129,9 @@ func (c *Cluster) Stop() error {
 	// etcd is stopped last: an API server that lost it does not end.
 	for i := len(c.procs) - 1; i >= 0; i-- {
 		errs = append(errs, c.procs[i].stop())
+	}
+	if c.release != nil {
+		errs = append(errs, c.release())
 	}
 	return errors.Join(append(errs, os.RemoveAll(c.Dir))...)
 }
@@ -261,20 +266,4 @@ func Binaries() (string, error) {
 		return "", fmt.Errorf("no Kubernetes programs below %s: run `go run ./lab kube-binaries`, or set MUSTER_KUBE_BIN to a folder that has etcd, kube-apiserver and kube-controller-manager", filepath.Join(cache, "muster", "kube"))
 	}
 	return newest, nil
-}
-
-// freePorts returns ports on which no process listens now.
-func freePorts(ctx context.Context, n int) ([]int, error) {
-	var ports []int
-	for range n {
-		l, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
-		if err != nil {
-			return nil, err
-		}
-		defer func() { _ = l.Close() }()
-		if a, ok := l.Addr().(*net.TCPAddr); ok {
-			ports = append(ports, a.Port)
-		}
-	}
-	return ports, nil
 }

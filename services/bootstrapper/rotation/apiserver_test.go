@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/x509"
 	"fmt"
-	"net"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -63,14 +62,18 @@ func (p *program) stop() {
 	}
 }
 
-func freePort(t *testing.T) int {
+func reservePort(t *testing.T) int {
 	t.Helper()
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	ports, release, err := envtest.ReservePorts(t.Context(), 1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = l.Close() }()
-	return l.Addr().(*net.TCPAddr).Port
+	t.Cleanup(func() {
+		if err := release(); err != nil {
+			t.Error(err)
+		}
+	})
+	return ports[0]
 }
 
 // apiServer is a real API server with the files of one control plane, which restarts after each change.
@@ -166,11 +169,11 @@ func (a *apiServer) takes(t *testing.T, token string) bool {
 // newServers starts API servers on one etcd.
 func newServers(t *testing.T, n int) []*apiServer {
 	t.Helper()
-	etcd := fmt.Sprintf("http://127.0.0.1:%d", freePort(t))
-	start(t, "etcd", "--data-dir="+t.TempDir(), "--unsafe-no-fsync", "--log-level=error", "--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, fmt.Sprintf("--listen-peer-urls=http://127.0.0.1:%d", freePort(t)))
+	etcd := fmt.Sprintf("http://127.0.0.1:%d", reservePort(t))
+	start(t, "etcd", "--data-dir="+t.TempDir(), "--unsafe-no-fsync", "--log-level=error", "--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, fmt.Sprintf("--listen-peer-urls=http://127.0.0.1:%d", reservePort(t)))
 	var out []*apiServer
 	for _, p := range newPlanes(t, n) {
-		a := &apiServer{plane: p, etcd: etcd, port: freePort(t)}
+		a := &apiServer{plane: p, etcd: etcd, port: reservePort(t)}
 		p.ControlPlane = a
 		p.OldSecrets = a.oldSecrets
 		a.connect(t)

@@ -89,7 +89,7 @@ func newMembers(t *testing.T, n int) (out []*member) {
 	var initial []string
 	all := new(string)
 	for i, p := range newPlanes(t, n) {
-		m := &member{plane: p, name: fmt.Sprintf("node%d", i+1), data: t.TempDir(), client: freePort(t), peer: freePort(t), initial: all}
+		m := &member{plane: p, name: fmt.Sprintf("node%d", i+1), data: t.TempDir(), client: reservePort(t), peer: reservePort(t), initial: all}
 		p.ControlPlane = m
 		initial = append(initial, fmt.Sprintf("%s=https://127.0.0.1:%d", m.name, m.peer))
 		out = append(out, m)
