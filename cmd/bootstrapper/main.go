@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/services/bootstrapper/reattestation"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -186,7 +187,8 @@ func newAttester(img *metadata.Image, device *tpm.TPM, p attest.Purpose) (*tpm2.
 	if err != nil {
 		return nil, err
 	}
-	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank, Hardware: hwreport.New(device)}
+	azure := provider.This("").Cloud() == metadata.ProviderAzure
+	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank, Hardware: hwreport.New(device, azure)}
 	// A machine without the file has no event log; policies check PCRs, not logs.
 	if _, err := os.Stat(img.TPM.EventLog); err == nil {
 		cfg.EventLog = img.TPM.EventLog

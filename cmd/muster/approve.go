@@ -41,7 +41,8 @@ first. Only a machine is approved that lacks nothing else: one that the policy r
 This program verifies each machine itself, at port 9000 of its address. If it can't reach a machine, --trust-cluster believes the cluster's
 record of it, which an administrator of the cluster can write. A TPM without an EK certificate proves nothing over the network: name such a
 machine by its complete ID, once you have compared that with the one on its console. The same holds for machines of AWS and Azure, whose
-evidence does not say in whose account they are.
+evidence does not say in whose account they are; for machines certified by a TPM vendor's root, since anybody can buy such a TPM; and for
+machines that were in the cluster before.
 
 After an interruption, the same command finishes what it has begun.`,
 		RunE: func(cmd *cobra.Command, args []string) error { return a.approve(cmd, f, args) },
@@ -54,6 +55,7 @@ After an interruption, the same command finishes what it has begun.`,
 	fl.BoolVar(&f.TrustCluster, "trust-cluster", false, "believe the cluster's record of machines that this computer can't reach")
 	fl.BoolVar(&f.BareEK, "bare-ek", false, "also approve machines without an EK certificate that are not named by their ID: any program in the network can pose as one")
 	fl.BoolVar(&f.AnyAccount, "any-account", false, "also approve machines of AWS and Azure that are not named by their ID: any customer of the cloud can run one")
+	fl.BoolVar(&f.AnyTPM, "any-tpm", false, "also approve machines certified by a TPM vendor's root that are not named by their ID: anybody can buy one")
 	fl.BoolVar(&f.yes, "yes", false, "don't ask")
 	fl.BoolVar(&f.dryRun, "dry-run", false, "show what would be approved, and change nothing")
 	fl.DurationVar(&f.timeout, "timeout", 2*time.Minute, "how long to wait for the API server and the machines; --for is not part of it")

@@ -50,14 +50,30 @@ func listOf(t *attestv1.Tpm2Policy, name string) *[]string {
 	return nil
 }
 
-// AnyCustomers reports whether the authority of a list endorses machines of all customers of a cloud, and says not whose they are.
-func AnyCustomers(text []byte, list string) (bool, error) {
+// Others says who else, beside the owner, has machines that an authority of a list certifies.
+type Others string
+
+// The authority certifies the owner's machines alone, or those of all customers of a cloud, or all TPMs of a vendor.
+const (
+	OthersNone           Others = ""
+	OthersCloudCustomers Others = "customers of the cloud"
+	OthersTPMBuyers      Others = "buyers of such a TPM"
+)
+
+// OthersOf returns who else could have a machine that lacks only its place in a list.
+func OthersOf(text []byte, list string) (Others, error) {
 	m, err := message(text)
 	if err != nil {
-		return false, err
+		return OthersNone, err
 	}
-	roots, i := rootOf(list)
-	return roots == "nitroRoots" || roots == "platformRoots" && i < len(m.GetTpm2().GetPlatformRoots()) && len(m.GetTpm2().GetPlatformRoots()[i].GetProjects()) == 0, nil
+	tpm := m.GetTpm2()
+	switch roots, i := rootOf(list); {
+	case roots == "nitroRoots", roots == "platformRoots" && i < len(tpm.GetPlatformRoots()) && len(tpm.GetPlatformRoots()[i].GetProjects()) == 0:
+		return OthersCloudCustomers, nil
+	case list == "tpm2.machineIds" && slices.ContainsFunc(tpm.GetEkRoots(), func(r *attestv1.EkRoot) bool { return !r.GetOperator() }):
+		return OthersTPMBuyers, nil
+	}
+	return OthersNone, nil
 }
 
 // Lists reports whether the policy has the listing.

@@ -60,6 +60,8 @@ type ApproveConfig struct {
 	BareEK bool
 	// AnyAccount also approves machines of a cloud that are not named, and that could be in anybody's account.
 	AnyAccount bool
+	// AnyTPM also approves machines that are not named, and whose TPM anybody could have bought.
+	AnyTPM bool
 	// Port is that of waiting machines; 0: 9000. DialContext opens connections to them; nil: a [net.Dialer].
 	Port        int
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
@@ -74,6 +76,8 @@ type Approver struct {
 	clusterID [32]byte
 	unsent    []policyfile.Listing
 	text      []byte // of the folder's policy
+	// former says of machines that were or are in the cluster what the owner has done with them.
+	former map[string]string
 }
 
 // NewApprover returns an Approver for the cluster of an owner's folder. The folder's policy must be the cluster's, or have
@@ -92,6 +96,35 @@ func NewApprover(ctx context.Context, d *ownerdir.Dir, cfg ApproveConfig) (*Appr
 	}
 	a := &Approver{ApproveConfig: cfg, dir: d, kube: kube, clusterID: id}
 	return a, a.load(ctx)
+}
+
+// remember reads which machines were in the cluster, or are: one of those that lacks a place in a list was taken off it.
+func (a *Approver) remember(ctx context.Context) error {
+	known, err := a.dir.Known()
+	if err != nil {
+		return err
+	}
+	now, err := see(ctx, a.kube)
+	if err != nil {
+		return err
+	}
+	a.former = map[string]string{}
+	for _, k := range []*ownerdir.Known{known, now} {
+		for _, d := range k.Disks {
+			a.former[d.MachineID] = "it was removed from the cluster"
+		}
+		for _, id := range k.BannedMachines {
+			a.former[id] = "it was banned"
+		}
+	}
+	for _, k := range []*ownerdir.Known{known, now} {
+		for name, n := range k.Nodes {
+			if a.former[n.MachineID] == "" {
+				a.former[n.MachineID] = "it is or was the node " + printable(name)
+			}
+		}
+	}
+	return nil
 }
 
 // load reads the folder's policy, and compares it with the cluster's.
@@ -133,6 +166,9 @@ func (a *Approver) Unsent() []policyfile.Listing { return a.unsent }
 // Candidates returns the machines that wait, oldest first. Those that a list of the policy lacks are asked themselves.
 func (a *Approver) Candidates(ctx context.Context) ([]Candidate, error) {
 	all, err := a.kube.Waiting(ctx)
+	if err == nil {
+		err = a.remember(ctx)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -165,6 +201,9 @@ func (a *Approver) Machine(ctx context.Context, id attest.MachineID) (Candidate,
 // Host returns the waiting machine at HOST:PORT. The cluster is not asked.
 func (a *Approver) Host(ctx context.Context, addr string) (Candidate, error) {
 	c := Candidate{Endpoint: addr}
+	if err := a.remember(ctx); err != nil {
+		return c, err
+	}
 	claims, err := a.ask(ctx, addr)
 	if err != nil {
 		return c, err
@@ -259,9 +298,13 @@ func (a *Approver) booted(c *Candidate, err error) {
 }
 
 // refuseUnnamed refuses a machine that nothing but its ID shows to be the owner's, unless the owner has named that: one whose TPM has no EK certificate,
-// and one of a cloud whose authority endorses the machines of all customers alike.
+// and one whose authority certifies the machines of others alike. It also refuses one that the owner has taken off the list.
 func (a *Approver) refuseUnnamed(c *Candidate, named bool) {
 	if named {
+		return
+	}
+	if why := a.former[c.Machine]; why != "" {
+		c.refuse(withRemedy(errors.New(why+", and its ID is not in the policy's list any more"), "If you trust the machine again, name it: muster approve "+c.Machine+"."))
 		return
 	}
 	if c.List == bareList && !a.BareEK {
@@ -269,11 +312,14 @@ func (a *Approver) refuseUnnamed(c *Candidate, named bool) {
 			"Compare its ID with the one on the machine's own console (this machine has the ID …), then run muster approve "+c.Machine+". With --bare-ek all such machines are approved unseen."))
 		return
 	}
-	rented, err := policyfile.AnyCustomers(a.text, c.List)
+	others, err := policyfile.OthersOf(a.text, c.List)
 	switch {
 	case err != nil:
 		c.refuse(err)
-	case rented && !a.AnyAccount:
+	case others == policyfile.OthersTPMBuyers && !a.AnyTPM:
+		c.refuse(withRemedy(errors.New("a root in the policy's ekRoots certifies all TPMs of a vendor, so it could be the machine of anybody who bought one"),
+			"Compare its ID with the one on the machine's own console (this machine has the ID …), then run muster approve "+c.Machine+". With --any-tpm all such machines are approved unseen."))
+	case others == policyfile.OthersCloudCustomers && !a.AnyAccount:
 		c.refuse(withRemedy(errors.New("its cloud endorses the machines of all customers alike, so it could be in another account"),
 			"Compare its ID with the one on the console that the cloud shows you of your machine, then run muster approve "+c.Machine+". With --any-account all such machines are approved unseen."))
 	}

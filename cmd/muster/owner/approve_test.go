@@ -46,7 +46,7 @@ func newApproval(t *testing.T, changes ...func(*attestv1.Policy)) *approval {
 	t.Helper()
 	a := &approval{lifecycle: newLifecycle(t), ca: attesttest.NewCA(t), cloud: attesttest.NewCA(t), azure: attesttest.NewCA(t), at: map[string]string{}}
 	lists := func(p *attestv1.Policy) {
-		p.Tpm2.EkRoots[0].Operator, p.Tpm2.MachineIds = false, []string{someone.String()}
+		p.Tpm2.MachineIds = []string{someone.String()}
 		p.Tpm2.PlatformRoots = []*attestv1.PlatformRoot{{Pem: a.cloud.PEM(), Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}, MachineIds: []string{someone.String()}}, {Pem: a.azure.PEM(), Provider: "azure", Key: "rsa-2048", MachineIds: []string{someone.String()}}}
 	}
 	model := attesttest.NewMachine(t, a.ca, attesttest.Options{})
@@ -211,7 +211,7 @@ func TestOnlyMachinesThatLackAListCanBeApproved(t *testing.T) {
 		"one that is named":                               {e: waits(stranger, "192.0.2.11", azureIDs), named: true, list: azureIDs},
 		"one by a flag":                                   {e: waits(stranger, "192.0.2.11", azureIDs), cfg: ApproveConfig{AnyAccount: true}, list: azureIDs},
 		"a machine of another cluster":                    {e: waits(locked, "192.0.2.8", machineIDs), want: "PCR 15"},
-		"a machine that was in this cluster":              {e: waits(ours, "192.0.2.9", machineIDs), list: machineIDs},
+		"a machine with this cluster's lock":              {e: waits(ours, "192.0.2.9", machineIDs), list: machineIDs},
 		"a TPM that no root certifies":                    {e: waits(unknown, "192.0.2.10", machineIDs), cfg: ApproveConfig{TrustCluster: true}, want: "EK_UNTRUSTED"},
 		"a machine that no list lacks":                    {e: waits(certified, "192.0.2.1", ""), want: "no list of the policy is the cause"},
 		"an address with another machine":                 {e: waits(certified, "192.0.2.9", machineIDs), cfg: ApproveConfig{TrustCluster: true}, want: "at 192.0.2.9:9000 is machine " + ours.ID().String()},

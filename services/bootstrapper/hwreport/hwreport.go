@@ -22,6 +22,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 	"github.com/muster-k8s/muster/trust/attest/hcl"
+	"github.com/muster-k8s/muster/trust/attest/snp"
+	"github.com/muster-k8s/muster/trust/attest/tdx"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/tpm"
 	"github.com/muster-k8s/muster/trust/tsm"
@@ -51,16 +53,21 @@ type Reports struct {
 	tpm      TPM
 	metadata string
 	now      func() time.Time
+	// check checks what the metadata service has added to a report: [hcl.CheckAdded].
+	check func(kind hcl.Kind, report, runtime, added []byte, now time.Time) error
 
 	mu    sync.Mutex // serializes the requests to the metadata service
-	none  bool       // the TPM has no report that a policy knows; a boot does not change that
+	none  bool       // the TPM has no report that a policy knows, or this is not Azure; a boot does not change that
 	azure *attestv1.AzureReport
 	since time.Time
 }
 
-// New returns the Reports of a machine with that TPM.
-func New(t TPM) *Reports {
-	return &Reports{kernel: tsm.New(tsm.Dir), tpm: t, metadata: AzureMetadata, now: time.Now}
+// New returns the Reports of a machine with that TPM. azure says that the firmware's tables name Azure: elsewhere root could
+// have written such a report into the TPM, where it stays, and a neighbor could answer for the metadata service.
+func New(t TPM, azure bool) *Reports {
+	return &Reports{none: !azure, kernel: tsm.New(tsm.Dir), tpm: t, metadata: AzureMetadata, now: time.Now, check: func(kind hcl.Kind, report, runtime, added []byte, now time.Time) error {
+		return hcl.CheckAdded(kind, report, runtime, added, snp.AMD(), tdx.Intel(), now)
+	}}
 }
 
 // Report implements [tpm2.Hardware]. It returns nil if the machine is no confidential one.
@@ -89,7 +96,7 @@ func (r *Reports) azureReport(ctx context.Context) (*attestv1.AzureReport, error
 	if err != nil {
 		return nil, err
 	}
-	kind, report, _, err := hcl.Split(b)
+	kind, report, runtime, err := hcl.Split(b)
 	if _, other := errors.AsType[*hcl.OtherKindError](err); other {
 		r.none = true // as of a virtual machine with VBS: no rule of a policy is about it
 		return nil, nil
@@ -97,22 +104,33 @@ func (r *Reports) azureReport(ctx context.Context) (*attestv1.AzureReport, error
 	if err != nil {
 		return nil, err
 	}
-	out := &attestv1.AzureReport{HclReport: b}
+	out, now := &attestv1.AzureReport{HclReport: b}, r.now()
+	var bad error
 	if kind == hcl.SNP {
-		out.Certificate, err = r.certificate(ctx)
+		if out.Certificate, err = r.certificate(ctx); err == nil {
+			bad = r.check(kind, report, runtime, out.GetCertificate(), now)
+		}
 	} else {
-		out.Quote, err = r.quote(ctx, report)
+		if out.Quote, err = r.quote(ctx, report); err == nil {
+			bad = r.check(kind, report, runtime, out.GetQuote(), now)
+		}
+	}
+	if err == nil && bad == nil {
+		r.azure, r.since = out, now
+		return out, nil
+	}
+	// What the service adds does not change during a boot either: neither an outage nor a false answer, which a neighbor can
+	// give, stops a machine that has had an answer. The TPM's report binds the attestation key, so the answer must be one for
+	// this report.
+	if r.azure != nil && bytes.Equal(r.azure.GetHclReport(), b) {
+		r.since = now.Add(retry - fresh)
+		return r.azure, nil
 	}
 	if err != nil {
-		// What the service adds does not change during a boot either: an outage stops no machine that has had an answer. The
-		// TPM's report binds the attestation key, so the answer must be one for this report.
-		if r.azure != nil && bytes.Equal(r.azure.GetHclReport(), b) {
-			r.since = r.now().Add(retry - fresh)
-			return r.azure, nil
-		}
 		return nil, fmt.Errorf("the metadata service of Azure: %w", err)
 	}
-	r.azure, r.since = out, r.now()
+	// The machine may be wrong, as about a new line of processors, or by its clock. So the verifier decides.
+	r.azure, r.since = out, now.Add(retry-fresh)
 	return out, nil
 }
 
@@ -127,6 +145,9 @@ func (r *Reports) certificate(ctx context.Context) ([]byte, error) {
 	p, _ := pem.Decode([]byte(answer.Certificate))
 	if p == nil || p.Type != "CERTIFICATE" {
 		return nil, errors.New("the answer has no certificate vcekCert in PEM")
+	}
+	if len(p.Bytes) > snp.MaxCertificate { // every verifier refuses such evidence
+		return nil, fmt.Errorf("the certificate vcekCert has %d bytes, more than %d", len(p.Bytes), snp.MaxCertificate)
 	}
 	return p.Bytes, nil
 }
@@ -146,6 +167,9 @@ func (r *Reports) quote(ctx context.Context, report []byte) ([]byte, error) {
 	b, err := base64.RawURLEncoding.DecodeString(strings.TrimRight(answer.Quote, "="))
 	if err != nil || len(b) == 0 {
 		return nil, errors.New("the answer has no quote in base64url")
+	}
+	if len(b) > tdx.MaxQuote { // every verifier refuses such evidence
+		return nil, fmt.Errorf("the quote has %d bytes, more than %d", len(b), tdx.MaxQuote)
 	}
 	return b, nil
 }

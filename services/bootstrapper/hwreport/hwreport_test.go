@@ -24,6 +24,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/hardware"
 	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
 	"github.com/muster-k8s/muster/trust/attest/hcl"
+	"github.com/muster-k8s/muster/trust/attest/snp"
+	"github.com/muster-k8s/muster/trust/attest/tdx"
 	"github.com/muster-k8s/muster/trust/tpm"
 	"github.com/muster-k8s/muster/trust/tsm"
 )
@@ -117,9 +119,16 @@ func newAzure(t testing.TB) *azure {
 }
 
 func reports(t testing.TB, s *stored, a *azure) *Reports {
-	r := New(s)
+	r := New(s, true)
 	r.kernel = tsm.New(filepath.Join(t.TempDir(), "none"))
 	r.metadata = a.URL
+	// As hcl.CheckAdded does with genuine ones.
+	r.check = func(_ hcl.Kind, _, _, added []byte, _ time.Time) error {
+		if !bytes.Equal(added, vcek) && !bytes.Equal(added, quote) {
+			return errors.New("of another machine")
+		}
+		return nil
+	}
 	return r
 }
 
@@ -144,6 +153,16 @@ func TestTheMetadataServiceIsAskedOnceAnHour(t *testing.T) {
 			t.Errorf("%d calls, want %d, %v", a.asked(), want, err)
 		}
 		now = now.Add(40 * time.Minute)
+	}
+}
+
+// Outside Azure, root of an earlier boot could have written the TPM's report, and a neighbor could answer for the service.
+func TestOnlyInAzureTheTPMsReportIsRead(t *testing.T) {
+	a, s := newAzure(t), &stored{report: hclReport(hcl.SNP)}
+	r := reports(t, s, a)
+	r.none = New(s, false).none
+	if got, err := r.Report(t.Context(), hardware.ReportData{1}); got != nil || err != nil || s.reads != 0 || a.asked() != 0 {
+		t.Errorf("%v, %v after %d reads and %d calls", got, err, s.reads, a.asked())
 	}
 }
 
@@ -191,6 +210,47 @@ func TestAnOutageOfTheMetadataServiceStopsNoMachine(t *testing.T) {
 		if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !proto.Equal(got, first) {
 			t.Errorf("%v, repaired: %v", kind, err)
 		}
+	}
+}
+
+// A neighbor that can answer in place of the service must not keep the machine from attesting for an hour.
+func TestAFalseAnswerReplacesNoGoodOne(t *testing.T) {
+	certificate := func(b []byte) string { return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: b})) }
+	for name, tt := range map[string]struct {
+		kind   hcl.Kind
+		answer map[string]string
+		sent   bool // without a good answer before
+	}{
+		"certificate of another chip": {hcl.SNP, map[string]string{"vcekCert": certificate([]byte("other"))}, true},
+		"long certificate":            {hcl.SNP, map[string]string{"vcekCert": certificate(make([]byte, snp.MaxCertificate+1))}, false},
+		"quote of another machine":    {hcl.TDX, map[string]string{"quote": "b3RoZXI"}, true},
+		"long quote":                  {hcl.TDX, map[string]string{"quote": base64.RawURLEncoding.EncodeToString(make([]byte, tdx.MaxQuote+1))}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, s, now := newAzure(t), &stored{report: hclReport(tt.kind)}, time.Now()
+			lie := func(w http.ResponseWriter, _ *http.Request) { _ = json.NewEncoder(w).Encode(tt.answer) }
+			r := reports(t, s, a)
+			r.now = func() time.Time { return now }
+			first, err := r.Report(t.Context(), hardware.ReportData{1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			a.answerWrongly(lie)
+			now = now.Add(fresh)
+			if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !proto.Equal(got, first) || a.asked() != 2 {
+				t.Errorf("%v after %d calls, %v", got, a.asked(), err)
+			}
+			r = reports(t, s, a)
+			r.now = func() time.Time { return now }
+			if got, err := r.Report(t.Context(), hardware.ReportData{1}); (err == nil) != tt.sent || (got != nil) != tt.sent {
+				t.Errorf("as the first answer: %v, %v", got, err)
+			}
+			a.answerWrongly(nil)
+			now = now.Add(retry)
+			if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !proto.Equal(got, first) {
+				t.Errorf("a minute later: %v, %v", got, err)
+			}
+		})
 	}
 }
 

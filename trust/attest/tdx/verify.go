@@ -33,13 +33,33 @@ func Verify(quote []byte, want hardware.ReportData, c Collateral, roots []*x509.
 	return q, nil
 }
 
+// CheckSigned checks what needs no collateral: that a key below one of roots has signed the quote, which is bound to want (A1). Nothing
+// is said about revocations and the TCB: only [Verify] returns a quote that rules can accept. Refusals: EVIDENCE_MALFORMED,
+// HARDWARE_UNTRUSTED, SIGNATURE_INVALID, BINDING_MISMATCH.
+func CheckSigned(quote []byte, want hardware.ReportData, roots []*x509.Certificate, now time.Time) error {
+	p, err := parse(quote)
+	if err != nil {
+		return err
+	}
+	if err := p.checkIssued(roots, now); err != nil {
+		return err
+	}
+	if err := p.checkSignatures(); err != nil {
+		return err
+	}
+	return hardware.CheckBinding(p.Data, want)
+}
+
 // genuine is Verify without the binding.
 func genuine(quote []byte, c Collateral, roots []*x509.Certificate, now time.Time) (*Quote, error) {
 	p, err := parse(quote)
 	if err != nil {
 		return nil, err
 	}
-	if err := p.checkChain(c, roots, now); err != nil {
+	if err := p.checkIssued(roots, now); err != nil {
+		return nil, err
+	}
+	if err := p.checkRevoked(c, roots, now); err != nil {
 		return nil, err
 	}
 	if err := p.checkSignatures(); err != nil {
@@ -73,8 +93,8 @@ func genuine(quote []byte, c Collateral, roots []*x509.Certificate, now time.Tim
 	return q, nil
 }
 
-// checkChain checks the certificates of the processor's key, PCK, and reads its platform.
-func (p *parsed) checkChain(c Collateral, roots []*x509.Certificate, now time.Time) error {
+// checkIssued checks the certificates of the processor's key, PCK, and reads its platform.
+func (p *parsed) checkIssued(roots []*x509.Certificate, now time.Time) error {
 	pck, authority := p.chain[0], p.chain[1]
 	root := rootOf(p.chain[2], roots)
 	for _, step := range [][2]*x509.Certificate{{root, root}, {authority, root}, {pck, authority}} {
@@ -89,6 +109,12 @@ func (p *parsed) checkChain(c Collateral, roots []*x509.Certificate, now time.Ti
 	if p.platform, err = readPCK(pck); err != nil {
 		return untrusted("the processor's certificate: %w", err)
 	}
+	return nil
+}
+
+// checkRevoked checks that none of these certificates is revoked.
+func (p *parsed) checkRevoked(c Collateral, roots []*x509.Certificate, now time.Time) error {
+	pck, authority, root := p.chain[0], p.chain[1], rootOf(p.chain[2], roots)
 	if err := hardware.CheckRevoked(hardware.ListsOf(root, c.CRLs), root, now, authority); err != nil {
 		return err
 	}

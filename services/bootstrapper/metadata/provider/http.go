@@ -37,8 +37,8 @@ func clouds() map[string]string {
 	return out
 }
 
-// cloud returns the cloud that the firmware's tables name; empty: none. The host writes the tables, as it writes the metadata.
-func (m Machine) cloud() string {
+// Cloud returns the cloud that the firmware's tables name; empty: none. The host writes the tables, as it writes the metadata.
+func (m Machine) Cloud() string {
 	product, tag := m.dmi("product_name"), m.dmi("chassis_asset_tag")
 	switch {
 	case m.dmi("sys_vendor") == "Amazon EC2":

@@ -73,7 +73,7 @@ func This(at string) Machine {
 func (m Machine) Choose(s metadata.Sources) (local, cloud []string) {
 	names := s.Providers
 	if len(names) == 0 {
-		here := m.cloud()
+		here := m.Cloud()
 		names = slices.DeleteFunc(metadata.ProviderNames(), func(n string) bool { return isCloud(n) && n != here })
 	}
 	for _, n := range names {
