@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -218,7 +219,7 @@ func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
 func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	w := rebooted(t)
 	const pod = "var/lib/kubelet/pods/u"
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp/profile.json"} {
 		w.put(t, gone, "evil")
 	}
 	for _, stays := range []string{pod + "/volumes/kubernetes.io~empty-dir/v/data", pod + "/volumes/kubernetes.io~csi/pv/vol_data.json", pod + "/volumes/kubernetes.io~csi/pv/mount/data", "run/muster/secret"} {
@@ -228,7 +229,7 @@ func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.startAgain(t)
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/pods/a"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp", "var/lib/kubelet/pods/a"} {
 		if w.exists(gone) {
 			t.Errorf("%s is there", gone)
 		}
@@ -236,6 +237,35 @@ func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	for _, stays := range []string{pod + "/volumes/kubernetes.io~empty-dir/v/data", pod + "/volumes/kubernetes.io~csi/pv/vol_data.json", pod + "/volumes/kubernetes.io~csi/pv/mount/data", "run/muster/secret"} {
 		if w.get(stays) != "kept" {
 			t.Errorf("%s is %q", stays, w.get(stays))
+		}
+	}
+}
+
+// B8: whoever may write a folder could replace its files after the comparison.
+func TestOthersWriteInNoFolderOfKubernetes(t *testing.T) {
+	w := rebooted(t)
+	for name, mode := range map[string]os.FileMode{"etc/kubernetes/manifests": 0o777, "etc/kubernetes/pki": 0o775, "var/lib/kubelet": 0o702} {
+		if err := os.Chmod(filepath.Join(w.root, name), mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	foreign := "etc/kubernetes/pki/etcd"
+	if os.Geteuid() == 0 {
+		if err := os.Chown(filepath.Join(w.root, foreign), 1000, 1000); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.startAgain(t)
+	for _, name := range []string{"etc/kubernetes/manifests", "etc/kubernetes/pki", foreign, "var/lib/kubelet"} {
+		info, err := os.Stat(filepath.Join(w.root, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if stat, ok := info.Sys().(*syscall.Stat_t); !ok || info.Mode().Perm()&0o022 != 0 || int(stat.Uid) != os.Geteuid() {
+			t.Errorf("%s has mode %v and owner %+v", name, info.Mode(), info.Sys())
+		}
+		if !strings.Contains(w.logged.String(), `"/`+name+`"`) {
+			t.Errorf("%s: nothing is logged", name)
 		}
 	}
 }

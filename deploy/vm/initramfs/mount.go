@@ -39,6 +39,20 @@ func mountKernel() error {
 	}
 	// The firmware's event log; a machine without one has no such file system to show.
 	_ = unix.Mount("securityfs", "/sys/kernel/security", "securityfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "")
+	return emptyFolder(pluginFolder)
+}
+
+// pluginFolder is image.yaml's volumePluginDir. The kubelet runs the programs in it as root, and kube-controller-manager's container has it.
+const pluginFolder = "/run/kubelet-volumeplugins"
+
+// emptyFolder makes a folder in which nobody can write, whoever has it in a container (B8).
+func emptyFolder(at string) error {
+	if err := os.MkdirAll(at, 0o755); err != nil {
+		return err
+	}
+	if err := unix.Mount("tmpfs", at, "tmpfs", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0755,size=4k"); err != nil {
+		return fmt.Errorf("mount %s: %w", at, err)
+	}
 	return nil
 }
 

@@ -42,10 +42,12 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 			ck.found(ctx, strings.TrimPrefix(f, strings.TrimSuffix(ck.Root, "/")), "removed")
 		}
 	}
-	// The kubelet makes these anew, from the API or by itself. It would keep existing files in a ConfigMap's volume, and take devices from a checkpoint.
+	// The kubelet makes these anew, from the API or by itself; seccomp profiles are written by the pod that brings them. It would keep existing files in a
+	// ConfigMap's volume, and take devices from a checkpoint.
 	for _, pattern := range []string{
 		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
 		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
+		"/allocated_pods_state", "/actuated_pods_state", "/seccomp",
 	} {
 		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
 		if err != nil {

@@ -50,11 +50,19 @@ func Run(ctx context.Context, n *provision.Node) error {
 		return err
 	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // a program that follows the disk's paths can have removed it
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
+	}
+	meta, err := ck.Metadata()
+	if err != nil {
+		return err
+	}
+	// joinservice has compared the role with the enrollment. What root has left on the disk, such as a CA's key, makes a worker no control plane.
+	controlPlane := meta.Role == metadata.RoleControlPlane
+	switch {
 	case d == nil:
-		return ck.uncompared(ctx, false)
+		return ck.uncompared(ctx, controlPlane, false)
 	case d.Uncompared != "":
 		ck.Log.InfoContext(ctx, "the state disk is not compared with what the cluster lists", "why", d.Uncompared)
-		return ck.uncompared(ctx, d.Uncompared == component.UncomparedRecovery)
+		return ck.uncompared(ctx, controlPlane, d.Uncompared == component.UncomparedRecovery)
 	}
 	s, other, err := ck.software(d)
 	if err != nil {
@@ -69,10 +77,6 @@ func Run(ctx context.Context, n *provision.Node) error {
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	meta, err := ck.Metadata()
-	if err != nil {
-		return err
-	}
 	if err := ck.checkPrograms(ctx, s, other); err != nil {
 		return err
 	}
@@ -82,6 +86,11 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.checkTrees(ctx); err != nil {
 		return err
 	}
+	if !controlPlane {
+		if err := ck.checkWorker(ctx); err != nil { // before the steps that look whether this machine has the CA's key
+			return err
+		}
+	}
 	if err := ck.finishRenewal(ctx); err != nil {
 		return err
 	}
@@ -90,11 +99,11 @@ func Run(ctx context.Context, n *provision.Node) error {
 		lists = append(lists, other.Images)
 	}
 	if !d.Adopted {
-		if err := ck.checkManifests(ctx, meta.Role == metadata.RoleControlPlane, lists); err != nil {
+		if err := ck.checkManifests(ctx, controlPlane, lists); err != nil {
 			return err
 		}
 	}
-	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBack(ck.Root, ck.Kubeadm, lists...) }); err != nil {
+	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBack(ck.Root, controlPlane, ck.Kubeadm, lists...) }); err != nil {
 		return err
 	}
 	if err := ck.checkAuthorities(ctx, d.Authorities, d.Rotation); err != nil {
@@ -106,8 +115,10 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.checkKubelet(ctx, meta, d); err != nil {
 		return err
 	}
-	if err := ck.checkAdministrators(ctx, meta, d); err != nil {
-		return err
+	if controlPlane {
+		if err := ck.checkAdministrators(ctx, meta, d); err != nil {
+			return err
+		}
 	}
 	if err := ck.prepareContainerd(ctx, true, s.Images[versions.Pause]); err != nil {
 		return err
@@ -153,8 +164,8 @@ func (ck *check) software(d *component.Desired) (s, other *component.Software, e
 }
 
 // uncompared is the boot of a machine whose disk is not compared. recovered: its owner's recovery opened it.
-func (ck *check) uncompared(ctx context.Context, recovered bool) error {
-	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBackUnlisted(ck.Root, ck.Kubeadm) }); err != nil {
+func (ck *check) uncompared(ctx context.Context, controlPlane, recovered bool) error {
+	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBackUnlisted(ck.Root, controlPlane, ck.Kubeadm) }); err != nil {
 		return err
 	}
 	pause, err := ck.keptPause()

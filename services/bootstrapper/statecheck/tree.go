@@ -79,7 +79,9 @@ func (ck *check) checkTree(ctx context.Context, tree string) error {
 		switch {
 		case d.IsDir() && (strings.HasPrefix(name, machine.KubeletFolder+"/pods/") && strings.Count(name, "/") > strings.Count(machine.KubeletFolder, "/")+2):
 			return fs.SkipDir // volumes belong to their pods: see checkVolumes
-		case d.IsDir() || d.Type() == fs.ModeSocket:
+		case d.IsDir():
+			return ck.ownFolder(ctx, at, name)
+		case d.Type() == fs.ModeSocket:
 			return nil
 		case d.Type().IsRegular() && strings.HasPrefix(name, machine.KubeletFolder+"/plugins/"):
 			return nil // a driver's own folder
@@ -101,6 +103,29 @@ func (ck *check) checkTree(ctx context.Context, tree string) error {
 		ck.found(ctx, name, "removed")
 	}
 	return err
+}
+
+// ownFolder takes a folder from other users: whoever may write it can replace its files after the comparison. A driver's own folder stays.
+func (ck *check) ownFolder(ctx context.Context, at, name string) error {
+	if strings.HasPrefix(name, machine.KubeletFolder+"/plugins/") {
+		return nil
+	}
+	info, err := os.Lstat(at)
+	if err != nil {
+		return err
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return fmt.Errorf("%s: its owner is not known", name)
+	}
+	if int(stat.Uid) == os.Geteuid() && info.Mode().Perm()&0o022 == 0 {
+		return nil
+	}
+	if err := errors.Join(os.Chown(at, os.Geteuid(), -1), os.Chmod(at, info.Mode().Perm()&^0o022)); err != nil {
+		return err
+	}
+	ck.found(ctx, name, "others can't write it any more")
+	return nil
 }
 
 // ownFile replaces a file by a copy if it has a second name, or if other users than root may write it.
@@ -144,25 +169,28 @@ func (ck *check) finishRenewal(ctx context.Context) error {
 // administrators are the kubeconfigs of a control plane, beside the kubelet's.
 var administrators = []string{"admin.conf", "super-admin.conf", "controller-manager.conf", "scheduler.conf"}
 
-// checkAdministrators rewrites kubeconfigs of a control plane that have more than a server of the cluster, its authority, and a certificate with its
-// key: a user entry can name a program to run, and this machine's services use them (B8). A worker has none.
-func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
-	if meta.Role != metadata.RoleControlPlane {
-		files := []string{machine.PKIFolder + "/ca.key", renewal.Folder, renewal.Folder + ".part"}
-		for _, name := range administrators {
-			files = append(files, machine.KubernetesFolder+"/"+name)
-		}
-		for _, name := range files {
-			if _, err := os.Lstat(ck.On(name)); err != nil {
-				continue
-			}
-			if err := os.RemoveAll(ck.On(name)); err != nil {
-				return err
-			}
-			ck.found(ctx, name, "removed")
-		}
-		return nil
+// checkWorker removes what only a control plane has: the CA's key, by which other steps and programs tell that this machine is one, certificates that
+// are to be put in place, and kubeconfigs (B8).
+func (ck *check) checkWorker(ctx context.Context) error {
+	files := []string{machine.PKIFolder + "/ca.key", renewal.Folder, renewal.Folder + ".part"}
+	for _, name := range administrators {
+		files = append(files, machine.KubernetesFolder+"/"+name)
 	}
+	for _, name := range files {
+		if _, err := os.Lstat(ck.On(name)); err != nil {
+			continue
+		}
+		if err := os.RemoveAll(ck.On(name)); err != nil {
+			return err
+		}
+		ck.found(ctx, name, "removed")
+	}
+	return nil
+}
+
+// checkAdministrators rewrites kubeconfigs of a control plane that have more than a server of the cluster, its authority, and a certificate with its
+// key: a user entry can name a program to run, and this machine's services use them (B8).
+func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	local := kubeadm.LocalEndpoint(provision.KubeadmNode(meta))
 	ca, err := ck.trusted(d)
 	if err != nil {

@@ -66,7 +66,7 @@ func (n *node) boots(died string) {
 	if err := n.machine.Reboot(); err != nil {
 		n.t.Fatal(err)
 	}
-	if _, err := PutBackUnlisted(n.root, n.image()); err != nil {
+	if _, err := PutBackUnlisted(n.root, n.controlPlane, n.image()); err != nil {
 		n.t.Fatalf("killed at %q: %v", died, err)
 	}
 	if n.controlPlane {

@@ -12,7 +12,6 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
 // kubeadmFolder is where kubeadm keeps manifests while it replaces them, and copies of the kubelet's configuration and of etcd's data.
@@ -22,10 +21,10 @@ const kubeletConfig = machine.KubeletFolder + "/config.yaml"
 
 // PutBack puts back what an interrupted kubeadm has left without a file, and returns the names of the files: manifests of static pods, which it moves away
 // before it moves the new ones in, and the kubelet's configuration, which it does not write by rename. Without them a control plane does not start. A
-// manifest must be one that kubeadm makes with the images of one of the lists (B8).
-func PutBack(root string, img *kubeadm.Image, lists ...versions.Images) (put []string, err error) {
+// manifest must be one that kubeadm makes with the images of one of the lists (B8). A worker has none, whatever is on its disk.
+func PutBack(root string, controlPlane bool, img *kubeadm.Image, lists ...versions.Images) (put []string, err error) {
 	on := func(path string) string { return filepath.Join(root, path) }
-	if renewal.IsControlPlane(root) {
+	if controlPlane {
 		for _, name := range kubeadm.StaticPods() {
 			file := kubeadm.Manifests + "/" + name + ".yaml"
 			if there(on(file)) {
@@ -69,7 +68,7 @@ func PutBack(root string, img *kubeadm.Image, lists ...versions.Images) (put []s
 }
 
 // PutBackUnlisted is [PutBack] on a machine that has no list of its cluster: its disk is not compared with one.
-func PutBackUnlisted(root string, img *kubeadm.Image) ([]string, error) {
+func PutBackUnlisted(root string, controlPlane bool, img *kubeadm.Image) ([]string, error) {
 	var lists []versions.Images
 	for _, f := range []string{component.KeptList, nextList} {
 		list, err := component.ListFile(filepath.Join(root, f)).Load()
@@ -80,7 +79,7 @@ func PutBackUnlisted(root string, img *kubeadm.Image) ([]string, error) {
 			lists = append(lists, images)
 		}
 	}
-	return PutBack(root, img, lists...)
+	return PutBack(root, controlPlane, img, lists...)
 }
 
 // there reports whether a manifest exists. A power cut can leave an empty one.

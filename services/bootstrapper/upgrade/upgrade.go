@@ -225,7 +225,7 @@ func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) e
 	if err != nil {
 		return err
 	}
-	put, err := PutBack(u.Root, u.Kubeadm, previous.Images, r.software.Images)
+	put, err := PutBack(u.Root, controlPlane, u.Kubeadm, previous.Images, r.software.Images)
 	if err != nil {
 		return err
 	}
