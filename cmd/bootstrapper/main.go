@@ -77,87 +77,47 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
 	record := flags.String("journal", journal.DefaultPath, "the machine's journal")
 	screen := flags.String("console", console.DefaultPath, "terminal that shows what the machine waits for; nothing if there is none")
-	switch args[0] {
-	case "unlock":
-		if err := parse(flags, args[1:]); err != nil {
+	dir, output, roots := attester.Dir, "plain", ""
+	commands := map[string]func() error{
+		"unlock":   func() error { return runUnlock(ctx, *image, *meta, *lock, *screen, logger(stderr)) },
+		"run":      func() error { return runBootstrapper(ctx, *image, *meta, *record, *lock, *screen, logger(stderr)) },
+		"attester": func() error { return runAttester(ctx, *image, *meta, *record, dir, *lock, logger(stderr)) },
+		"accepted": func() error { return runAccepted(*image, *record) },
+		"renew":    func() error { return runRenewal(ctx, *image, *record, *lock, logger(stderr)) },
+		"orders":   func() error { return runOrders(ctx, *image, *meta, *record, *lock, logger(stderr)) },
+		"reset":    func() error { return runReset(ctx, *image, *record, logger(stderr)) },
+		"upgrade":  func() error { return runUpgrade(ctx, *image, *record, logger(stderr)) },
+		"rotate":   func() error { return runRotate(ctx, *image, *meta, *record, *lock, logger(stderr)) },
+		"doctor": func() error {
+			if output != "plain" && output != "json" {
+				return fmt.Errorf("--output %q: want plain or json", output)
+			}
+			return runDoctor(ctx, *image, *meta, *record, *lock, roots, output == "json", stdout)
+		},
+		"version": func() error {
+			_, err := fmt.Fprintln(stdout, "bootstrapper", buildinfo.Read())
 			return err
-		}
-		if err := noCoreDumps(); err != nil {
-			return err
-		}
-		return runUnlock(ctx, *image, *meta, *lock, *screen, logger(stderr))
-	case "run":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		if err := noCoreDumps(); err != nil {
-			return err
-		}
-		return runBootstrapper(ctx, *image, *meta, *record, *lock, *screen, logger(stderr))
-	case "accepted":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		return runAccepted(*image, *record)
-	case "attester":
-		dir := flags.String("dir", attester.Dir, "folder of the services' sockets")
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		return runAttester(ctx, *image, *meta, *record, *dir, *lock, logger(stderr))
-	case "renew":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		if err := noCoreDumps(); err != nil {
-			return err
-		}
-		return runRenewal(ctx, *image, *record, *lock, logger(stderr))
-	case "orders":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		return runOrders(ctx, *image, *meta, *record, *lock, logger(stderr))
-	case "reset":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		return runReset(ctx, *image, *record, logger(stderr))
-	case "upgrade":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		if err := noCoreDumps(); err != nil {
-			return err
-		}
-		return runUpgrade(ctx, *image, *record, logger(stderr))
-	case "rotate":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		if err := noCoreDumps(); err != nil {
-			return err
-		}
-		return runRotate(ctx, *image, *meta, *record, *lock, logger(stderr))
-	case "doctor":
-		output := flags.String("output", "plain", "plain or json")
-		roots := flags.String("ek-roots", "", "file of the authorities that the owner's policy lists, PEM (default: those of the image)")
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		if *output != "plain" && *output != "json" {
-			return fmt.Errorf("--output %q: want plain or json", *output)
-		}
-		return runDoctor(ctx, *image, *meta, *record, *lock, *roots, *output == "json", stdout)
-	case "version":
-		if err := parse(flags, args[1:]); err != nil {
-			return err
-		}
-		fmt.Fprintln(stdout, "bootstrapper", buildinfo.Read())
-		return nil
+		},
 	}
-	fmt.Fprint(stderr, usage)
-	return fmt.Errorf("there is no command %q", args[0])
+	do, known := commands[args[0]]
+	switch args[0] {
+	case "attester":
+		flags.StringVar(&dir, "dir", dir, "folder of the services' sockets")
+	case "doctor":
+		flags.StringVar(&output, "output", output, "plain or json")
+		flags.StringVar(&roots, "ek-roots", roots, "file of the authorities that the owner's policy lists, PEM (default: those of the image)")
+	}
+	if !known {
+		fmt.Fprint(stderr, usage)
+		return fmt.Errorf("there is no command %q", args[0])
+	}
+	if err := parse(flags, args[1:]); err != nil {
+		return err
+	}
+	if err := noCoreDumps(); err != nil {
+		return err
+	}
+	return do()
 }
 
 func parse(flags *flag.FlagSet, args []string) error {
