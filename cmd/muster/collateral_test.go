@@ -1,12 +1,14 @@
 package main
 
 import (
+	"bytes"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -156,6 +158,44 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	}
 }
 
+// A policy from a repository may have the collateral of last month: muster policy apply and diff say so.
+func TestAPolicyWithOlderCollateralIsNamed(t *testing.T) {
+	text, err := os.ReadFile(collateralFile(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &attestv1.Collateral{}
+	if err := protojson.Unmarshal(text, c); err != nil {
+		t.Fatal(err)
+	}
+	policy := func(serial uint64) []byte {
+		out, err := policyfile.SetCollateral(testPolicy(t, tdxRules), serial, c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	folder, path := t.TempDir(), filepath.Join(t.TempDir(), "muster-prod")
+	if err := ownersFolder(path, &envtest.Cluster{Kubeconfig: save(t, filepath.Join(folder, "kubeconfig"), nil)}, policy(2)); err != nil {
+		t.Fatal(err)
+	}
+	dir, err := ownerdir.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = dir.Close() }()
+	same := save(t, filepath.Join(folder, "same.yaml"), policy(3))
+	c.TcbInfos[0] = bytes.Replace(c.GetTcbInfos()[0], []byte(`"tcbEvaluationDataNumber":17`), []byte(`"tcbEvaluationDataNumber":16`), 1)
+	older := save(t, filepath.Join(folder, "older.yaml"), policy(3))
+	for file, want := range map[string]bool{same: false, older: true} {
+		var log strings.Builder
+		a := &app{stdout: io.Discard, stderr: &log}
+		if _, err := a.nextPolicy(dir, file); err != nil || strings.Contains(log.String(), "Warning: the collateral of "+file) != want || strings.Contains(log.String(), "evaluation 16") != want {
+			t.Errorf("%s: %v, %s", file, err, log.String())
+		}
+	}
+}
+
 // The policy for muster init has collateral before there is a folder, and maybe before it has classes. Otherwise the first machine,
 // which gets the cluster's secrets, could not be accepted by its hardware report.
 func TestTheFirstPolicyGetsCollateral(t *testing.T) {
@@ -166,10 +206,13 @@ func TestTheFirstPolicyGetsCollateral(t *testing.T) {
 		t.Fatalf("the policy is another:\n%s", whole)
 	}
 	path := save(t, filepath.Join(t.TempDir(), "policy.yaml"), []byte(before+"# Switches"+after))
-	var log strings.Builder
-	a := &app{stdout: io.Discard, stderr: &log}
+	var out, log strings.Builder
+	a := &app{stdout: &out, stderr: &log}
 	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err != nil {
 		t.Fatal(err)
+	}
+	if !regexp.MustCompile(`(?m)^revocation list of Intel SGX Root CA +- +20\d\d-.*\n(?s:.*)^TCB info of b0c06f000000 +17 +2025-07-19 10:16:03$`).MatchString(out.String()) {
+		t.Errorf("ends and evaluations:\n%s", out.String())
 	}
 	got, err := os.ReadFile(path)
 	if err != nil {
@@ -178,6 +221,12 @@ func TestTheFirstPolicyGetsCollateral(t *testing.T) {
 	if p, err := policyfile.ParseForClass(got); err != nil || p.Serial() != 2 || len(p.CollateralEnds()) != 5 || !strings.Contains(log.String(), "serial is now 2") {
 		t.Errorf("%v, %s\n%s", err, log.String(), got)
 	}
+	out.Reset()
+	a.output = outputJSON
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err != nil || !strings.Contains(out.String(), `"TCB info of b0c06f000000": 17`) {
+		t.Errorf("%v\n%s", err, out.String())
+	}
+	a.output = outputPlain
 	// One that lacks what the rules need is refused, and the file stays.
 	save(t, path, testPolicy(t, tdxRules+"  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n"))
 	had, err := os.ReadFile(path)

@@ -48,6 +48,26 @@ func WorseCollateral(text []byte, c *attestv1.Collateral) ([]string, error) {
 	return attest.WorseCollateral(m.GetHardware(), c)
 }
 
+// OlderCollateral returns why the collateral of the policy after is worse than that of the policy before, for the rules
+// of after: see [attest.WorseCollateral]. A policy before that is not valid has none.
+func OlderCollateral(before, after []byte) ([]string, error) {
+	old, err := message(before)
+	if err != nil {
+		return nil, err
+	}
+	next, err := message(after)
+	if err != nil {
+		return nil, err
+	}
+	h := next.GetHardware()
+	if _, _, err := Parse(before); err != nil || h == nil {
+		return nil, nil //nolint:nilerr // it is about to be replaced
+	}
+	c := h.GetCollateral()
+	h.Collateral = old.GetHardware().GetCollateral()
+	return attest.WorseCollateral(h, c)
+}
+
 // writeCollateral writes collateral into a policy's document.
 func writeCollateral(root *yaml.Node, c *attestv1.Collateral) error {
 	hardware := field(root, "hardware")
@@ -123,6 +143,14 @@ func checkHardware(h *attestv1.HardwarePolicy, ends []attest.CollateralEnd, now 
 		}
 		if r.GetAnyMeasurement() {
 			add(name+".anyMeasurement", "a report only shows that some guest runs on such a processor")
+		}
+		if len(r.GetIdKeys()) > 0 && r.GetMinGuestSvn() == 0 {
+			add(name+".minGuestSvn", "not set: every guest that one of idKeys has ever signed is accepted, also one with known weaknesses; set the lowest guest SVN that you accept, muster verify shows a machine's")
+		}
+	}
+	for name, r := range map[string]*attestv1.TdxRules{"hardware.tdx": h.GetTdx(), "hardware.azureTdx": h.GetAzureTdx()} {
+		if r != nil && r.GetMinEvaluationNumber() == 0 {
+			add(name+".minEvaluationNumber", "not set: TCB data of any age are accepted if Intel has signed them lately, and it signs those of years ago anew for a mirror that asks for them; set the number that muster collateral verify shows of data that you have fetched from Intel itself")
 		}
 	}
 	if h.GetTdx().GetAnyMrtd() {

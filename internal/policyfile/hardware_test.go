@@ -1,6 +1,7 @@
 package policyfile_test
 
 import (
+	"bytes"
 	"os"
 	"path/filepath"
 	"slices"
@@ -105,6 +106,8 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 	weak := strings.Replace(hardwareRules, "require: [tdx]", "require: []", 1)
 	weak, _, _ = strings.Cut(weak, "    mrtds:")
 	weak += "    anyMrtd: true\n"
+	signed := string(read(t, "policy.yaml")) + "hardware:\n  azureSevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, idKeys: [\"" + strings.Repeat("4d", 48) + "\"]}\n"
+	azure := strings.NewReplacer("require: [tdx]", "require: [azure-tdx]", "  tdx:", "  azureTdx:")
 	for name, tt := range map[string]struct {
 		text  string
 		at    time.Time
@@ -121,6 +124,11 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		"any measurement":                 {string(read(t, "policy.yaml")) + weak, march, "hardware.tdx.anyMrtd: a quote only", true},
 		"measurements":                    {string(with), march, "anyMrtd", false},
 		"reports that can be lent":        {string(with), march, "lend its reports", true},
+		"data of any evaluation":          {string(with), march, "hardware.tdx.minEvaluationNumber: not set", true},
+		"data of any, on Azure":           {string(read(t, "policy.yaml")) + azure.Replace(hardwareRules), march, "hardware.azureTdx.minEvaluationNumber: not set", true},
+		"data of a lowest evaluation":     {string(read(t, "policy.yaml")) + hardwareRules + "    minEvaluationNumber: 18\n", march, "minEvaluationNumber", false},
+		"guests of any SVN":               {signed, march, "hardware.azureSevSnp.minGuestSvn: not set", true},
+		"guests of a lowest SVN":          {strings.Replace(signed, "anyChip", "minGuestSvn: 5, anyChip", 1), march, "minGuestSvn", false},
 		"no rules for reports at all":     {string(read(t, "policy.yaml")), march, "hardware", false},
 		"any chip": {string(read(t, "policy.yaml")) + "hardware:\n  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march,
 			"hardware.sevSnp.anyChip: every", true},
@@ -165,6 +173,38 @@ func TestCollateralThatIsWorseThanThePolicysIsNamed(t *testing.T) {
 	}
 }
 
+// A policy from a repository may have the collateral of last month.
+func TestCollateralOfAPolicyThatIsOlderIsNamed(t *testing.T) {
+	policy := func(rules string, c *attestv1.Collateral) string {
+		out, err := policyfile.SetCollateral([]byte(string(read(t, "policy.yaml"))+rules), 8, c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(out)
+	}
+	older := collateral(t)
+	older.TcbInfos[0] = bytes.Replace(older.GetTcbInfos()[0], []byte(`"tcbEvaluationDataNumber":18`), []byte(`"tcbEvaluationDataNumber":17`), 1)
+	newest, plain := policy(hardwareRules, collateral(t)), string(read(t, "policy.yaml"))
+	for name, tt := range map[string]struct {
+		before, after string
+		want          string // part of the only reason; empty: none
+	}{
+		"the same":                  {newest, newest, ""},
+		"an older evaluation":       {newest, policy(hardwareRules, older), "evaluation 17, and that of the policy"},
+		"a newer evaluation":        {policy(hardwareRules, older), newest, ""},
+		"the first":                 {plain, newest, ""},
+		"none, without rules":       {newest, plain + "hardware: {collateral: {}}\n", ""},
+		"none, for rules":           {newest, policy(hardwareRules, &attestv1.Collateral{}), "no TCB data of Intel"},
+		"none, and no rules before": {plain, plain, ""},
+		"one that is not valid":     {plain + "hardware: {collateral: {amdCrls: [AAAA]}}\n", newest, ""},
+	} {
+		why, err := policyfile.OlderCollateral([]byte(tt.before), []byte(tt.after))
+		if err != nil || (tt.want == "") != (len(why) == 0) || len(why) > 1 || len(why) == 1 && !strings.Contains(why[0], tt.want) {
+			t.Errorf("%s: %q, %v, want one about %q", name, why, err, tt.want)
+		}
+	}
+}
+
 // The machines of the page have Secure Boot off, which rules refuse by default.
 func TestTheRulesOfThePageAboutAzureAreComplete(t *testing.T) {
 	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "platforms", "azure.md"))
@@ -175,6 +215,9 @@ func TestTheRulesOfThePageAboutAzureAreComplete(t *testing.T) {
 	block, _, _ = strings.Cut(block, "```")
 	if !strings.Contains(string(page), "--enable-secure-boot false") || !strings.Contains(block, "azureAllowNoSecureBoot: true") {
 		t.Errorf("the rules refuse machines whose Secure Boot is off:\n%s", block)
+	}
+	if _, found, err := policyfile.Check([]byte(string(read(t, "policy.yaml"))+block), march); err != nil || slices.ContainsFunc(found, func(f policyfile.Finding) bool { return strings.HasSuffix(f.Field, "minGuestSvn") }) {
+		t.Errorf("the rules accept every paravisor that the ID key has ever signed: %v, %+v", err, found)
 	}
 	if _, json, err := policyfile.Parse([]byte(string(read(t, "policy.yaml")) + block)); err != nil || !strings.Contains(string(json), `"require":["azure-sev-snp"]`) {
 		t.Errorf("%v\n%s", err, block)
