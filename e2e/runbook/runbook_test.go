@@ -46,7 +46,7 @@ func TestTheRunbooks(t *testing.T) {
 		{"lost control plane", w.lostControlPlane},
 		{"lost quorum", w.lostQuorum},
 		{"whole-cluster restart", w.restart},
-		{"a cluster that was set back", w.rolledBack},
+		{"a cluster that was rolled back", w.rolledBack},
 		{"uninstall", w.uninstall},
 	} {
 		if !t.Run(book.name, book.run) {
