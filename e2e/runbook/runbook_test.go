@@ -56,7 +56,7 @@ func TestTheRunbooks(t *testing.T) {
 }
 
 func (w *fixture) firstBoot(t *testing.T) {
-	w.owner(t, "first-policy", "node1", "NODES="+driver.NodeSubnet, "FLAGS=--ek-key ecc-p384 --allow-plain-state")
+	w.owner(t, "first-policy", "node1", "NODES="+driver.NodeSubnet, "FLAGS=--operator --ek-key ecc-p384 --allow-plain-state")
 	first := w.machine("node1")
 	first.InitSecretHash = w.initSecretHash
 	w.Add(t, first, w.machine("node4"))
