@@ -112,7 +112,7 @@ func start(t *testing.T) fixture {
 		}
 	}
 	waiting, probes := startMachine(t, ca, m, log)
-	w.env = append(os.Environ(), "MACHINE="+waiting, "PROBES="+probes, "SERVICE="+startKMS(t, ca, m, log))
+	w.env = append(os.Environ(), "ID="+m.ID().String(), "MACHINE="+waiting, "PROBES="+probes, "SERVICE="+startKMS(t, ca, m, log))
 	return w
 }
 

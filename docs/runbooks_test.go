@@ -33,6 +33,9 @@ func TestEachBlockOfTheRunbooksIsExecuted(t *testing.T) {
 		if where[title] == "" {
 			t.Errorf("docs/runbooks.md has the block %s, which no test in e2e executes", title)
 		}
+		if !strings.HasPrefix(blocks[title], "# "+title+"\n") {
+			t.Errorf("docs/runbooks.md: the first line of the block %s is not its name, which readers do not see otherwise", title)
+		}
 	}
 	for title, rel := range where {
 		if blocks[title] == "" {

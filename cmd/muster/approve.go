@@ -35,7 +35,7 @@ func (a *app) approveCommand() *cobra.Command {
 		Long: `Without arguments, shows the machines that wait to join: why, what they booted compared with the policy, their endorsement and address.
 
 With machine IDs or addresses, with --all-from, or with --count, it lists machines in the policy (tpm2.machineIds, bareMachineIds, or
-machineIds of platformRoots or nitroRoots, by their endorsement), counts serial up, signs the policy and puts it in force. It shows the machines and asks
+machineIds of platformRoots or nitroRoots, by their endorsement), increments serial, signs the policy and puts it in force. It shows the machines and asks
 first. Only a machine is approved that lacks nothing else: one that the policy refuses for what it booted is never approved.
 
 This program verifies each machine itself, at port 9000 of its address. If it can't reach a machine, --trust-cluster believes the cluster's

@@ -33,7 +33,7 @@ and its Secure Boot keys if Secure Boot is on. So take the class from a machine 
 have handled, or whose values are those that its maker publishes. An address can lead to another machine of the same
 provider: --machine-id says which one must answer.
 
-TPM, image and node lock of the machine must be acceptable already. The policy's serial is counted up. Compare the values
+TPM, image and node lock of the machine must be acceptable already. The policy's serial is incremented. Compare the values
 before muster init or muster policy apply puts the policy in force: until then no machine is accepted by the class. To
 discard the class, remove it from the file.`,
 		Args: cobra.ExactArgs(1),

@@ -95,7 +95,7 @@ func (a *app) applyCollateralCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "apply FILE [--dry-run] [--allow-worse] [--policy FILE]",
 		Short: "Put collateral into the policy of the owner's folder, sign it, and put it in force",
-		Long: `The policy of the owner's folder gets the collateral, and its serial is counted up. A vendor may have raised a TCB since: so first
+		Long: `The policy of the owner's folder gets the collateral, and its serial is incremented. A vendor may have raised a TCB since: so first
 run it with --dry-run. Then nothing comes into force, and the joinservices appraise each running node by it as well, when its
 machine attests next, within five minutes. The output names the nodes that would be refused, and the exit code is 1 if there is
 one.

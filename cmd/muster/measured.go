@@ -37,7 +37,7 @@ type policyFlags struct {
 func (p *policyFlags) add(cmd *cobra.Command) {
 	f := cmd.Flags()
 	f.StringSliceVar(&p.roots, "ek-root", nil, "authority that issues EK certificates, PEM file with one or more")
-	f.BoolVar(&p.operator, "operator", false, "the authorities of --ek-root issue for your machines only")
+	f.BoolVar(&p.operator, "operator", false, "the authorities of --ek-root issue for your machines only; never a TPM vendor's: list machines by --machine-id instead")
 	f.StringVar(&p.key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they certify: ecc-p256, ecc-p384 or rsa-2048")
 	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine; without any, all that a listed root certifies")
 	f.StringSliceVar(&p.bare, "bare-machine-id", nil, "machine ID of a machine whose TPM has no EK certificate, to be accepted; read it on the machine's console, not over the network")

@@ -38,7 +38,7 @@ func (a *app) command() *cobra.Command {
 		Long: `Muster makes Kubernetes clusters of machines that prove by attestation what they booted.
 
 A first cluster:
-  muster policy from-measurements measurements.json --ek-root ca.pem --operator --node-cidr 10.0.0.0/16 -o policy.yaml
+  muster policy from-measurements measurements.json --ek-root ca.pem --machine-id ID --node-cidr 10.0.0.0/16 -o policy.yaml
   muster verify MACHINE:9000 --policy policy.yaml
   muster init --name prod --endpoint MACHINE:9000 --init-secret-file init.secret --policy policy.yaml …`,
 		SilenceErrors: true,

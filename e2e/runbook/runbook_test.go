@@ -46,7 +46,7 @@ func TestTheRunbooks(t *testing.T) {
 		{"lost control plane", w.lostControlPlane},
 		{"lost quorum", w.lostQuorum},
 		{"whole-cluster restart", w.restart},
-		{"a cluster that was set back", w.rolledBack},
+		{"a cluster that was rolled back", w.rolledBack},
 		{"uninstall", w.uninstall},
 	} {
 		if !t.Run(book.name, book.run) {
@@ -56,7 +56,7 @@ func TestTheRunbooks(t *testing.T) {
 }
 
 func (w *fixture) firstBoot(t *testing.T) {
-	w.owner(t, "first-policy", "node1", "NODES="+driver.NodeSubnet, "FLAGS=--ek-key ecc-p384 --allow-plain-state")
+	w.owner(t, "first-policy", "node1", "NODES="+driver.NodeSubnet, "FLAGS=--operator --ek-key ecc-p384 --allow-plain-state")
 	first := w.machine("node1")
 	first.InitSecretHash = w.initSecretHash
 	w.Add(t, first, w.machine("node4"))

@@ -92,6 +92,12 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 			add(Warning, fmt.Sprintf("tpm2.ekRoots[%d].minFirmwareVersion", i), "not set: TPMs of this vendor with firmware that has known weaknesses are accepted; muster verify shows a machine's version, the vendor's advisories say which one is repaired")
 		}
 	}
+	own := operatorRoots(m)
+	for _, a := range p.Authorities() {
+		if slices.Contains(own, a.Field) && ofTPMVendor(a.Certificate) {
+			add(Warning, a.Field+".operator", "the subject or issuer of %q is a TPM vendor: this root certifies TPMs of everybody who buys one. Unless it is your own, set operator: false, and list machines instead in tpm2.machineIds (--machine-id)", a.Certificate.Subject)
+		}
+	}
 	checkHardware(m.GetHardware(), p.CollateralEnds(), now, func(field, format string, args ...any) { add(Warning, field, format, args...) })
 	found = append(found, checkRoots(p.Authorities(), now)...)
 	return p, found, nil

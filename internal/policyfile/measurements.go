@@ -135,7 +135,7 @@ func Build(t Template) ([]byte, error) {
 	line("#   muster policy check FILE    and    muster policy apply FILE")
 	line("# docs/operate.md explains each field.")
 	line("version: 2")
-	line("# Counted up with every change; a cluster never goes back to a lower one.")
+	line("# Incremented with every change; a cluster never goes back to a lower one.")
 	line("serial: %d", max(t.Serial, 1))
 	line("# What machines may become. A control plane must be enrolled by you beforehand: muster enroll.")
 	line("roles: [%s]", strings.Join(t.Roles, ", "))

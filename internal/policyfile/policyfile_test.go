@@ -41,15 +41,22 @@ func read(t *testing.T, name string) []byte {
 // root returns a certificate authority that is valid from from to to.
 func root(t *testing.T, from, to time.Time) string {
 	t.Helper()
+	name := pkix.Name{CommonName: "Example TPM CA\n- injected"}
+	return authority(t, name, name, from, to)
+}
+
+// authority returns the certificate of an authority with these names.
+func authority(t *testing.T, subject, issuer pkix.Name, from, to time.Time) string {
+	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		t.Fatal(err)
 	}
 	c := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "Example TPM CA\n- injected"}, NotBefore: from, NotAfter: to,
+		SerialNumber: big.NewInt(1), Subject: subject, NotBefore: from, NotAfter: to,
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}
-	der, err := x509.CreateCertificate(rand.Reader, c, c, k.Public(), k)
+	der, err := x509.CreateCertificate(rand.Reader, c, &x509.Certificate{Subject: issuer}, k.Public(), k)
 	if err != nil {
 		t.Fatal(err)
 	}

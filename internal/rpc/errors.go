@@ -51,7 +51,7 @@ var reasons = map[attestv1.Reason]onWire{
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
 	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again: a service that has just started gets ready by itself. If it goes on: `muster status` shows whether a policy is in force; `muster policy apply` brings one."},
-	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If the policy was not changed, the cluster was set back: docs/recovery.md."},
+	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If the policy was not changed, the cluster was rolled back: docs/recovery.md."},
 	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to a key of the image's ownerKeys."},
 
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},

@@ -127,7 +127,7 @@ func (r *run) say(format string, args ...any) {
 }
 
 func (r *run) summary() {
-	fmt.Fprintf(r.Out, "\n%-76s %s\n", "REFUSED", "REASON")
+	fmt.Fprintf(r.Out, "\n%-76s %s\n", "REFUSED", "RESULT")
 	for _, f := range r.report.Refusals {
 		fmt.Fprintf(r.Out, "%-76s %s\n", f.Who, f.Reason)
 	}

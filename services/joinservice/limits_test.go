@@ -42,7 +42,7 @@ func TestWhatOneMachineIsGrantedADayIsAsLargeAsDocumented(t *testing.T) {
 	}
 	for _, want := range []string{
 		fmt.Sprintf("what one machine is granted: at most %.0f MB a day", bytes/1e6),
-		fmt.Sprintf("records of grants are kept for at least %.0f days, with ten for more than a day", math.Floor(audit.Kept/bytes)),
+		fmt.Sprintf("records of grants are kept for at least %.0f days with one such machine, and for more than a day with ten", math.Floor(audit.Kept/bytes)),
 		fmt.Sprintf("%d tickets at once and then one a minute", ticketRate.Burst),
 	} {
 		if !strings.Contains(strings.Join(strings.Fields(string(text)), " "), want) {

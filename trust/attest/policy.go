@@ -70,7 +70,7 @@ func parsePolicy(json []byte, vendors hwreport.Vendors) (*Policy, error) {
 		return nil, invalid("version is %d, this program reads version 2: make a new one by muster policy from-measurements", m.GetVersion())
 	}
 	if m.GetSerial() == 0 {
-		return nil, invalid("serial is missing: set it to 1, and count it up with every change")
+		return nil, invalid("serial is missing: set it to 1, and increment it with every change")
 	}
 	p := &Policy{message: m}
 	for _, r := range m.GetRoles() {

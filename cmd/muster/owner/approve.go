@@ -390,7 +390,7 @@ func (a *Approver) list(ctx context.Context, add []policyfile.Listing, report fu
 			p, _, err := policyfile.Parse(out)
 			if err == nil && p.OnlyECC() && !a.policy.OnlyECC() { // A8
 				err = withRemedy(errors.New("a policy that lists a machine without an EK certificate accepts ECC attestation keys only, and the policy in force accepts RSA keys: running nodes could be refused"),
-					"List the machine in "+bareList+" of "+a.dir.File(ownerdir.PolicyFile)+" by hand, count serial up, see by muster policy diff whether a node would be refused, then run muster policy apply.")
+					"List the machine in "+bareList+" of "+a.dir.File(ownerdir.PolicyFile)+" by hand, increment serial, see by muster policy diff whether a node would be refused, then run muster policy apply.")
 			}
 			return out, err
 		},

@@ -63,7 +63,7 @@ func (r *rotating) run(ctx context.Context) error {
 		case clusterinfo.RotationFinish:
 			return withRemedy(errors.New("the old key is being dropped"), "Continue with --finish.")
 		case clusterinfo.RotationSettled:
-			back, err := r.setBack(ctx)
+			back, err := r.rolledBack(ctx)
 			if err != nil {
 				return err
 			}
@@ -83,8 +83,8 @@ func (r *rotating) run(ctx context.Context) error {
 	}
 }
 
-// setBack continues with the phase before if a control plane does not use the new key any more: its disk was set back. Until it does, no control plane can join.
-func (r *rotating) setBack(ctx context.Context) (bool, error) {
+// rolledBack continues with the phase before if a control plane does not use the new key any more: its disk was rolled back. Until it does, no control plane can join.
+func (r *rotating) rolledBack(ctx context.Context) (bool, error) {
 	nodes, err := r.controlPlanes(ctx)
 	if err != nil {
 		return false, err

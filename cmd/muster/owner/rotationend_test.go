@@ -44,7 +44,7 @@ func TestWhatAggregatedAPIServersReadHasOnlyTheNewAuthority(t *testing.T) {
 	}
 }
 
-// A control plane whose disk was set back gets the new key again, and until then no control plane joins.
+// A control plane whose disk was rolled back gets the new key again, and until then no control plane joins.
 func TestAControlPlaneThatWasSetBackGetsTheKeyAgain(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*patience)
 	defer cancel()

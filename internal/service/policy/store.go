@@ -191,7 +191,7 @@ func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 		return nil, err
 	}
 	if parsed.Serial() < s.lowest { // B7
-		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, the lowest that this control plane's image accepts (lowestPolicySerial): the cluster was set back, or the policy needs a higher serial", parsed.Serial(), s.lowest)
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, the lowest that this control plane's image accepts (lowestPolicySerial): the cluster was rolled back, or the policy needs a higher serial", parsed.Serial(), s.lowest)
 	}
 	// After a restart, the status has the serial and digest that this process no longer knows.
 	floor, known := s.floor, s.digest
@@ -199,10 +199,10 @@ func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
 		floor, known = uint64(seen), p.Status.PolicyDigest
 	}
 	if parsed.Serial() < floor || parsed.Serial() > math.MaxInt64 {
-		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, which was in force already: count it up with every change", parsed.Serial(), floor)
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "serial %d is below %d, which was in force already: increment it with every change", parsed.Serial(), floor)
 	}
 	if parsed.Serial() == floor && known != "" && digest(signed) != known {
-		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "another policy with the serial %d was in force already: count it up with every change", floor)
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "another policy with the serial %d was in force already: increment it with every change", floor)
 	}
 	return &InForce{Policy: parsed, Signed: signed, Generation: p.Generation, Since: time.Now()}, nil
 }

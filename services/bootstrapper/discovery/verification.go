@@ -142,7 +142,7 @@ func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 		return nil, err
 	}
 	if p.Serial() < o.lowest { // B7
-		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, and this machine's image accepts %d or more (lowestPolicySerial): the cluster was set back, or needs a policy with a higher serial", p.Serial(), o.lowest)
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, and this machine's image accepts %d or more (lowestPolicySerial): the cluster was rolled back, or needs a policy with a higher serial", p.Serial(), o.lowest)
 	}
 	return p, o.newest(name(s, p), o.owner, false)
 }

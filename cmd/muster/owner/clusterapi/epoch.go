@@ -14,7 +14,7 @@ import (
 )
 
 // BehindRemedy is the remedy for a cluster that was restored to an earlier state.
-const BehindRemedy = "The disks of control planes, or etcd, were restored from an earlier copy: docs/recovery.md#a-cluster-that-was-set-back says what to do."
+const BehindRemedy = "The disks of control planes, or etcd, were restored from an earlier copy: docs/recovery.md#a-cluster-that-was-rolled-back says what to do."
 
 // epoch reads the cluster's epoch, which control planes increment.
 func (c *Client) epoch(ctx context.Context, s *Status, _ time.Time) (err error) {

@@ -254,7 +254,7 @@ func TestEachHarmIsFound(t *testing.T) {
 			}
 		}
 	}
-	for _, tt := range slices.Concat(p.harms(), p.setBack(t), p.records()) {
+	for _, tt := range slices.Concat(p.harms(), p.rolledBack(t), p.records()) {
 		t.Run(tt.check+": "+tt.says, func(t *testing.T) {
 			p.attested(t)
 			repair := tt.harm(t)

@@ -21,8 +21,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// setBack are faults of a cluster that is older than the folder's record (B7).
-func (p *patient) setBack(t *testing.T) []harm {
+// rolledBack are faults of a cluster that is older than the folder's record (B7).
+func (p *patient) rolledBack(t *testing.T) []harm {
 	knew := func(change func(k *ownerdir.Known)) func(*testing.T) func(*testing.T) {
 		var changed []byte
 		harm := p.file(ownerdir.KnownFile, func(path string, content []byte) error {
