@@ -250,6 +250,9 @@ func TestOthersWriteInNoFolderOfKubernetes(t *testing.T) {
 		}
 	}
 	foreign := "etc/kubernetes/pki/etcd"
+	if err := os.MkdirAll(filepath.Join(w.root, foreign), 0o755); err != nil {
+		t.Fatal(err)
+	}
 	if os.Geteuid() == 0 {
 		if err := os.Chown(filepath.Join(w.root, foreign), 1000, 1000); err != nil {
 			t.Fatal(err)

@@ -51,18 +51,17 @@ func Run(ctx context.Context, n *provision.Node) error {
 	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // a program that follows the disk's paths can have removed it
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
 	}
-	meta, err := ck.Metadata()
-	if err != nil {
-		return err
-	}
 	// joinservice has compared the role with the enrollment. What root has left on the disk, such as a CA's key, makes a worker no control plane.
-	controlPlane := meta.Role == metadata.RoleControlPlane
-	switch {
+	meta, err := ck.Metadata()
+	controlPlane := err == nil && meta.Role == metadata.RoleControlPlane
+	switch { // a machine without a list reports later that it can't read its metadata
 	case d == nil:
 		return ck.uncompared(ctx, controlPlane, false)
 	case d.Uncompared != "":
 		ck.Log.InfoContext(ctx, "the state disk is not compared with what the cluster lists", "why", d.Uncompared)
 		return ck.uncompared(ctx, controlPlane, d.Uncompared == component.UncomparedRecovery)
+	case err != nil:
+		return err
 	}
 	s, other, err := ck.software(d)
 	if err != nil {

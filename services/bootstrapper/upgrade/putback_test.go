@@ -8,6 +8,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 )
 

@@ -23,7 +23,10 @@ func Chain(quote []byte, c Collateral, roots []*x509.Certificate, now time.Time)
 	if err != nil {
 		return err
 	}
-	return p.checkChain(c, roots, now)
+	if err := p.checkIssued(roots, now); err != nil {
+		return err
+	}
+	return p.checkRevoked(c, roots, now)
 }
 
 // SVN formats TEE_TCB_SVN.
