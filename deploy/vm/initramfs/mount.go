@@ -261,6 +261,9 @@ func machineIDOf(file string) ([]byte, error) {
 	return b, os.WriteFile(file, b, 0o444)
 }
 
+// programPath is the path of the root's programs. It has no folder of the state disk (B8).
+const programPath = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+
 // switchRoot makes root the machine's root and executes its init program.
 func switchRoot(root string) error {
 	for _, name := range []string{"/init", modulesFile, "/lib"} { // the memory of files that are not needed any more
@@ -278,5 +281,5 @@ func switchRoot(root string) error {
 	if err := os.Chdir("/"); err != nil {
 		return err
 	}
-	return fmt.Errorf("run /sbin/init: %w", unix.Exec("/sbin/init", []string{"/sbin/init"}, []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin", "TERM=linux"}))
+	return fmt.Errorf("run /sbin/init: %w", unix.Exec("/sbin/init", []string{"/sbin/init"}, []string{programPath, "TERM=linux"}))
 }
