@@ -190,3 +190,32 @@ func TestNoLoginAndNoUnitThatMeasures(t *testing.T) {
 		}
 	}
 }
+
+// B8: if the root's disk answers reads with errors, files of the root are missing, such as systemd's own configuration with the path of all units.
+func TestWhatStartsBeforeTheComparisonFindsNoProgramOfTheStateDisk(t *testing.T) {
+	for _, unit := range append(slices.Collect(maps.Keys(enabled)), "/etc/systemd/system/muster-images.service") {
+		name := filepath.Base(unit)
+		if strings.HasPrefix(name, "systemd-") || strings.HasSuffix(name, ".mount") { // these have full paths
+			continue
+		}
+		from := filepath.Join("..", "systemd", name)
+		if strings.HasPrefix(unit, "/etc/") {
+			from = filepath.Join("files", "root", unit)
+		}
+		if b, err := os.ReadFile(from); err != nil || !strings.Contains(string(b), "\nEnvironment=PATH=/usr/sbin:/usr/bin:/sbin:/bin\n") {
+			t.Errorf("%s has no path of its own, or one with the state disk: %v", name, err)
+		}
+	}
+	config, err := os.ReadFile("files/root/etc/containerd/config.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(config), ".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    runtime_path = \"/usr/bin/containerd-shim-runc-v2\"") {
+		t.Error("containerd looks for the runtime in the path")
+	}
+	for _, plugin := range []string{"io.containerd.internal.v1.opt", "io.containerd.monitor.container.v1.restart", "io.containerd.differ.v1.erofs"} {
+		if !strings.Contains(string(config), "\""+plugin+"\"") { // they are listed to be disabled
+			t.Errorf("containerd's plugin %s is on: it runs what it finds when containerd starts", plugin)
+		}
+	}
+}

@@ -191,7 +191,7 @@ func (b *boot) command(ctx context.Context, program string, args ...string) (*ex
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.SysProcAttr = &unix.SysProcAttr{Chroot: sysroot}
 	// Without udev, libdevmapper has to make its devices itself.
-	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8", "DM_DISABLE_UDEV=1"}
+	cmd.Env = []string{programPath, "LANG=C.UTF-8", "DM_DISABLE_UDEV=1"}
 	out := &lines{w: b.journal, prefix: "<6>" + filepath.Base(program) + ": "}
 	cmd.Dir, cmd.Stdout, cmd.Stderr = "/", out, out
 	return cmd, out

@@ -18,7 +18,8 @@ type ext4 struct {
 	dir   string
 }
 
-func newExt4(t *testing.T, files map[string][]byte) ext4 {
+// newExt4 makes a file system with more arguments of mkfs.ext4 than the image passes.
+func newExt4(t *testing.T, files map[string][]byte, args ...string) ext4 {
 	t.Helper()
 	e := ext4{filepath.Join(t.TempDir(), "disk"), t.TempDir()}
 	for name, content := range files {
@@ -32,10 +33,17 @@ func newExt4(t *testing.T, files map[string][]byte) ext4 {
 	if err := os.Truncate(e.image, 32<<20); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.CommandContext(t.Context(), "/usr/sbin/mkfs.ext4", "-q", "-d", e.dir, e.image).CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	command(t, "/usr/sbin/mkfs.ext4", append(args, "-q", "-d", e.dir, e.image)...)
 	return e
+}
+
+func command(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), name, args...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s %q: %v: %s", name, args, err, out)
+	}
+	return string(out)
 }
 
 // debugfs runs requests of debugfs(8), and returns what they print.
@@ -99,7 +107,7 @@ func (e ext4) share(t *testing.T, name, with string) {
 
 func (e ext4) check(t *testing.T) (repaired bool, err error) {
 	t.Helper()
-	return fsck(exec.CommandContext(t.Context(), e2fsck, "-f", "-y", e.image))
+	return fsck(exec.CommandContext(t.Context(), e2fsck, e2fsckArgs(e.image)...), e.image)
 }
 
 // B8: a program that shares its blocks with a file of a pod has blocks of its own after the check.
@@ -138,10 +146,10 @@ func TestADiskThatCannotBeCheckedIsNotUsed(t *testing.T) {
 	if err := os.WriteFile(image, make([]byte, 1<<20), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := fsck(exec.CommandContext(t.Context(), e2fsck, "-f", "-y", image)); err == nil {
+	if _, err := (ext4{image: image}).check(t); err == nil {
 		t.Error("what is no file system passes")
 	}
-	if _, err := fsck(exec.CommandContext(t.Context(), "/nonexistent")); err == nil {
+	if _, err := fsck(exec.CommandContext(t.Context(), "/nonexistent"), newExt4(t, nil).image); err == nil {
 		t.Error("without e2fsck, the check passes")
 	}
 }

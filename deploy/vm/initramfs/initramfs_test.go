@@ -103,7 +103,7 @@ func TestTheRootIsOnTheDiskWhoseTreeFitsTheHash(t *testing.T) {
 
 func TestNothingOfTheStateDiskIsWhereSystemdLooks(t *testing.T) {
 	for _, k := range kept {
-		for _, searched := range []string{"/etc/systemd", "/run/systemd", "/usr/lib/systemd", "/usr/local/lib/systemd", "/usr/local/sbin", "/etc/modprobe.d", "/etc/udev"} {
+		for _, searched := range append(filepath.SplitList(strings.TrimPrefix(programPath, "PATH=")), "/etc/systemd", "/run/systemd", "/usr/lib/systemd", "/usr/local/lib/systemd", "/usr/local/sbin", "/etc/modprobe.d", "/etc/udev") {
 			if k.at == searched || strings.HasPrefix(searched, k.at+"/") {
 				t.Errorf("%s lies on the state disk, and in it %s", k.at, searched)
 			}

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -101,7 +102,7 @@ var kept = []struct {
 	{"/usr/local/lib/muster", 0o755, nil, []string{"."}},
 }
 
-// unchecked are folders inside those trees whose content filesAlone does not check, since links are usual there. The
+// unchecked are folders inside those trees from whose content filesAlone removes nothing, since links are usual there. The
 // bootstrapper removes wrong links from all but the snapshots before the kubelet starts. Files of a snapshot are used
 // only inside its container.
 var unchecked = []string{
@@ -182,13 +183,16 @@ func filesAlone(top, tree string) error {
 			wrong = append(wrong, at)
 			return nil
 		}
-		if err := mutable(at); err != nil || !d.IsDir() {
+		if _, err := mutable(unix.AT_FDCWD, at); err != nil || !d.IsDir() {
 			return err
 		}
 		for _, pattern := range unchecked {
 			if fits, err := filepath.Match(filepath.Join(top, pattern), at); err != nil {
 				return err
 			} else if fits {
+				if err := mutableBelow(unix.AT_FDCWD, at, 1); err != nil {
+					return err
+				}
 				return fs.SkipDir
 			}
 		}
@@ -201,7 +205,7 @@ func filesAlone(top, tree string) error {
 }
 
 func folder(at string, perm fs.FileMode) error {
-	if err := mutable(filepath.Dir(at)); err != nil {
+	if _, err := mutable(unix.AT_FDCWD, filepath.Dir(at)); err != nil {
 		return err
 	}
 	if info, err := os.Lstat(at); err == nil && !info.IsDir() {
@@ -212,25 +216,30 @@ func folder(at string, perm fs.FileMode) error {
 	if err := os.MkdirAll(at, perm); err != nil {
 		return err
 	}
-	if err := mutable(at); err != nil {
+	if _, err := mutable(unix.AT_FDCWD, at); err != nil {
 		return err
 	}
 	return os.Chmod(at, perm)
 }
 
-// mutable clears the attributes of a folder or file that prevent root from changing or deleting it.
-func mutable(at string) error {
-	const immutable, appendOnly = 0x10, 0x20 // FS_IMMUTABLE_FL, FS_APPEND_FL of linux/fs.h
+// These are FS_IMMUTABLE_FL and FS_APPEND_FL of linux/fs.h.
+const immutable, appendOnly = 0x10, 0x20
+
+// mutable clears the attributes of a folder or regular file that prevent root from changing or deleting it. name is
+// relative to an open folder. It reports whether name is a folder.
+func mutable(in int, name string) (isFolder bool, err error) {
 	var is unix.Statx_t
-	if err := unix.Statx(unix.AT_FDCWD, at, unix.AT_SYMLINK_NOFOLLOW, 0, &is); err != nil {
-		return fmt.Errorf("%s: %w", at, err)
+	if err := unix.Statx(in, name, unix.AT_SYMLINK_NOFOLLOW, unix.STATX_TYPE, &is); err != nil {
+		return false, fmt.Errorf("%s: %w", name, err)
 	}
-	if is.Attributes&(unix.STATX_ATTR_IMMUTABLE|unix.STATX_ATTR_APPEND) == 0 {
-		return nil
+	kind := is.Mode & unix.S_IFMT
+	isFolder = kind == unix.S_IFDIR
+	if is.Attributes&(unix.STATX_ATTR_IMMUTABLE|unix.STATX_ATTR_APPEND) == 0 || !isFolder && kind != unix.S_IFREG {
+		return isFolder, nil
 	}
-	fd, err := unix.Open(at, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	fd, err := unix.Openat(in, name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("%s: %w", at, err)
+		return false, fmt.Errorf("%s: %w", name, err)
 	}
 	defer func() { _ = unix.Close(fd) }()
 	flags, err := unix.IoctlGetInt(fd, unix.FS_IOC_GETFLAGS)
@@ -238,9 +247,42 @@ func mutable(at string) error {
 		err = unix.IoctlSetPointerInt(fd, unix.FS_IOC_SETFLAGS, flags&^(immutable|appendOnly))
 	}
 	if err != nil {
-		return fmt.Errorf("clear the attributes of %s: %w", at, err)
+		return false, fmt.Errorf("clear the attributes of %s: %w", name, err)
 	}
-	return nil
+	return isFolder, nil
+}
+
+// maxDepth is how many folders inside of each other mutableBelow opens: a process of the initramfs may have 4096 files
+// open at first (Linux, INR_OPEN_MAX).
+const maxDepth = 1000
+
+// mutableBelow clears the attributes of everything in a folder, at most maxDepth folders deep. A pod may have made any
+// number of files there, and paths of any length: neither may keep the machine from starting.
+func mutableBelow(in int, name string, depth int) error {
+	fd, err := unix.Openat(in, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open %s: %w", name, err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	defer f.Close()
+	for {
+		some, err := f.Readdirnames(100)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		for _, entry := range some {
+			isFolder, err := mutable(fd, entry)
+			if err == nil && isFolder && depth < maxDepth {
+				err = mutableBelow(fd, entry, depth+1)
+			}
+			if err != nil {
+				return fmt.Errorf("in %s: %w", name, err)
+			}
+		}
+	}
 }
 
 // machineID writes the ID into the root that systemd and the kubelet know this installation by
@@ -275,6 +317,9 @@ func machineIDOf(file string) ([]byte, error) {
 	return b, os.WriteFile(file, b, 0o444)
 }
 
+// programPath is the path of the root's programs. It has no folder of the state disk (B8).
+const programPath = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+
 // switchRoot makes root the machine's root and executes its init program.
 func switchRoot(root string) error {
 	for _, name := range []string{"/init", modulesFile, "/lib"} { // the memory of files that are not needed any more
@@ -292,5 +337,5 @@ func switchRoot(root string) error {
 	if err := os.Chdir("/"); err != nil {
 		return err
 	}
-	return fmt.Errorf("run /sbin/init: %w", unix.Exec("/sbin/init", []string{"/sbin/init"}, []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/bin", "TERM=linux"}))
+	return fmt.Errorf("run /sbin/init: %w", unix.Exec("/sbin/init", []string{"/sbin/init"}, []string{programPath, "TERM=linux"}))
 }

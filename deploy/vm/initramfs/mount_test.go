@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -75,6 +76,24 @@ func TestNoLinkOfTheStateDiskIsFollowed(t *testing.T) {
 	}
 }
 
+func setFlags(t *testing.T, at string, flags int) {
+	t.Helper()
+	f, err := os.Open(at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = unix.IoctlSetPointerInt(int(f.Fd()), unix.FS_IOC_SETFLAGS, flags)
+	if err := errors.Join(err, f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { // what is left would keep the test's folder
+		if f, err := os.Open(at); err == nil {
+			_ = unix.IoctlSetPointerInt(int(f.Fd()), unix.FS_IOC_SETFLAGS, 0)
+			_ = f.Close()
+		}
+	})
+}
+
 // B8: a file that root can't delete would survive the comparison of the disk.
 func TestNoAttributeKeepsAFileFromRoot(t *testing.T) {
 	top := filepath.Join(t.TempDir(), "etc-kubernetes")
@@ -82,24 +101,9 @@ func TestNoAttributeKeepsAFileFromRoot(t *testing.T) {
 	if err := errors.Join(os.MkdirAll(filepath.Dir(file), 0o755), os.WriteFile(file, nil, 0o600)); err != nil {
 		t.Fatal(err)
 	}
-	set := func(at string, flags int) {
-		f, err := os.Open(at)
-		if err != nil {
-			t.Fatal(err)
-		}
-		err = unix.IoctlSetPointerInt(int(f.Fd()), unix.FS_IOC_SETFLAGS, flags)
-		if err := errors.Join(err, f.Close()); err != nil {
-			t.Fatal(err)
-		}
-	}
-	const immutable, appendOnly = 0x10, 0x20
-	t.Cleanup(func() { _ = prepare(top, 0o700, nil, []string{"."}) })
-	for _, at := range []struct {
-		name  string
-		flags int
-	}{{file, immutable}, {filepath.Dir(file), appendOnly}, {top, immutable}} {
-		set(at.name, at.flags)
-	}
+	setFlags(t, file, immutable)
+	setFlags(t, filepath.Dir(file), appendOnly)
+	setFlags(t, top, immutable)
 	if err := os.Remove(file); err == nil {
 		t.Fatal("the attributes do nothing")
 	}
@@ -107,6 +111,59 @@ func TestNoAttributeKeepsAFileFromRoot(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := os.RemoveAll(filepath.Dir(file)); err != nil {
+		t.Error(err)
+	}
+}
+
+// The bootstrapper deletes layers, volumes and keys, too: a file that it can't delete would stop the machine at each boot.
+func TestNoAttributeKeepsAFileOfAPodFromRoot(t *testing.T) {
+	top := filepath.Join(t.TempDir(), "var")
+	trees := []string{"lib/containerd", "lib/kubelet"}
+	for _, at := range []string{"lib/containerd/x/snapshots/1/fs", "lib/kubelet/pki", "lib/kubelet/pods/1/volumes"} {
+		folder := filepath.Join(top, at, "a", "b")
+		file, link := filepath.Join(folder, "file"), filepath.Join(folder, "link")
+		if err := errors.Join(os.MkdirAll(folder, 0o755), os.WriteFile(file, nil, 0o600), os.Symlink("file", link)); err != nil {
+			t.Fatal(err)
+		}
+		setFlags(t, file, immutable)
+		setFlags(t, folder, appendOnly)
+		setFlags(t, filepath.Join(top, at), immutable)
+		if err := prepare(top, 0o755, []string{"lib"}, trees); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := os.Lstat(link); err != nil {
+			t.Errorf("a pod's link is removed: %v", err)
+		}
+		if err := os.RemoveAll(filepath.Join(top, at)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// A pod needs no rights to make such folders.
+func TestAPodsDeepFoldersKeepNoMachineFromStarting(t *testing.T) {
+	top := filepath.Join(t.TempDir(), "var")
+	volumes := filepath.Join(top, "lib/kubelet/pods/1/volumes")
+	if err := os.MkdirAll(volumes, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	at, err := os.OpenRoot(volumes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	name := strings.Repeat("x", 100) // after 41 of these, a path is too long for the kernel
+	for range maxDepth + 10 {
+		err := at.Mkdir(name, 0o755)
+		next, err2 := at.OpenRoot(name)
+		if err := errors.Join(err, err2, at.Close()); err != nil {
+			t.Fatal(err)
+		}
+		at = next
+	}
+	if err := at.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := prepare(top, 0o755, []string{"lib"}, []string{"lib/kubelet"}); err != nil {
 		t.Error(err)
 	}
 }

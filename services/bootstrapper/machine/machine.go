@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -133,12 +134,17 @@ func (Real) Kubeadm(ctx context.Context, line func(string), args ...string) erro
 // Environment returns the environment of a child.
 func Environment() []string { return slices.Clone(environment) }
 
-// LookPath finds a program in the children's path, not in this process's.
+// LookPath finds a program in the children's path, not in this process's. An error ends the search: otherwise, if the root's disk can't be read, a program of
+// the state disk would take the place of one of the root (B8).
 func LookPath(name string) (string, error) {
 	dirs := strings.TrimPrefix(environment[0], "PATH=")
 	for _, d := range filepath.SplitList(dirs) {
 		p := filepath.Join(d, name)
-		if st, err := os.Stat(p); err == nil && st.Mode().IsRegular() && st.Mode().Perm()&0o111 != 0 {
+		st, err := os.Stat(p)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return "", fmt.Errorf("find %s: %w", name, err)
+		}
+		if err == nil && st.Mode().IsRegular() && st.Mode().Perm()&0o111 != 0 {
 			return p, nil
 		}
 	}

@@ -2,6 +2,7 @@ package machine
 
 import (
 	"context"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -43,6 +44,27 @@ func TestAnEndedContextKillsTheChild(t *testing.T) {
 func TestAProgramThatIsNotInstalledIsNamed(t *testing.T) {
 	if err := run(t.Context(), nil, "no-such-program"); err == nil || !strings.Contains(err.Error(), "no-such-program is not installed in /usr/sbin:/usr/bin:") {
 		t.Fatal(err)
+	}
+}
+
+// B8: a folder in front that can't be searched may have the program.
+func TestNoProgramIsTakenAfterAnError(t *testing.T) {
+	was := environment
+	t.Cleanup(func() { environment = was })
+	dir := t.TempDir()
+	root, disk := filepath.Join(dir, "root"), filepath.Join(dir, "disk")
+	environment = []string{"PATH=" + root + ":" + disk}
+	if err := errors.Join(os.Mkdir(disk, 0o755), os.WriteFile(filepath.Join(disk, "runc"), nil, 0o755)); err != nil {
+		t.Fatal(err)
+	}
+	if at, err := LookPath("runc"); err != nil || at != filepath.Join(disk, "runc") {
+		t.Errorf("without the first folder: %q, %v", at, err)
+	}
+	if err := os.WriteFile(root, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if at, err := LookPath("runc"); err == nil {
+		t.Errorf("the first folder can't be searched, and %s was found", at)
 	}
 }
 
