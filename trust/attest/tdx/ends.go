@@ -55,9 +55,22 @@ func (c Collateral) Models() (out []string) {
 	return out
 }
 
-// Check checks that each part is Intel's and valid at now, and that no part is missing by which quotes
-// of one of the models are checked: authorities are those for PCKs, see [PCKAuthorities]. The refusal is
-// HARDWARE_COLLATERAL.
+// Repeated returns an FMSPC that several TCB infos have, as [Collateral.Models] does; empty: none. Quotes
+// are verified by the first TCB info of their model, so another one behind it, newer, would only count
+// where ages are compared.
+func (c Collateral) Repeated() string {
+	models := c.Models()
+	for i, m := range models {
+		if slices.Contains(models[:i], m) {
+			return m
+		}
+	}
+	return ""
+}
+
+// Check checks that each part is Intel's and valid at now, that no model has two TCB infos, and that no part
+// is missing by which quotes of one of the models are checked: authorities are those for PCKs, see
+// [PCKAuthorities]. The refusal is HARDWARE_COLLATERAL.
 func (c Collateral) Check(roots, authorities []*x509.Certificate, now time.Time) error {
 	if _, err := c.qeIdentity(roots, now); err != nil {
 		return err
@@ -77,6 +90,9 @@ func (c Collateral) Check(roots, authorities []*x509.Certificate, now time.Time)
 		if err := info.check(now); err != nil {
 			return err
 		}
+	}
+	if m := c.Repeated(); m != "" {
+		return refuseCollateral("there are two tcbInfos of the FMSPC %s", m)
 	}
 	// Whoever can name a list after an authority must not be able to replace its list.
 	known := 0

@@ -98,6 +98,16 @@ func TestCollateralThatIsNotIntelsOrHasEndedIsRefused(t *testing.T) {
 			i["id"] = "SGX"
 			c.TCBInfo = append(c.TCBInfo, v.Signing.Answer(t, "tcbInfo", i))
 		}, 0, "want TDX"},
+		"TCB infos of two models": {func(c *tdx.Collateral) {
+			i := hardwaretest.TCBInfo()
+			i["fmspc"] = "50806f000000"
+			c.TCBInfo = append(c.TCBInfo, v.Signing.Answer(t, "tcbInfo", i))
+		}, 0, ""},
+		"TCB info of a model twice, in other letters": {func(c *tdx.Collateral) {
+			i := hardwaretest.TCBInfo()
+			i["fmspc"] = strings.ToUpper(hardwaretest.FMSPC)
+			c.TCBInfo = append(c.TCBInfo, v.Signing.Answer(t, "tcbInfo", i))
+		}, 0, "two tcbInfos of the FMSPC " + hardwaretest.FMSPC},
 		"two days later": {func(*tdx.Collateral) {}, 48 * time.Hour, "valid from"},
 	} {
 		c := good()

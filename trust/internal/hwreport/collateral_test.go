@@ -92,6 +92,11 @@ func TestCollateralThatNoVendorPublishedIsRefused(t *testing.T) {
 		"TCB info of another key": {func(c *attestv1.Collateral) {
 			c.TcbInfos = [][]byte{hardwaretest.NewIntel(t).Signing.Answer(t, "tcbInfo", hardwaretest.TCBInfo())}
 		}, hardware.Collateral, "not signed"},
+		"two TCB infos of one model, the older first": {func(c *attestv1.Collateral) {
+			older := hardwaretest.TCBInfo()
+			older["issueDate"], older["tcbEvaluationDataNumber"], older["fmspc"] = hardwaretest.Now.Add(-time.Hour), 17, strings.ToUpper(hardwaretest.FMSPC)
+			c.TcbInfos = append([][]byte{i.Signing.Answer(t, "tcbInfo", older)}, c.GetTcbInfos()...)
+		}, attestv1.Reason_REASON_POLICY_INVALID, "two TCB infos of the model " + hardwaretest.FMSPC},
 	} {
 		intel := i.Collateral(t, hardwaretest.TCBInfo(), hardwaretest.QEIdentity())
 		c := &attestv1.Collateral{AmdCrls: [][]byte{a.List}, TcbInfos: intel.TCBInfo, TcbInfoChain: intel.TCBInfoChain, QeIdentity: intel.QEIdentity, QeIdentityChain: intel.QEIdentityChain, IntelCrls: intel.CRLs}

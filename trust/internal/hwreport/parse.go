@@ -260,6 +260,9 @@ func (r *Rules) parseCollateral(m *attestv1.Collateral, v Vendors) error {
 	if r.ends, err = c.Ends(); err != nil {
 		return endorsement.Invalid("hardware.collateral: %w", err)
 	}
+	if m := c.Intel.Repeated(); m != "" {
+		return endorsement.Invalid("hardware.collateral has two TCB infos of the model %s: fetch with --fmspc %s once", m, m)
+	}
 	r.amd, r.intel, r.collateral = c.AMD, v.Intel, c.Intel
 	return nil
 }

@@ -126,6 +126,10 @@ func TestRulesThatAreRefused(t *testing.T) {
 			l := p.GetCollateral().GetIntelCrls()[0]
 			p.Collateral.IntelCrls = [][]byte{l, l, l, l, l, l, l, l}
 		}, ""},
+		"TCB info of a model twice": {func(p *attestv1.HardwarePolicy) {
+			p.Collateral = collateral(t)
+			p.Collateral.TcbInfos = append(p.Collateral.TcbInfos, p.GetCollateral().GetTcbInfos()[0])
+		}, "two TCB infos of the model"},
 		"33 TCB infos": {func(p *attestv1.HardwarePolicy) {
 			p.Collateral = collateral(t)
 			one := p.GetCollateral().GetTcbInfos()[0][:0]

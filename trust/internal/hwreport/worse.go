@@ -69,6 +69,9 @@ func Worse(h *attestv1.HardwarePolicy, next *attestv1.Collateral, v Vendors) ([]
 			}
 		}
 	}
+	if m := after.Intel.Repeated(); m != "" { // only the newer one is compared below, and either may be used
+		out = append(out, fmt.Sprintf("the new collateral has two TCB infos of the model %s", m))
+	}
 	had, err := byName(old)
 	if err != nil {
 		return nil, fmt.Errorf("the policy's collateral: %w", err)

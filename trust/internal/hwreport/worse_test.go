@@ -2,6 +2,7 @@ package hwreport_test
 
 import (
 	"crypto/x509"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -90,6 +91,10 @@ func TestCollateralThatIsWorseThanThePolicysIsNamed(t *testing.T) {
 			c.TcbInfos, _ = p.answers(time.Hour, 17, hardwaretest.FMSPC)
 			c.TcbInfos = append(c.TcbInfos, all.GetCollateral().GetTcbInfos()[1])
 		}, "evaluation 17"},
+		"both, the older first": {all, func(c *attestv1.Collateral) {
+			older, _ := p.answers(-time.Hour, 17, hardwaretest.FMSPC)
+			c.TcbInfos = slices.Concat(older, c.GetTcbInfos())
+		}, "two TCB infos of the model " + hardwaretest.FMSPC},
 		"older identity":                                          {all, func(c *attestv1.Collateral) { _, c.QeIdentity = p.answers(-time.Second, 18) }, "identity of the quoting enclave is of"},
 		"older list of Intel's root":                              {all, func(c *attestv1.Collateral) { c.IntelCrls[0] = p.list(p.intel.Root, -time.Second) }, "Intel SGX Root CA is of"},
 		"older list of an authority":                              {all, func(c *attestv1.Collateral) { c.IntelCrls[2] = p.list(p.intel.Processor, -time.Second) }, "PCK Processor CA is of"},

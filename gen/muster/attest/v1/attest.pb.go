@@ -2789,7 +2789,8 @@ type Collateral struct {
 	// AMD's revocation lists in DER, one for each line of processors, at most 8.
 	AmdCrls [][]byte `protobuf:"bytes,1,rep,name=amd_crls,json=amdCrls,proto3" json:"amd_crls,omitempty"`
 	// Intel's answers with the TCB data of processor models (Provisioning Certification
-	// Service, version 4, /tdx/certification/v4/tcb), as received, at most 32.
+	// Service, version 4, /tdx/certification/v4/tcb), as received, at most 32 and one for each
+	// model, otherwise POLICY_INVALID.
 	TcbInfos [][]byte `protobuf:"bytes,2,rep,name=tcb_infos,json=tcbInfos,proto3" json:"tcb_infos,omitempty"`
 	// The certificates that sign them, in PEM: the header TCB-Info-Issuer-Chain, decoded.
 	TcbInfoChain []byte `protobuf:"bytes,3,opt,name=tcb_info_chain,json=tcbInfoChain,proto3" json:"tcb_info_chain,omitempty"`
