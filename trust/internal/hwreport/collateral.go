@@ -1,6 +1,7 @@
 package hwreport
 
 import (
+	"crypto/x509"
 	"fmt"
 	"maps"
 	"slices"
@@ -19,16 +20,33 @@ type Collateral struct {
 	lists [][]byte // all of AMD
 }
 
-// CollateralOf returns the policy's collateral, with each of AMD's lists assigned to the products whose root has issued it.
+// CollateralOf returns the policy's collateral, with each list once, and each of AMD's assigned to the products
+// whose root has issued it.
 func CollateralOf(m *attestv1.Collateral, v Vendors) Collateral {
-	c := Collateral{AMD: maps.Clone(v.AMD), lists: m.GetAmdCrls(), Intel: tdx.Collateral{
-		TCBInfo: m.GetTcbInfos(), TCBInfoChain: m.GetTcbInfoChain(), QEIdentity: m.GetQeIdentity(), QEIdentityChain: m.GetQeIdentityChain(), CRLs: m.GetIntelCrls(),
+	c := Collateral{AMD: maps.Clone(v.AMD), lists: distinct(m.GetAmdCrls()), Intel: tdx.Collateral{
+		TCBInfo: m.GetTcbInfos(), TCBInfoChain: m.GetTcbInfoChain(), QEIdentity: m.GetQeIdentity(), QEIdentityChain: m.GetQeIdentityChain(), CRLs: distinct(m.GetIntelCrls()),
 	}}
 	for product, a := range c.AMD {
 		a.RevocationLists = hardware.ListsOf(a.Root, c.lists)
 		c.AMD[product] = a
 	}
 	return c
+}
+
+// distinct returns each revocation list once. What is signed is compared: the parser ignores bytes behind a list.
+func distinct(lists [][]byte) (out [][]byte) {
+	seen := map[string]bool{}
+	for _, der := range lists {
+		signed := der
+		if l, err := x509.ParseRevocationList(der); err == nil {
+			signed = l.RawTBSRevocationList
+		}
+		if !seen[string(signed)] {
+			seen[string(signed)] = true
+			out = append(out, der)
+		}
+	}
+	return out
 }
 
 // Ends returns when each part ends; of several revocation lists of one issuer, the first end. The error

@@ -36,14 +36,14 @@ func Lacks(h *attestv1.HardwarePolicy, m *attestv1.Collateral, v Vendors) (out [
 	return out
 }
 
-// Covers checks that collateral has what was requested: for each product the two revocation lists of its
-// root, which have no mark for which keys they are, and for each model, an FMSPC, its TCB info. The refusal
-// is HARDWARE_COLLATERAL.
+// Covers checks that collateral has what was requested: for each product two different revocation lists of
+// its root, which have no mark for which keys they are, and for each model, an FMSPC, its TCB info. The
+// refusal is HARDWARE_COLLATERAL.
 func Covers(m *attestv1.Collateral, products, models []string, v Vendors) error {
 	c := CollateralOf(m, v)
 	for _, p := range products {
 		if n := len(c.AMD[snp.Product(p)].RevocationLists); n < 2 {
-			return hardware.Refuse(hardware.Collateral, "of the two revocation lists of AMD for %s, %d are of its root", p, n)
+			return hardware.Refuse(hardware.Collateral, "of the two different revocation lists of AMD for %s, %d are of its root", p, n)
 		}
 	}
 	for _, f := range models {
@@ -81,6 +81,11 @@ func Worse(h *attestv1.HardwarePolicy, next *attestv1.Collateral, v Vendors) ([]
 		return nil, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(had)) {
+		// AMD's roots have two lists each. Lacks reports that there is none, if rules need one.
+		if n := len(have[name]); n > 0 && n < len(had[name]) {
+			out = append(out, fmt.Sprintf("the policy has %d different documents named %q, and the new collateral has %d", len(had[name]), name, n))
+			continue
+		}
 		// Both are sorted by the time of issue: nth newest by nth newest, so that of two lists of one root none is older.
 		for i, p := range had[name] {
 			if i < len(have[name]) && (have[name][i].Issued.Before(p.Issued) || have[name][i].Evaluation < p.Evaluation) {

@@ -63,6 +63,7 @@ func TestCollateralThatIsWorseThanThePolicysIsNamed(t *testing.T) {
 	onlyAMD, onlyIntel := &attestv1.HardwarePolicy{AzureSevSnp: all.SevSnp, Collateral: all.Collateral}, &attestv1.HardwarePolicy{Tdx: all.AzureTdx, Collateral: all.Collateral}
 	noAMD := func(c *attestv1.Collateral) { c.AmdCrls = nil }
 	noIntel := func(c *attestv1.Collateral) { c.TcbInfos, c.QeIdentity, c.IntelCrls = nil, nil, nil }
+	const missing = `2 different documents named "revocation list of ARK test", and the new collateral has 1`
 	for name, tt := range map[string]struct {
 		rules  *attestv1.HardwarePolicy
 		change func(*attestv1.Collateral)
@@ -95,10 +96,15 @@ func TestCollateralThatIsWorseThanThePolicysIsNamed(t *testing.T) {
 			older, _ := p.answers(-time.Hour, 17, hardwaretest.FMSPC)
 			c.TcbInfos = slices.Concat(older, c.GetTcbInfos())
 		}, "two TCB infos of the model " + hardwaretest.FMSPC},
+		"one of AMD's lists twice, with a byte behind it": {all, func(c *attestv1.Collateral) {
+			l := p.list(p.amd.Root, time.Hour, p.amd.VLEK.Cert)
+			c.AmdCrls = [][]byte{l, slices.Concat(l, []byte{0})}
+		}, missing},
 		"older identity":                                          {all, func(c *attestv1.Collateral) { _, c.QeIdentity = p.answers(-time.Second, 18) }, "identity of the quoting enclave is of"},
 		"older list of Intel's root":                              {all, func(c *attestv1.Collateral) { c.IntelCrls[0] = p.list(p.intel.Root, -time.Second) }, "Intel SGX Root CA is of"},
 		"older list of an authority":                              {all, func(c *attestv1.Collateral) { c.IntelCrls[2] = p.list(p.intel.Processor, -time.Second) }, "PCK Processor CA is of"},
-		"the older of AMD's lists twice":                          {all, func(c *attestv1.Collateral) { c.AmdCrls[1] = c.AmdCrls[0] }, "ARK test is of"},
+		"the older of AMD's lists twice":                          {all, func(c *attestv1.Collateral) { c.AmdCrls[1] = c.AmdCrls[0] }, missing},
+		"one of AMD's two lists is missing":                       {all, func(c *attestv1.Collateral) { c.AmdCrls = [][]byte{p.list(p.amd.Root, time.Hour, p.amd.VLEK.Cert)} }, missing},
 		"AMD's lists in another order":                            {all, func(c *attestv1.Collateral) { c.AmdCrls[0], c.AmdCrls[1] = c.AmdCrls[1], c.AmdCrls[0] }, ""},
 		"a new list of AMD in place of the one with a revocation": {all, func(c *attestv1.Collateral) { c.AmdCrls[0] = p.list(p.amd.Root, time.Hour) }, "and the new collateral does not"},
 	} {
@@ -123,6 +129,8 @@ func TestWhatWasNotRequestedIsRefused(t *testing.T) {
 	}{
 		"all":                             {[]string{"Milan", "Turin"}, []string{strings.ToUpper(hardwaretest.FMSPC), otherModel}, func(*attestv1.Collateral) {}, ""},
 		"one list of AMD":                 {[]string{"Milan"}, nil, func(c *attestv1.Collateral) { c.AmdCrls = c.AmdCrls[:1] }, "for Milan, 1 are"},
+		"the same list of AMD twice":      {[]string{"Milan"}, nil, func(c *attestv1.Collateral) { c.AmdCrls[1] = c.AmdCrls[0] }, "for Milan, 1 are"},
+		"the same with a byte behind it":  {[]string{"Milan"}, nil, func(c *attestv1.Collateral) { c.AmdCrls[1] = slices.Concat(c.AmdCrls[0], []byte{0}) }, "for Milan, 1 are"},
 		"a list of another root":          {[]string{"Milan"}, nil, func(c *attestv1.Collateral) { c.AmdCrls[1] = p.list(p.amd.VCEK, 0) }, "for Milan, 1 are"},
 		"an unknown line":                 {[]string{"Naples"}, nil, func(*attestv1.Collateral) {}, "for Naples, 0 are"},
 		"TCB info of another model":       {nil, []string{hardwaretest.FMSPC, otherModel}, func(c *attestv1.Collateral) { c.TcbInfos[1] = c.TcbInfos[0] }, otherModel},
