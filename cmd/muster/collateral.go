@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -67,7 +68,7 @@ The refusal HARDWARE_COLLATERAL names the FMSPC of a machine's processor.`,
 
 func (a *app) verifyCollateralCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "verify FILE", Short: "Check that collateral is its vendors' and valid, and show when each part ends", Args: cobra.ExactArgs(1),
+		Use: "verify FILE", Short: "Check that collateral is its vendors' and valid, and show when each part ends and the evaluation numbers of Intel's", Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			text, err := os.ReadFile(args[0])
 			if err != nil {
@@ -181,18 +182,20 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	return a.showEnds(ends)
 }
 
-// showEnds prints when each part ends.
+// showEnds prints when each part ends, and the evaluation number of Intel's data: their dates do not tell how old they are.
 func (a *app) showEnds(ends []attest.CollateralEnd) error {
-	if a.output == outputJSON {
-		out := map[string]time.Time{}
-		for _, e := range ends {
-			out[e.Name] = e.Time
-		}
-		return a.json(map[string]any{"ends": out})
-	}
-	rows := [][]string{{"PART", "ENDS (UTC)"}}
+	out, evaluations := map[string]time.Time{}, map[string]uint32{}
+	rows := [][]string{{"PART", "EVALUATION", "ENDS (UTC)"}}
 	for _, e := range ends {
-		rows = append(rows, []string{e.Name, e.Time.UTC().Format(time.DateTime)})
+		number := "-"
+		if e.Evaluation > 0 {
+			number, evaluations[e.Name] = strconv.FormatUint(uint64(e.Evaluation), 10), e.Evaluation
+		}
+		out[e.Name] = e.Time
+		rows = append(rows, []string{e.Name, number, e.Time.UTC().Format(time.DateTime)})
+	}
+	if a.output == outputJSON {
+		return a.json(map[string]any{"ends": out, "evaluations": evaluations})
 	}
 	return a.table(rows)
 }

@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -166,10 +167,13 @@ func TestTheFirstPolicyGetsCollateral(t *testing.T) {
 		t.Fatalf("the policy is another:\n%s", whole)
 	}
 	path := save(t, filepath.Join(t.TempDir(), "policy.yaml"), []byte(before+"# Switches"+after))
-	var log strings.Builder
-	a := &app{stdout: io.Discard, stderr: &log}
+	var out, log strings.Builder
+	a := &app{stdout: &out, stderr: &log}
 	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err != nil {
 		t.Fatal(err)
+	}
+	if !regexp.MustCompile(`(?m)^revocation list of Intel SGX Root CA +- +20\d\d-.*\n(?s:.*)^TCB info of b0c06f000000 +17 +2025-07-19 10:16:03$`).MatchString(out.String()) {
+		t.Errorf("ends and evaluations:\n%s", out.String())
 	}
 	got, err := os.ReadFile(path)
 	if err != nil {
@@ -178,6 +182,12 @@ func TestTheFirstPolicyGetsCollateral(t *testing.T) {
 	if p, err := policyfile.ParseForClass(got); err != nil || p.Serial() != 2 || len(p.CollateralEnds()) != 5 || !strings.Contains(log.String(), "serial is now 2") {
 		t.Errorf("%v, %s\n%s", err, log.String(), got)
 	}
+	out.Reset()
+	a.output = outputJSON
+	if err := a.applyCollateral(t.Context(), collateralFile(t), applyCollateral{policy: path}, june); err != nil || !strings.Contains(out.String(), `"TCB info of b0c06f000000": 17`) {
+		t.Errorf("%v\n%s", err, out.String())
+	}
+	a.output = outputPlain
 	// One that lacks what the rules need is refused, and the file stays.
 	save(t, path, testPolicy(t, tdxRules+"  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n"))
 	had, err := os.ReadFile(path)

@@ -125,6 +125,11 @@ func checkHardware(h *attestv1.HardwarePolicy, ends []attest.CollateralEnd, now 
 			add(name+".anyMeasurement", "a report only shows that some guest runs on such a processor")
 		}
 	}
+	for name, r := range map[string]*attestv1.TdxRules{"hardware.tdx": h.GetTdx(), "hardware.azureTdx": h.GetAzureTdx()} {
+		if r != nil && r.GetMinEvaluationNumber() == 0 {
+			add(name+".minEvaluationNumber", "not set: TCB data of any age are accepted if Intel has signed them lately, and it signs those of years ago anew for a mirror that asks for them; set the number that muster collateral verify shows of data that you have fetched from Intel itself")
+		}
+	}
 	if h.GetTdx().GetAnyMrtd() {
 		add("hardware.tdx.anyMrtd", "a quote only shows that some trust domain runs on such a processor")
 	}

@@ -105,6 +105,7 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 	weak := strings.Replace(hardwareRules, "require: [tdx]", "require: []", 1)
 	weak, _, _ = strings.Cut(weak, "    mrtds:")
 	weak += "    anyMrtd: true\n"
+	azure := strings.NewReplacer("require: [tdx]", "require: [azure-tdx]", "  tdx:", "  azureTdx:")
 	for name, tt := range map[string]struct {
 		text  string
 		at    time.Time
@@ -121,6 +122,9 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		"any measurement":                 {string(read(t, "policy.yaml")) + weak, march, "hardware.tdx.anyMrtd: a quote only", true},
 		"measurements":                    {string(with), march, "anyMrtd", false},
 		"reports that can be lent":        {string(with), march, "lend its reports", true},
+		"data of any evaluation":          {string(with), march, "hardware.tdx.minEvaluationNumber: not set", true},
+		"data of any, on Azure":           {string(read(t, "policy.yaml")) + azure.Replace(hardwareRules), march, "hardware.azureTdx.minEvaluationNumber: not set", true},
+		"data of a lowest evaluation":     {string(read(t, "policy.yaml")) + hardwareRules + "    minEvaluationNumber: 18\n", march, "minEvaluationNumber", false},
 		"no rules for reports at all":     {string(read(t, "policy.yaml")), march, "hardware", false},
 		"any chip": {string(read(t, "policy.yaml")) + "hardware:\n  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march,
 			"hardware.sevSnp.anyChip: every", true},
