@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
@@ -154,6 +155,44 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	}
 	if got := policy(); !strings.Contains(got, "tcbInfos") || !strings.Contains(got, "serial: 2") {
 		t.Errorf("the folder's policy:\n%s", got)
+	}
+}
+
+// A policy from a repository may have the collateral of last month: muster policy apply and diff say so.
+func TestAPolicyWithOlderCollateralIsNamed(t *testing.T) {
+	text, err := os.ReadFile(collateralFile(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &attestv1.Collateral{}
+	if err := protojson.Unmarshal(text, c); err != nil {
+		t.Fatal(err)
+	}
+	policy := func(serial uint64) []byte {
+		out, err := policyfile.SetCollateral(testPolicy(t, tdxRules), serial, c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	folder, path := t.TempDir(), filepath.Join(t.TempDir(), "muster-prod")
+	if err := ownersFolder(path, &envtest.Cluster{Kubeconfig: save(t, filepath.Join(folder, "kubeconfig"), nil)}, policy(2)); err != nil {
+		t.Fatal(err)
+	}
+	dir, err := ownerdir.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = dir.Close() }()
+	same := save(t, filepath.Join(folder, "same.yaml"), policy(3))
+	c.TcbInfos[0] = bytes.Replace(c.GetTcbInfos()[0], []byte(`"tcbEvaluationDataNumber":17`), []byte(`"tcbEvaluationDataNumber":16`), 1)
+	older := save(t, filepath.Join(folder, "older.yaml"), policy(3))
+	for file, want := range map[string]bool{same: false, older: true} {
+		var log strings.Builder
+		a := &app{stdout: io.Discard, stderr: &log}
+		if _, err := a.nextPolicy(dir, file); err != nil || strings.Contains(log.String(), "Warning: the collateral of "+file) != want || strings.Contains(log.String(), "evaluation 16") != want {
+			t.Errorf("%s: %v, %s", file, err, log.String())
+		}
 	}
 }
 

@@ -158,6 +158,13 @@ func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 	for _, l := range dropped {
 		fmt.Fprintf(a.stderr, "Warning: %s does not list machine %s, which the policy in the folder has in %s: it is refused from then on, unless another rule accepts it.\n", path, l.Machine, l.Field)
 	}
+	older, err := policyfile.OlderCollateral(before, text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	for _, o := range older {
+		fmt.Fprintf(a.stderr, "Warning: the collateral of %s is worse than that of the policy in the folder: %s. To keep the folder's, remove hardware.collateral from the file.\n", path, o)
+	}
 	if len(p.ControlPlanes()) == 0 {
 		kept, err := owner.ControlPlanesOf(dir)
 		if err != nil {

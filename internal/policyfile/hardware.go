@@ -48,6 +48,26 @@ func WorseCollateral(text []byte, c *attestv1.Collateral) ([]string, error) {
 	return attest.WorseCollateral(m.GetHardware(), c)
 }
 
+// OlderCollateral returns why the collateral of the policy after is worse than that of the policy before, for the rules
+// of after: see [attest.WorseCollateral]. A policy before that is not valid has none.
+func OlderCollateral(before, after []byte) ([]string, error) {
+	old, err := message(before)
+	if err != nil {
+		return nil, err
+	}
+	next, err := message(after)
+	if err != nil {
+		return nil, err
+	}
+	h := next.GetHardware()
+	if _, _, err := Parse(before); err != nil || h == nil {
+		return nil, nil //nolint:nilerr // it is about to be replaced
+	}
+	c := h.GetCollateral()
+	h.Collateral = old.GetHardware().GetCollateral()
+	return attest.WorseCollateral(h, c)
+}
+
 // writeCollateral writes collateral into a policy's document.
 func writeCollateral(root *yaml.Node, c *attestv1.Collateral) error {
 	hardware := field(root, "hardware")

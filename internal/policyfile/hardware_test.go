@@ -1,6 +1,7 @@
 package policyfile_test
 
 import (
+	"bytes"
 	"os"
 	"path/filepath"
 	"slices"
@@ -166,6 +167,38 @@ func TestCollateralThatIsWorseThanThePolicysIsNamed(t *testing.T) {
 	}
 	if _, err := policyfile.WorseCollateral([]byte("hardware: ["), collateral(t)); err == nil {
 		t.Error("a text that is no policy was compared")
+	}
+}
+
+// A policy from a repository may have the collateral of last month.
+func TestCollateralOfAPolicyThatIsOlderIsNamed(t *testing.T) {
+	policy := func(rules string, c *attestv1.Collateral) string {
+		out, err := policyfile.SetCollateral([]byte(string(read(t, "policy.yaml"))+rules), 8, c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(out)
+	}
+	older := collateral(t)
+	older.TcbInfos[0] = bytes.Replace(older.GetTcbInfos()[0], []byte(`"tcbEvaluationDataNumber":18`), []byte(`"tcbEvaluationDataNumber":17`), 1)
+	newest, plain := policy(hardwareRules, collateral(t)), string(read(t, "policy.yaml"))
+	for name, tt := range map[string]struct {
+		before, after string
+		want          string // part of the only reason; empty: none
+	}{
+		"the same":                  {newest, newest, ""},
+		"an older evaluation":       {newest, policy(hardwareRules, older), "evaluation 17, and that of the policy"},
+		"a newer evaluation":        {policy(hardwareRules, older), newest, ""},
+		"the first":                 {plain, newest, ""},
+		"none, without rules":       {newest, plain + "hardware: {collateral: {}}\n", ""},
+		"none, for rules":           {newest, policy(hardwareRules, &attestv1.Collateral{}), "no TCB data of Intel"},
+		"none, and no rules before": {plain, plain, ""},
+		"one that is not valid":     {plain + "hardware: {collateral: {amdCrls: [AAAA]}}\n", newest, ""},
+	} {
+		why, err := policyfile.OlderCollateral([]byte(tt.before), []byte(tt.after))
+		if err != nil || (tt.want == "") != (len(why) == 0) || len(why) > 1 || len(why) == 1 && !strings.Contains(why[0], tt.want) {
+			t.Errorf("%s: %q, %v, want one about %q", name, why, err, tt.want)
+		}
 	}
 }
 
