@@ -106,6 +106,7 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 	weak := strings.Replace(hardwareRules, "require: [tdx]", "require: []", 1)
 	weak, _, _ = strings.Cut(weak, "    mrtds:")
 	weak += "    anyMrtd: true\n"
+	signed := string(read(t, "policy.yaml")) + "hardware:\n  azureSevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, idKeys: [\"" + strings.Repeat("4d", 48) + "\"]}\n"
 	azure := strings.NewReplacer("require: [tdx]", "require: [azure-tdx]", "  tdx:", "  azureTdx:")
 	for name, tt := range map[string]struct {
 		text  string
@@ -126,6 +127,8 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		"data of any evaluation":          {string(with), march, "hardware.tdx.minEvaluationNumber: not set", true},
 		"data of any, on Azure":           {string(read(t, "policy.yaml")) + azure.Replace(hardwareRules), march, "hardware.azureTdx.minEvaluationNumber: not set", true},
 		"data of a lowest evaluation":     {string(read(t, "policy.yaml")) + hardwareRules + "    minEvaluationNumber: 18\n", march, "minEvaluationNumber", false},
+		"guests of any SVN":               {signed, march, "hardware.azureSevSnp.minGuestSvn: not set", true},
+		"guests of a lowest SVN":          {strings.Replace(signed, "anyChip", "minGuestSvn: 5, anyChip", 1), march, "minGuestSvn", false},
 		"no rules for reports at all":     {string(read(t, "policy.yaml")), march, "hardware", false},
 		"any chip": {string(read(t, "policy.yaml")) + "hardware:\n  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march,
 			"hardware.sevSnp.anyChip: every", true},
@@ -212,6 +215,9 @@ func TestTheRulesOfThePageAboutAzureAreComplete(t *testing.T) {
 	block, _, _ = strings.Cut(block, "```")
 	if !strings.Contains(string(page), "--enable-secure-boot false") || !strings.Contains(block, "azureAllowNoSecureBoot: true") {
 		t.Errorf("the rules refuse machines whose Secure Boot is off:\n%s", block)
+	}
+	if _, found, err := policyfile.Check([]byte(string(read(t, "policy.yaml"))+block), march); err != nil || slices.ContainsFunc(found, func(f policyfile.Finding) bool { return strings.HasSuffix(f.Field, "minGuestSvn") }) {
+		t.Errorf("the rules accept every paravisor that the ID key has ever signed: %v, %+v", err, found)
 	}
 	if _, json, err := policyfile.Parse([]byte(string(read(t, "policy.yaml")) + block)); err != nil || !strings.Contains(string(json), `"require":["azure-sev-snp"]`) {
 		t.Errorf("%v\n%s", err, block)

@@ -208,6 +208,10 @@ func TestCapturedReportsAreAppraised(t *testing.T) {
 			t.Errorf("%s, for another session or machine: %v", name, err)
 		}
 	}
+	azure := capturedAzure(t, "snp-milan-rv3-live")
+	if words, err := check(t, policy(t, azure), azure); err != nil || !strings.Contains(words, ", ID key 942fd93ebde6ea7a96efadeafc60f1c6b3d10e703b1dafd7555b92f7f3d32d0e006767648cba5b102af3d65756af4177, guest SVN 10,") {
+		t.Errorf("the signer of the paravisor and its version: %q, %v", words, err)
+	}
 }
 
 // TestCapturedReportsThatAreRefused has the oddities that the rules must refuse; those of the report

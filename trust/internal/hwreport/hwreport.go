@@ -195,7 +195,7 @@ func describeSNP(r *snp.Report) string {
 	}
 	out := fmt.Sprintf("SEV-SNP on %s, key %s, TCB %s, VMPL %d, measurement %x", r.Product, r.Key, r.Reported, r.VMPL, r.Measurement)
 	if r.IDKeyDigest != [48]byte{} {
-		out += fmt.Sprintf(", ID key %x", r.IDKeyDigest)
+		out += fmt.Sprintf(", ID key %x, guest SVN %d", r.IDKeyDigest, r.GuestSVN)
 	}
 	if len(r.ChipID) > 0 {
 		out += fmt.Sprintf(", chip %x", r.ChipID)
