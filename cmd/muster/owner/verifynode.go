@@ -115,7 +115,7 @@ func (s *Report) refused(err error) *Report {
 // challengeTo makes a challenge for the keys that the cluster has recorded of a node's machine. If they are not the machine's, it can't answer.
 func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 	if n.Status.EKPublic == "" {
-		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the cluster has no endorsement key of %s yet", n.Name), "joinservice records it when the machine attests, every five minutes: muster status shows when it did. A joinservice of an earlier version does not: muster upgrade. A virtual machine that the platform key of its cloud endorses has none, and can only be verified by its address, before it joins.")
+		return nil, withRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the cluster has no endorsement key of %s yet", n.Name), "joinservice records it when the machine attests, every five minutes: muster status shows when it did. A virtual machine that the platform key of its cloud or AWS's NitroTPM endorses has none, and can only be verified by its address, before it joins. A joinservice of an earlier version records none: muster upgrade.")
 	}
 	ek, err := base64.StdEncoding.DecodeString(n.Status.EKPublic)
 	ak, aerr := hex.DecodeString(n.Status.AKName)

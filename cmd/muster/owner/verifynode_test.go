@@ -277,6 +277,27 @@ func TestAnotherMachineDoesNotAnswerForANode(t *testing.T) {
 	r.accepted(t)
 }
 
+// Virtual machines of clouds have no endorsement key that could be challenged.
+func TestANodeWithoutAnEndorsementKeyIsNotVerified(t *testing.T) {
+	r := newRunner(t)
+	n := enrollmentOf(t, runningNode)
+	n.Status.EKPublic = ""
+	if err := shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	s := r.verify(t)
+	refusedAs(t, s, attestv1.Reason_REASON_NOT_READY)
+	if s.Record == nil || !strings.Contains(remedy(s.Err), "platform key of its cloud or AWS's NitroTPM") {
+		t.Errorf("%s: %+v", remedy(s.Err), s)
+	}
+	if note := enrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder]; note != "" {
+		t.Errorf("an order was signed: %s", note)
+	}
+	r.record(t, r.m)
+	t.Cleanup(r.obeys(t, nil))
+	r.accepted(t)
+}
+
 func TestANodeWithoutAnOwnerIsNotVerified(t *testing.T) {
 	r := newRunner(t)
 	r.image = &metadata.Image{NoOwnerKey: true}

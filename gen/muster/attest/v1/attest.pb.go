@@ -2786,7 +2786,8 @@ func (x *TdxModule) GetSvn() uint32 {
 // each part of it.
 type Collateral struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// AMD's revocation lists in DER, one for each line of processors, at most 8.
+	// AMD's revocation lists in DER, two for each line of processors: of the issuers of VCEKs
+	// and of VLEKs; at most 8.
 	AmdCrls [][]byte `protobuf:"bytes,1,rep,name=amd_crls,json=amdCrls,proto3" json:"amd_crls,omitempty"`
 	// Intel's answers with the TCB data of processor models (Provisioning Certification
 	// Service, version 4, /tdx/certification/v4/tcb), as received, at most 32 and one for each
