@@ -39,9 +39,9 @@ func WorseCollateral(h *attestv1.HardwarePolicy, next *attestv1.Collateral) ([]s
 // both revocation lists of each of AMD's products, and the TCB info of each FMSPC. The refusal is
 // HARDWARE_COLLATERAL.
 func CheckFetchedCollateral(c *attestv1.Collateral, products, models []string, now time.Time) ([]CollateralEnd, error) {
-	ends, err := CheckCollateral(c, now)
-	if err == nil {
-		err = hwreport.Covers(c, products, models, hwreport.RealVendors())
+	// First, so that an answer for another model is named as that, not as two TCB infos of one.
+	if err := hwreport.Covers(c, products, models, hwreport.RealVendors()); err != nil {
+		return nil, err
 	}
-	return ends, err
+	return CheckCollateral(c, now)
 }

@@ -197,7 +197,7 @@ func TestBothListsOfAMDAreFetched(t *testing.T) {
 		s.Products = []string{"Milan"}
 		want := "/" + missing + "/v1/Milan/crl: 404"
 		if missing == "" {
-			want = "none of its roots"
+			want = "0 are of its root"
 		}
 		if _, _, err := owner.FetchCollateral(t.Context(), s, june); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("without the list of %q: %v, want an error about %q", missing, err, want)
