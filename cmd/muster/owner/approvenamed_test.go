@@ -10,6 +10,8 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	waitlist "github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
@@ -25,20 +27,20 @@ func TestAMachineWhoseTPMAnybodyCanBuyIsNamed(t *testing.T) {
 			t.Errorf("machine %s: problem %+v", c.Machine, c.Problem)
 		}
 	}
-	for _, any := range []bool{false, true} {
-		ap := a.approver(t, ApproveConfig{AnyTPM: any, AnyAccount: true, BareEK: true, TrustCluster: true})
+	for _, allow := range []bool{false, true} {
+		ap := a.approver(t, ApproveConfig{AnyTPM: allow, AnyAccount: true, BareEK: true, TrustCluster: true})
 		all, err := ap.Candidates(t.Context())
 		if err != nil || len(all) != 2 {
 			t.Fatalf("%d candidates, %v", len(all), err)
 		}
 		for _, c := range all {
-			refused(c, !any && c.Machine == m.ID().String())
+			refused(c, !allow && c.Machine == m.ID().String())
 		}
 		c, err := ap.Host(t.Context(), "192.0.2.1:9000")
 		if err != nil {
 			t.Fatal(err)
 		}
-		refused(c, !any)
+		refused(c, !allow)
 		if c, err = ap.Machine(t.Context(), m.ID()); err != nil {
 			t.Fatal(err)
 		}
@@ -94,5 +96,19 @@ func TestAMachineThatWasPutOutIsNamed(t *testing.T) {
 				t.Errorf("by its ID: problem %+v, %v", c.Problem, err)
 			}
 		})
+	}
+}
+
+// Whoever writes the list can't make the command ask more machines than joinservice lists.
+func TestNoMoreMachinesAreAskedThanJoinserviceLists(t *testing.T) {
+	a := newApproval(t)
+	var entries []waitlist.Entry
+	for i := range 200 {
+		entries = append(entries, waitlist.Entry{Machine: attest.MachineID{1, byte(i)}.String(), Reason: "POLICY_REFUSED", Address: "192.0.2.1"})
+	}
+	a.lists(t, entries...)
+	all, err := a.approver(t, ApproveConfig{}).Candidates(t.Context())
+	if want := waitlist.Max + waitlist.MaxUnlisted; err != nil || len(all) != want || all[0].Machine != entries[0].Machine || all[want-1].Machine != entries[want-1].Machine {
+		t.Errorf("%d candidates, %v, want the oldest %d", len(all), err, want)
 	}
 }
