@@ -97,6 +97,11 @@ func TestAnOrderReachesItsMachineUntilItHasEnded(t *testing.T) {
 	if want := []string{"doctor " + want.Digest() + " running", strings.Repeat("0", 64) + " refused: no", "doctor " + want.Digest() + " done: [2Jall well Reason: NONE"}; !slices.Equal(records, want) {
 		t.Errorf("the audit log has %q, want %q", records, want)
 	}
+	for state, want := range map[string]float64{"running": 1, "refused": 1, "done": 1, "failed": 0} {
+		if got := s.join.Metric(t, "muster_order_reports_total", "state", state); got != want {
+			t.Errorf("%v reports %q are counted, want %v", got, state, want)
+		}
+	}
 	if s.recorded(t, func(r audit.Record) bool {
 		return strings.HasPrefix(r.Event, "order") && strings.ContainsAny(r.Detail, "\x1b\x00")
 	}) {

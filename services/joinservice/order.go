@@ -98,7 +98,7 @@ func printable(text string, limit int) string {
 	return text
 }
 
-// recordOrder writes to log and audit log that a machine has reported something else of an order than before.
+// recordOrder counts, and writes to log and audit log, that a machine has reported something else of an order than before.
 func (s *Service) recordOrder(ctx context.Context, a *attempt, machine attest.MachineID, before, after *v1alpha1.AttestedNode) {
 	was, is := before.Status.Order, after.Status.Order
 	if is == nil || was != nil && was.Digest == is.Digest && was.State == is.State {
@@ -107,6 +107,7 @@ func (s *Service) recordOrder(ctx context.Context, a *attempt, machine attest.Ma
 	if s.limits.orders.Take(machine, a.began) != nil {
 		return // a machine that reports something else each time
 	}
+	s.orders.WithLabelValues(string(is.State)).Inc()
 	r := *a
 	r.record.Order, r.record.Detail = strings.TrimSpace(is.Action+" "+is.Digest), strings.TrimSuffix(string(is.State)+": "+is.Message, ": ")
 	s.cfg.Log.InfoContext(ctx, "order reported", "state", string(is.State), "machine", a.record.Machine, "node", a.record.Node, "order", r.record.Order, "message", is.Message)

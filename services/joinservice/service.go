@@ -107,6 +107,7 @@ type Service struct {
 	returns   *prometheus.CounterVec
 	rejoins   *prometheus.CounterVec
 	renewals  *prometheus.CounterVec
+	orders    *prometheus.CounterVec
 	stages    *prometheus.HistogramVec
 }
 
@@ -125,12 +126,18 @@ func New(cfg Config) (*Service, error) {
 		renewals: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "muster_join_lease_renewals_total", Help: "Renewals and releases of a control plane's join Lease, by outcome.",
 		}, []string{"reason"}),
+		orders: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "muster_order_reports_total", Help: "What machines have reported of their owner's orders, by state.",
+		}, []string{"state"}),
 		stages: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "muster_join_stage_seconds", Help: "Time of each stage of a join ticket: decide, wait (for a slot), disk_key, lease (control planes), enroll, certificates, audit; total is all of them, for tickets that were issued.",
 			Buckets: prometheus.ExponentialBuckets(0.001, 2, 14), // 1 ms to 8 s
 		}, []string{"stage"}),
 	}
-	for _, c := range []prometheus.Collector{s.tickets, s.returns, s.rejoins, s.renewals, s.stages} {
+	for _, state := range orderStates { // an alert sees the first refusal
+		s.orders.WithLabelValues(string(state))
+	}
+	for _, c := range []prometheus.Collector{s.tickets, s.returns, s.rejoins, s.renewals, s.orders, s.stages} {
 		if err := cfg.Metrics.Register(c); err != nil {
 			return nil, fmt.Errorf("joinservice: %w", err)
 		}
