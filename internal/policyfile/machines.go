@@ -1,6 +1,9 @@
 package policyfile
 
 import (
+	"bytes"
+	"crypto/x509"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"regexp"
@@ -60,8 +63,8 @@ const (
 	OthersTPMBuyers      Others = "buyers of such a TPM"
 )
 
-// OthersOf returns who else could have a machine that lacks only its place in a list.
-func OthersOf(text []byte, list string) (Others, error) {
+// OthersOf returns who else could have a machine that lacks only its place in a list. root certifies its endorsement key; nil: it is not known.
+func OthersOf(text []byte, list string, root *x509.Certificate) (Others, error) {
 	m, err := message(text)
 	if err != nil {
 		return OthersNone, err
@@ -70,10 +73,16 @@ func OthersOf(text []byte, list string) (Others, error) {
 	switch roots, i := rootOf(list); {
 	case roots == "nitroRoots", roots == "platformRoots" && i < len(tpm.GetPlatformRoots()) && len(tpm.GetPlatformRoots()[i].GetProjects()) == 0:
 		return OthersCloudCustomers, nil
-	case list == "tpm2.machineIds" && slices.ContainsFunc(tpm.GetEkRoots(), func(r *attestv1.EkRoot) bool { return !r.GetOperator() }):
+	case list == "tpm2.machineIds" && slices.ContainsFunc(tpm.GetEkRoots(), func(r *attestv1.EkRoot) bool { return !r.GetOperator() && (root == nil || isRoot(r, root)) }):
 		return OthersTPMBuyers, nil
 	}
 	return OthersNone, nil
+}
+
+// isRoot reports whether an entry of ekRoots is that certificate.
+func isRoot(r *attestv1.EkRoot, c *x509.Certificate) bool {
+	b, _ := pem.Decode([]byte(r.GetPem()))
+	return b != nil && bytes.Equal(b.Bytes, c.Raw)
 }
 
 // Lists reports whether the policy has the listing.

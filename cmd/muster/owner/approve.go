@@ -2,6 +2,7 @@ package owner
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"net"
@@ -98,7 +99,7 @@ func NewApprover(ctx context.Context, d *ownerdir.Dir, cfg ApproveConfig) (*Appr
 	return a, a.load(ctx)
 }
 
-// remember reads which machines were in the cluster, or are: one of those that lacks a place in a list was taken off it.
+// remember reads which machines were in the cluster, or are: one of those that lacks a place in a list was taken off it, or never had one.
 func (a *Approver) remember(ctx context.Context) error {
 	known, err := a.dir.Known()
 	if err != nil {
@@ -109,19 +110,25 @@ func (a *Approver) remember(ctx context.Context) error {
 		return err
 	}
 	a.former = map[string]string{}
-	for _, k := range []*ownerdir.Known{known, now} {
-		for _, d := range k.Disks {
-			a.former[d.MachineID] = "it was removed from the cluster"
-		}
-		for _, id := range k.BannedMachines {
-			a.former[id] = "it was banned"
+	note := func(machine, what string) {
+		if a.former[machine] == "" {
+			a.former[machine] = what
 		}
 	}
-	for _, k := range []*ownerdir.Known{known, now} {
-		for name, n := range k.Nodes {
-			if a.former[n.MachineID] == "" {
-				a.former[n.MachineID] = "it is or was the node " + printable(name)
-			}
+	for _, k := range []*ownerdir.Known{now, known} {
+		for _, id := range k.BannedMachines {
+			note(id, "it was banned")
+		}
+	}
+	for name, n := range now.Nodes {
+		note(n.MachineID, "the cluster has it as "+printable(name))
+	}
+	for _, k := range []*ownerdir.Known{now, known.Keep(now)} {
+		for _, d := range k.Disks {
+			note(d.MachineID, "it was removed from the cluster, or replaced")
+		}
+		for _, id := range k.Former {
+			note(id, "it was removed from the cluster, or replaced")
 		}
 	}
 	return nil
@@ -198,7 +205,7 @@ func (a *Approver) Machine(ctx context.Context, id attest.MachineID) (Candidate,
 	return c, nil
 }
 
-// Host returns the waiting machine at HOST:PORT. The cluster is not asked.
+// Host returns the waiting machine at HOST:PORT. The cluster's list of waiting machines is not needed.
 func (a *Approver) Host(ctx context.Context, addr string) (Candidate, error) {
 	c := Candidate{Endpoint: addr}
 	if err := a.remember(ctx); err != nil {
@@ -254,7 +261,7 @@ func (a *Approver) examine(ctx context.Context, c *Candidate, named bool) {
 		a.booted(c, errors.New(c.Differs))
 		return
 	}
-	a.refuseUnnamed(c, named)
+	a.refuseUnnamed(c, named, nil)
 }
 
 // judge appraises what this program has verified.
@@ -288,7 +295,7 @@ func (a *Approver) judge(c *Candidate, claims attest.Claims, named bool) {
 		c.refuse(withRemedy(errors.New("the policy accepts it already"), "It joins with its next attempt. If it does not: muster status --endpoint "+c.Endpoint+"."))
 		return
 	}
-	a.refuseUnnamed(c, named)
+	a.refuseUnnamed(c, named, claims.Root())
 }
 
 // booted refuses a machine for what it booted, which no approval changes.
@@ -299,12 +306,13 @@ func (a *Approver) booted(c *Candidate, err error) {
 
 // refuseUnnamed refuses a machine that nothing but its ID shows to be the owner's, unless the owner has named that: one whose TPM has no EK certificate,
 // and one whose authority certifies the machines of others alike. It also refuses one that the owner has taken off the list.
-func (a *Approver) refuseUnnamed(c *Candidate, named bool) {
+// root certifies its endorsement key; nil: it is not known.
+func (a *Approver) refuseUnnamed(c *Candidate, named bool, root *x509.Certificate) {
 	if named {
 		return
 	}
 	if why := a.former[c.Machine]; why != "" {
-		c.refuse(withRemedy(errors.New(why+", and its ID is not in the policy's list any more"), "If you trust the machine again, name it: muster approve "+c.Machine+"."))
+		c.refuse(withRemedy(errors.New(why+", and no list of the policy has its ID"), "If you trust the machine, name it: muster approve "+c.Machine+"."))
 		return
 	}
 	if c.List == bareList && !a.BareEK {
@@ -312,7 +320,7 @@ func (a *Approver) refuseUnnamed(c *Candidate, named bool) {
 			"Compare its ID with the one on the machine's own console (this machine has the ID …), then run muster approve "+c.Machine+". With --bare-ek all such machines are approved unseen."))
 		return
 	}
-	others, err := policyfile.OthersOf(a.text, c.List)
+	others, err := policyfile.OthersOf(a.text, c.List, root)
 	switch {
 	case err != nil:
 		c.refuse(err)

@@ -17,10 +17,18 @@ import (
 
 // A root of a TPM vendor certifies everybody's TPMs.
 func TestAMachineWhoseTPMAnybodyCanBuyIsNamed(t *testing.T) {
-	a := newApproval(t, func(p *attestv1.Policy) { p.Tpm2.EkRoots[0].Operator = false })
+	own := attesttest.NewCA(t)
+	a := newApproval(t, func(p *attestv1.Policy) {
+		p.Tpm2.EkRoots[0].Operator = false
+		p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: own.PEM(), Operator: true, Key: p.GetTpm2().GetEkRoots()[0].GetKey()})
+	})
 	m := a.boot(t, "192.0.2.1", attesttest.Options{})
+	vendor := a.ca
+	a.ca = own
+	mine := a.boot(t, "192.0.2.3", attesttest.Options{})
+	a.ca = vendor
 	rented := a.boot(t, "192.0.2.2", attesttest.Options{Platform: &attesttest.Platform{CA: a.cloud, Project: "ours", Zone: "a"}})
-	a.lists(t, waits(m, "192.0.2.1", machineIDs), waits(rented, "192.0.2.2", platformIDs))
+	a.lists(t, waits(m, "192.0.2.1", machineIDs), waits(rented, "192.0.2.2", platformIDs), waits(mine, "192.0.2.3", machineIDs))
 	refused := func(c Candidate, want bool) {
 		t.Helper()
 		if (c.Problem != nil) != want || want && !strings.Contains(c.Problem.Message, "anybody who bought one") {
@@ -30,7 +38,7 @@ func TestAMachineWhoseTPMAnybodyCanBuyIsNamed(t *testing.T) {
 	for _, allow := range []bool{false, true} {
 		ap := a.approver(t, ApproveConfig{AnyTPM: allow, AnyAccount: true, BareEK: true, TrustCluster: true})
 		all, err := ap.Candidates(t.Context())
-		if err != nil || len(all) != 2 {
+		if err != nil || len(all) != 3 {
 			t.Fatalf("%d candidates, %v", len(all), err)
 		}
 		for _, c := range all {
@@ -57,6 +65,14 @@ func TestAMachineThatWasPutOutIsNamed(t *testing.T) {
 		},
 		"a node": func(_ *testing.T, id string, k *ownerdir.Known) {
 			k.Nodes = map[string]ownerdir.KnownNode{"w9": {MachineID: id, Role: "worker"}}
+		},
+		"replaced": func(_ *testing.T, id string, k *ownerdir.Known) {
+			k.Nodes = map[string]ownerdir.KnownNode{"w9": {UID: "uid", MachineID: id, Role: "worker"}}
+			*k = *k.Keep(&ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{"w9": {UID: "uid", MachineID: someone.String(), Role: "worker"}}})
+		},
+		"forgotten with its disk erased": func(_ *testing.T, id string, k *ownerdir.Known) {
+			k.Nodes = map[string]ownerdir.KnownNode{"w9": {UID: "uid", MachineID: id, Role: "worker"}}
+			*k = *k.Keep(&ownerdir.Known{})
 		},
 		"a node that the folder does not know": func(t *testing.T, id string, _ *ownerdir.Known) {
 			n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w9"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: id, Role: v1alpha1.RoleWorker}}

@@ -103,10 +103,11 @@ var kept = []struct {
 }
 
 // unchecked are folders inside those trees from whose content filesAlone removes nothing, since links are usual there. The
-// bootstrapper removes wrong links from all but the snapshots before the kubelet starts. Files of a snapshot are used
-// only inside its container.
+// bootstrapper removes wrong links from all but the snapshots and the volumes of images before the kubelet starts. Those
+// it removes. Where a pod without rights can write, its content must be in this list: the walk of the others ends at a
+// path that is too long.
 var unchecked = []string{
-	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes", "lib/kubelet/pods/*/volume-subpaths",
+	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/containerd/*/containers/*/volumes", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes", "lib/kubelet/pods/*/volume-subpaths",
 }
 
 // stateFlags: no program on the disk makes its caller root, and no file is a device. Containers have their own: the

@@ -140,19 +140,32 @@ func TestNoAttributeKeepsAFileOfAPodFromRoot(t *testing.T) {
 	}
 }
 
-// A pod needs no rights to make such folders.
+// A pod needs no rights to make such folders: in a volume, in a subpath, in its writable layer, and in a volume that its image declares.
 func TestAPodsDeepFoldersKeepNoMachineFromStarting(t *testing.T) {
 	top := filepath.Join(t.TempDir(), "var")
-	volumes := filepath.Join(top, "lib/kubelet/pods/1/volumes")
-	if err := os.MkdirAll(volumes, 0o755); err != nil {
+	for _, writable := range []string{
+		"lib/kubelet/pods/1/volumes/kubernetes.io~empty-dir/v", "lib/kubelet/pods/1/volume-subpaths/v/c/0",
+		"lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs", "lib/containerd/io.containerd.grpc.v1.cri/containers/1/volumes/1",
+	} {
+		deep(t, filepath.Join(top, writable), maxDepth+10)
+	}
+	if err := prepare(top, 0o755, []string{"lib"}, []string{"lib/kubelet", "lib/containerd"}); err != nil {
+		t.Error(err)
+	}
+}
+
+// deep makes so many folders, each in the one before.
+func deep(t *testing.T, folder string, depth int) {
+	t.Helper()
+	if err := os.MkdirAll(folder, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	at, err := os.OpenRoot(volumes)
+	at, err := os.OpenRoot(folder)
 	if err != nil {
 		t.Fatal(err)
 	}
 	name := strings.Repeat("x", 100) // after 41 of these, a path is too long for the kernel
-	for range maxDepth + 10 {
+	for range depth {
 		err := at.Mkdir(name, 0o755)
 		next, err2 := at.OpenRoot(name)
 		if err := errors.Join(err, err2, at.Close()); err != nil {
@@ -162,8 +175,5 @@ func TestAPodsDeepFoldersKeepNoMachineFromStarting(t *testing.T) {
 	}
 	if err := at.Close(); err != nil {
 		t.Fatal(err)
-	}
-	if err := prepare(top, 0o755, []string{"lib"}, []string{"lib/kubelet"}); err != nil {
-		t.Error(err)
 	}
 }

@@ -59,6 +59,7 @@ type Reports struct {
 	mu    sync.Mutex // serializes the requests to the metadata service
 	none  bool       // the TPM has no report that a policy knows, or this is not Azure; a boot does not change that
 	azure *attestv1.AzureReport
+	good  bool // azure has passed check
 	since time.Time
 }
 
@@ -116,13 +117,13 @@ func (r *Reports) azureReport(ctx context.Context) (*attestv1.AzureReport, error
 		}
 	}
 	if err == nil && bad == nil {
-		r.azure, r.since = out, now
+		r.azure, r.good, r.since = out, true, now
 		return out, nil
 	}
 	// What the service adds does not change during a boot either: neither an outage nor a false answer, which a neighbor can
 	// give, stops a machine that has had an answer. The TPM's report binds the attestation key, so the answer must be one for
 	// this report.
-	if r.azure != nil && bytes.Equal(r.azure.GetHclReport(), b) {
+	if r.azure != nil && bytes.Equal(r.azure.GetHclReport(), b) && (err != nil || r.good) {
 		r.since = now.Add(retry - fresh)
 		return r.azure, nil
 	}
@@ -130,7 +131,7 @@ func (r *Reports) azureReport(ctx context.Context) (*attestv1.AzureReport, error
 		return nil, fmt.Errorf("the metadata service of Azure: %w", err)
 	}
 	// The machine may be wrong, as about a new line of processors, or by its clock. So the verifier decides.
-	r.azure, r.since = out, now.Add(retry-fresh)
+	r.azure, r.good, r.since = out, false, now.Add(retry-fresh)
 	return out, nil
 }
 

@@ -254,6 +254,23 @@ func TestAFalseAnswerReplacesNoGoodOne(t *testing.T) {
 	}
 }
 
+// A machine that can check no answer, by its clock for instance, leaves them to the verifier: the first one is not kept.
+func TestAnAnswerThatWasNeverGoodIsReplaced(t *testing.T) {
+	a, now := newAzure(t), time.Now()
+	r := reports(t, &stored{report: hclReport(hcl.TDX)}, a)
+	r.now = func() time.Time { return now }
+	r.check = func(hcl.Kind, []byte, []byte, []byte, time.Time) error { return errors.New("the clock is wrong") }
+	a.answerWrongly(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, `{"quote":"b3RoZXI"}`) })
+	if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || string(got.GetAzure().GetQuote()) != "other" {
+		t.Fatalf("%v, %v", got, err)
+	}
+	a.answerWrongly(nil)
+	now = now.Add(retry)
+	if got, err := r.Report(t.Context(), hardware.ReportData{1}); err != nil || !bytes.Equal(got.GetAzure().GetQuote(), quote) {
+		t.Errorf("%v, %v", got, err)
+	}
+}
+
 // TestAReportOfAnotherKindIsNone: a virtual machine with VBS joins as one without a report. A malformed report is an error.
 func TestAReportOfAnotherKindIsNone(t *testing.T) {
 	a, s := newAzure(t), &stored{report: hclReport(hcl.Kind(1))}

@@ -131,7 +131,7 @@ func removeOthers(folder, keep string) error {
 	entries, err := os.ReadDir(folder)
 	for _, e := range entries {
 		if e.Name() != keep {
-			err = errors.Join(err, os.RemoveAll(filepath.Join(folder, e.Name())))
+			err = errors.Join(err, machine.RemoveAll(filepath.Join(folder, e.Name()))) // pods have written in there
 		}
 	}
 	return err

@@ -52,6 +52,8 @@ type Known struct {
 	// recovery opens one. They are kept to be restored to a cluster that has lost them (docs/leaving.md), until they
 	// are erased (K4).
 	Disks []KnownFormer `json:"disks,omitempty"`
+	// Former are the IDs of machines that enrollments had, and none has: removed or replaced ones, in the order in which they were found.
+	Former []string `json:"formerMachines,omitempty"`
 	// Erased are the disks whose salt was deleted (K4). They stay, so that a cluster that has such a salt again is
 	// detected.
 	Erased []string `json:"erased,omitempty"`
@@ -248,6 +250,7 @@ func (k *Known) Keep(seen *Known) *Known {
 	}
 	out.Gone = newest(out.Gone)
 	out.keepBans(k, names)
+	out.keepMachines(k)
 	out.keepSalts(k, seen)
 	out.Erased, out.ErasedAt = nil, nil
 	out.erase(slices.Concat(k.Erased, seen.Erased)...)
@@ -280,6 +283,28 @@ func (k *Known) Restored(seen *Known) *Known {
 		}
 	}
 	return out
+}
+
+// keepMachines adds the machines that no enrollment has any more.
+func (k *Known) keepMachines(before *Known) {
+	seen := map[string]bool{}
+	for _, n := range k.Nodes {
+		seen[n.MachineID] = true
+	}
+	k.Former = nil
+	add := func(id string) {
+		if id != "" && !seen[id] {
+			seen[id] = true
+			k.Former = append(k.Former, id)
+		}
+	}
+	for _, id := range before.Former {
+		add(id)
+	}
+	for _, name := range slices.Sorted(maps.Keys(before.Nodes)) {
+		add(before.Nodes[name].MachineID)
+	}
+	k.Former = newest(k.Former)
 }
 
 // keepBans adds the bans that were known before, and the names of all. names are those of the present enrollments, by

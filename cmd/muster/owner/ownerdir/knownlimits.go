@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// MaxKept is the maximum number of records of each kind in known.json: enrollments, removed ones, bans, disks that no
+// MaxKept is the maximum number of records of each kind in known.json: enrollments, removed ones, bans, former machines, disks that no
 // enrollment has, and erased disks. It is twice the 5,000 nodes that Kubernetes supports. The oldest are dropped first,
 // except enrollments, of which none is.
 const MaxKept = 10_000
@@ -36,7 +36,7 @@ func (k *Known) limited() error {
 		kind string
 		n    int
 	}{
-		{"enrollments", len(k.Nodes)}, {"removed enrollments", len(k.Gone)}, {"bans", len(k.Bans)}, {"names of bans", len(k.Names)}, {"banned machines", len(k.BannedMachines)},
+		{"enrollments", len(k.Nodes)}, {"removed enrollments", len(k.Gone)}, {"bans", len(k.Bans)}, {"names of bans", len(k.Names)}, {"banned machines", len(k.BannedMachines)}, {"former machines", len(k.Former)},
 		{"disks without an enrollment", len(k.Disks)}, {"erased disks", len(k.Erased)}, {"times of erased disks", len(k.ErasedAt)},
 	} {
 		if l.n > MaxKept {
@@ -83,6 +83,9 @@ func (k *Known) limited() error {
 	}
 	for u, m := range k.BannedMachines {
 		uid(u)
+		machine(m)
+	}
+	for _, m := range k.Former {
 		machine(m)
 	}
 	for _, d := range k.Disks {

@@ -40,6 +40,7 @@ func largest() *Known {
 		k.Gone = append(k.Gone, KnownGone{UID: text(MaxKept+i, maxUID), Name: name, Epoch: math.MaxUint64})
 		k.Disks = append(k.Disks, KnownFormer{KnownDisk: disk(MaxKept + i), MachineID: id, Node: name})
 		k.Bans, k.Names, k.BannedMachines = with(k.Bans, uid, math.MinInt64), with(k.Names, uid, name), with(k.BannedMachines, uid, id)
+		k.Former = append(k.Former, text(MaxKept+i, maxHex))
 		k.Erased, k.ErasedAt = append(k.Erased, text(2*MaxKept+i, maxUID)), with(k.ErasedAt, text(2*MaxKept+i, maxUID), math.MaxUint64-1)
 	}
 	return k
@@ -120,6 +121,7 @@ func TestWhatCouldNotBeReadAgainIsNotWritten(t *testing.T) {
 		"a name's UID":      {func(k *Known) { k.Names = map[string]string{long(maxUID + 1): "w"} }, func(k *Known) { k.Names = map[string]string{long(maxUID): "w"} }, "UID"},
 		"a banned machine":  {func(k *Known) { k.BannedMachines = map[string]string{"u": long(maxHex + 1)} }, func(k *Known) { k.BannedMachines = map[string]string{"u": long(maxHex)} }, "machine"},
 		"a machine's UID":   {func(k *Known) { k.BannedMachines = map[string]string{long(maxUID + 1): "m"} }, func(k *Known) { k.BannedMachines = map[string]string{long(maxUID): "m"} }, "UID"},
+		"a former machine":  {func(k *Known) { k.Former = []string{long(maxHex + 1)} }, func(k *Known) { k.Former = []string{long(maxHex)} }, "machine"},
 		"an erased disk":    {func(k *Known) { k.Erased = []string{long(maxUID + 1)} }, func(k *Known) { k.Erased = []string{long(maxUID)} }, "disk"},
 		"an erasure":        {func(k *Known) { k.ErasedAt = map[string]uint64{long(maxUID + 1): 1} }, func(k *Known) { k.ErasedAt = map[string]uint64{long(maxUID): 1} }, "disk"},
 		"an epoch's ID":     {func(k *Known) { k.EpochID = long(maxEpochID + 1) }, func(k *Known) { k.EpochID = long(maxEpochID) }, "epoch"},
@@ -128,6 +130,7 @@ func TestWhatCouldNotBeReadAgainIsNotWritten(t *testing.T) {
 		"10,001 nodes":      {func(k *Known) { k.Nodes = many(MaxKept + 1) }, func(k *Known) { k.Nodes = many(MaxKept) }, "10000"},
 		"10,001 removed":    {func(k *Known) { k.Gone = make([]KnownGone, MaxKept+1) }, func(k *Known) { k.Gone = make([]KnownGone, MaxKept) }, "10000"},
 		"10,001 free disks": {func(k *Known) { k.Disks = make([]KnownFormer, MaxKept+1) }, func(k *Known) { k.Disks = make([]KnownFormer, MaxKept) }, "10000"},
+		"10,001 former":     {func(k *Known) { k.Former = make([]string, MaxKept+1) }, func(k *Known) { k.Former = make([]string, MaxKept) }, "10000"},
 		"10,001 erased":     {func(k *Known) { k.Erased = make([]string, MaxKept+1) }, func(k *Known) { k.Erased = make([]string, MaxKept) }, "10000"},
 	} {
 		t.Run(name, func(t *testing.T) {
