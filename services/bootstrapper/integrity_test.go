@@ -139,7 +139,6 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 		"a program in the path":             {file: "usr/local/bin/apparmor_parser", content: "#!evil", gone: true},
 		"a CNI program":                     {file: "opt/cni/bin/evil", content: "#!evil", gone: true},
 		"a program deeper":                  {file: "usr/local/lib/muster/a/evil", content: "#!evil", gone: true},
-		"another list on the disk":          {file: component.KeptList, content: `{"apiVersion":"muster.dev/v1alpha1"}`, want: `{"apiVersion":"muster.dev/v1alpha1"}`},
 		"a static pod":                      {file: "etc/kubernetes/manifests/evil.yaml", content: staticPod("evil", "evil"), gone: true},
 		"a static pod that has no suffix":   {file: "etc/kubernetes/manifests/etcd", content: staticPod("etcd", images[versions.Etcd].String()), gone: true},
 		"another image":                     {file: "etc/kubernetes/manifests/etcd.yaml", content: staticPod("etcd", "registry.example/etcd:v1"), gone: true},
@@ -166,7 +165,7 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 			if w.exists(tt.file) == tt.gone || !tt.gone && w.get(tt.file) != tt.want {
 				t.Errorf("%s is %q", tt.file, w.get(tt.file))
 			}
-			if logged := strings.Contains(w.logged.String(), tampered); logged == (tt.file == component.KeptList || strings.HasSuffix(tt.file, "checkpoint")) {
+			if logged := strings.Contains(w.logged.String(), tampered); logged == strings.HasSuffix(tt.file, "checkpoint") {
 				t.Errorf("logged: %t", logged)
 			}
 		})
@@ -378,6 +377,24 @@ func TestAJournalThatWasSetBackRunsNothing(t *testing.T) {
 	}
 }
 
+// B8: an upgrade puts back static pods by the disk's lists.
+func TestTheListsOnTheDiskAreTheClusters(t *testing.T) {
+	w := rebooted(t)
+	const previous, next = "var/lib/muster/upgrade/previous.json", "var/lib/muster/upgrade/next.json"
+	want := w.get(strings.TrimPrefix(component.KeptList, "/"))
+	evil := strings.Replace(want, "sha256:", "sha256:ee", 1)
+	if want == "" || evil == want {
+		t.Fatalf("the list is %q", want)
+	}
+	w.put(t, strings.TrimPrefix(component.KeptList, "/"), evil)
+	w.put(t, previous, evil)
+	w.put(t, next, want)
+	w.startAgain(t)
+	if got := w.get(strings.TrimPrefix(component.KeptList, "/")); got != want || w.exists(previous) || w.get(next) != want {
+		t.Errorf("the list is %q, the previous one there: %t, the next one %q", got, w.exists(previous), w.get(next))
+	}
+}
+
 // A worker has no static pods. Files that a network plugin's installer wrote after the boot stay when the bootstrapper runs again.
 // What a control plane has, and root can leave, changes nothing of that.
 func TestAWorkerHasNoStaticPods(t *testing.T) {
@@ -397,5 +414,12 @@ func TestAWorkerHasNoStaticPods(t *testing.T) {
 	r.kill(t)
 	if !w.exists("opt/cni/bin/bridge") {
 		t.Error("a program of this boot was removed")
+	}
+	w = rebooted(t)
+	w.meta.Role = "worker"
+	w.desires(t, func(d *component.Desired) { d.Adopted = true })
+	w.startAgain(t)
+	if left, err = os.ReadDir(filepath.Join(w.root, "etc/kubernetes/manifests")); err != nil || len(left) > 0 {
+		t.Errorf("in an adopted cluster: %v, %v", left, err)
 	}
 }

@@ -42,6 +42,8 @@ func TestOnStateFoldersEachFileIsItsOwn(t *testing.T) {
 		"the kubelet's certificates":            {at: "var/lib/kubelet/pki", gone: true},
 		"a certificate of the kubelet's":        {at: "var/lib/kubelet/pki/kubelet-client-current.pem", gone: true},
 		"a log":                                 {at: "var/log/pods/x/0.log", gone: true},
+		"a part of a volume in a container":     {at: "var/lib/kubelet/pods/u/volume-subpaths/v/c/0", gone: true},
+		"a list in a volume":                    {at: "var/lib/muster/components.json", hard: true},
 		"a renewal":                             {at: "etc/kubernetes/muster-renewal/controller-manager.conf", gone: true},
 		"a pod":                                 {at: "var/lib/kubelet/pods/x", gone: true},
 		"the pods":                              {at: "var/lib/kubelet/pods", gone: true},
@@ -219,7 +221,7 @@ func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
 func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	w := rebooted(t)
 	const pod = "var/lib/kubelet/pods/u"
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp/profile.json"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp/profile.json", "var/lib/kubelet/config.json"} {
 		w.put(t, gone, "evil")
 	}
 	for _, stays := range []string{pod + "/volumes/kubernetes.io~empty-dir/v/data", pod + "/volumes/kubernetes.io~csi/pv/vol_data.json", pod + "/volumes/kubernetes.io~csi/pv/mount/data", "run/muster/secret"} {
@@ -229,7 +231,7 @@ func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.startAgain(t)
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp", "var/lib/kubelet/pods/a"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp", "var/lib/kubelet/config.json", "var/lib/kubelet/pods/a"} {
 		if w.exists(gone) {
 			t.Errorf("%s is there", gone)
 		}

@@ -107,7 +107,7 @@ var kept = []struct {
 // it removes. Where a pod without rights can write, its content must be in this list: the walk of the others ends at a
 // path that is too long.
 var unchecked = []string{
-	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/containerd/*/containers/*/volumes", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes", "lib/kubelet/pods/*/volume-subpaths",
+	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/containerd/*/containers/*/volumes", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes",
 }
 
 // stateFlags: no program on the disk makes its caller root, and no file is a device. Containers have their own: the

@@ -140,11 +140,11 @@ func TestNoAttributeKeepsAFileOfAPodFromRoot(t *testing.T) {
 	}
 }
 
-// A pod needs no rights to make such folders: in a volume, in a subpath, in its writable layer, and in a volume that its image declares.
+// A pod needs no rights to make such folders: in a volume, in its writable layer, and in a volume that its image declares.
 func TestAPodsDeepFoldersKeepNoMachineFromStarting(t *testing.T) {
 	top := filepath.Join(t.TempDir(), "var")
 	for _, writable := range []string{
-		"lib/kubelet/pods/1/volumes/kubernetes.io~empty-dir/v", "lib/kubelet/pods/1/volume-subpaths/v/c/0",
+		"lib/kubelet/pods/1/volumes/kubernetes.io~empty-dir/v",
 		"lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs", "lib/containerd/io.containerd.grpc.v1.cri/containers/1/volumes/1",
 	} {
 		deep(t, filepath.Join(top, writable), maxDepth+10)

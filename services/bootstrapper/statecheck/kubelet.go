@@ -24,8 +24,7 @@ import (
 // would follow a link to any place. It goes from the top down, so that it follows no link itself.
 func (ck *check) checkVolumes(ctx context.Context) error {
 	for _, pattern := range []string{
-		"", "/pods", "/plugins", "/pods/*", "/pods/*/volumes", "/pods/*/volumes/*", "/pods/*/volumes/*/*", "/pods/*/volumes/kubernetes.io~csi/*/*",
-		"/pods/*/volume-subpaths", "/pods/*/volume-subpaths/*", "/pods/*/volume-subpaths/*/*",
+		"", "/pods", "/plugins", "/pods/*", "/pods/*/" + podVolumes, "/pods/*/" + podVolumes + "/*", "/pods/*/" + podVolumes + "/*/*", "/pods/*/" + podVolumes + "/kubernetes.io~csi/*/*",
 	} {
 		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
 		if err != nil {
@@ -43,11 +42,11 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 		}
 	}
 	// The kubelet makes these anew, from the API or by itself; seccomp profiles are written by the pod that brings them. It would keep existing files in a
-	// ConfigMap's volume, and take devices from a checkpoint.
+	// ConfigMap's volume, take devices from a checkpoint, and pull images for all pods with the credentials of the last two, which a node of Muster's has not.
 	for _, pattern := range []string{
 		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
 		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
-		"/allocated_pods_state", "/actuated_pods_state", "/seccomp",
+		"/allocated_pods_state", "/actuated_pods_state", "/seccomp", "/config.json", "/.dockercfg",
 	} {
 		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
 		if err != nil {

@@ -97,12 +97,15 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if other != nil {
 		lists = append(lists, other.Images)
 	}
-	if !d.Adopted {
+	if !d.Adopted || !controlPlane { // those of an adopted control plane are not made by Muster's configuration
 		if err := ck.checkManifests(ctx, controlPlane, lists); err != nil {
 			return err
 		}
 	}
 	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBack(ck.Root, controlPlane, ck.Kubeadm, lists...) }); err != nil {
+		return err
+	}
+	if err := ck.keepLists(s, other); err != nil {
 		return err
 	}
 	if err := ck.checkAuthorities(ctx, d.Authorities, d.Rotation); err != nil {
@@ -160,6 +163,21 @@ func (ck *check) software(d *component.Desired) (s, other *component.Software, e
 		s, other = other, s
 	}
 	return s, other, nil
+}
+
+// keepLists has the disk's lists of software be the cluster's: an upgrade, and a boot without a list, go by them (B8).
+func (ck *check) keepLists(s, other *component.Software) error {
+	kept := component.ListFile(ck.On(component.KeptList))
+	if list, err := kept.Load(); err != nil || list == nil || !component.Same(*list, s.List) {
+		if err := kept.Save(s.List); err != nil {
+			return err
+		}
+	}
+	known := []versions.List{s.List}
+	if other != nil {
+		known = append(known, other.List)
+	}
+	return upgrade.DropLists(ck.Root, known...)
 }
 
 // uncompared is the boot of a machine whose disk is not compared. recovered: its owner's recovery opened it.

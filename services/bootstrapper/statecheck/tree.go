@@ -26,8 +26,9 @@ import (
 // networkFolder has the configuration of the pods' network. The network plugin writes it again when its pod starts.
 const networkFolder = "/etc/cni/net.d"
 
-// podVolumes are the folders of a pod that are kept across a reboot. The kubelet makes the others anew.
-var podVolumes = []string{"volumes", "volume-subpaths"}
+// podVolumes is the folder of a pod that is kept across a reboot. The kubelet makes the others anew. One of them has the places where it mounts parts of
+// volumes into containers (volume-subpaths): it would mount over what a link there leads to.
+const podVolumes = "volumes"
 
 // checkTrees removes symbolic links from the folders of Kubernetes and the kubelet, and replaces files that have a second hard link by copies. A file could
 // otherwise be changed through its other name after the comparison.
@@ -42,7 +43,7 @@ func (ck *check) checkTrees(ctx context.Context) error {
 			return err
 		}
 		for _, p := range parts {
-			if p.Name() == podVolumes[0] || p.Name() == podVolumes[1] {
+			if p.Name() == podVolumes {
 				continue
 			}
 			if err := os.RemoveAll(filepath.Join(ck.On(machine.KubeletFolder+"/pods"), pod.Name(), p.Name())); err != nil {
@@ -53,7 +54,7 @@ func (ck *check) checkTrees(ctx context.Context) error {
 	if err := machine.EmptyDir(ck.On(networkFolder)); err != nil {
 		return err
 	}
-	for _, tree := range []string{machine.KubernetesFolder, machine.KubeletFolder, "/var/log/pods"} {
+	for _, tree := range []string{machine.KubernetesFolder, machine.KubeletFolder, "/var/log/pods", "/var/lib/muster"} {
 		if err := ck.checkTree(ctx, tree); err != nil {
 			return err
 		}

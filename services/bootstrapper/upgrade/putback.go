@@ -82,6 +82,21 @@ func PutBackUnlisted(root string, controlPlane bool, img *kubeadm.Image) ([]stri
 	return PutBack(root, controlPlane, img, lists...)
 }
 
+// DropLists removes lists of an interrupted upgrade that are not among the cluster's (B8).
+func DropLists(root string, known ...versions.List) error {
+	for _, f := range []string{previousList, nextList} {
+		at := filepath.Join(root, f)
+		list, err := component.ListFile(at).Load()
+		if err == nil && (list == nil || slices.ContainsFunc(known, func(k versions.List) bool { return component.Same(*list, k) })) {
+			continue
+		}
+		if err := os.RemoveAll(at); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // there reports whether a manifest exists. A power cut can leave an empty one.
 func there(path string) bool {
 	st, err := os.Lstat(path)

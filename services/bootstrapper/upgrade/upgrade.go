@@ -225,6 +225,7 @@ func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) e
 	if err != nil {
 		return err
 	}
+	// The list of before is on the state disk. After a boot, that is the cluster's: see DropLists.
 	put, err := PutBack(u.Root, controlPlane, u.Kubeadm, previous.Images, r.software.Images)
 	if err != nil {
 		return err
