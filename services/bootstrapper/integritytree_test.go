@@ -246,7 +246,10 @@ func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 // B8: whoever may write a folder could replace its files after the comparison.
 func TestOthersWriteInNoFolderOfKubernetes(t *testing.T) {
 	w := rebooted(t)
-	for name, mode := range map[string]os.FileMode{"etc/kubernetes/manifests": 0o777, "etc/kubernetes/pki": 0o775, "var/lib/kubelet": 0o702} {
+	for name, mode := range map[string]os.FileMode{"etc/kubernetes/manifests": 0o777, "etc/kubernetes/pki": 0o775, "var/lib/kubelet": 0o702, "opt/cni/bin": 0o777, "usr/local/bin": 0o772, "etc/cni/net.d": 0o777} {
+		if err := os.MkdirAll(filepath.Join(w.root, name), 0o755); err != nil {
+			t.Fatal(err)
+		}
 		if err := os.Chmod(filepath.Join(w.root, name), mode); err != nil {
 			t.Fatal(err)
 		}
@@ -261,7 +264,7 @@ func TestOthersWriteInNoFolderOfKubernetes(t *testing.T) {
 		}
 	}
 	w.startAgain(t)
-	for _, name := range []string{"etc/kubernetes/manifests", "etc/kubernetes/pki", foreign, "var/lib/kubelet"} {
+	for _, name := range []string{"etc/kubernetes/manifests", "etc/kubernetes/pki", foreign, "var/lib/kubelet", "opt/cni/bin", "usr/local/bin", "etc/cni/net.d"} {
 		info, err := os.Stat(filepath.Join(w.root, name))
 		if err != nil {
 			t.Fatal(err)

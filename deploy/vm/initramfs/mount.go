@@ -220,7 +220,8 @@ func folder(at string, perm fs.FileMode) error {
 	if _, err := mutable(unix.AT_FDCWD, at); err != nil {
 		return err
 	}
-	return os.Chmod(at, perm)
+	// Whoever may write it could put another folder in the place of one inside.
+	return errors.Join(os.Lchown(at, os.Geteuid(), -1), os.Chmod(at, perm))
 }
 
 // These are FS_IMMUTABLE_FL and FS_APPEND_FL of linux/fs.h.

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -136,6 +137,26 @@ func TestNoAttributeKeepsAFileOfAPodFromRoot(t *testing.T) {
 		}
 		if err := os.RemoveAll(filepath.Join(top, at)); err != nil {
 			t.Error(err)
+		}
+	}
+}
+
+func TestTheFoldersOfTheStateDiskAreRoots(t *testing.T) {
+	top := filepath.Join(t.TempDir(), "var")
+	lib := filepath.Join(top, "lib")
+	if err := errors.Join(os.MkdirAll(lib, 0o777), os.Chown(lib, 1000, -1), os.Chown(top, 1000, -1)); err != nil { // as root, as in CI
+		t.Fatal(err)
+	}
+	if err := prepare(top, 0o755, []string{"lib"}, nil); err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range []string{top, lib} {
+		info, err := os.Lstat(at)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if stat, ok := info.Sys().(*syscall.Stat_t); !ok || stat.Uid != 0 || info.Mode().Perm() != 0o755 {
+			t.Errorf("%s: %v, %+v", at, info.Mode(), info.Sys())
 		}
 	}
 }

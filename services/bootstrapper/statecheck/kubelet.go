@@ -20,6 +20,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 )
 
+const seccompFolder = "/seccomp"
+
 // checkVolumes removes everything but folders from the places of pods' folders and volumes: the kubelet, the container runtime and a volume's driver
 // would follow a link to any place. It goes from the top down, so that it follows no link itself.
 func (ck *check) checkVolumes(ctx context.Context) error {
@@ -46,7 +48,7 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 	for _, pattern := range []string{
 		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
 		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
-		"/allocated_pods_state", "/actuated_pods_state", "/seccomp", "/config.json", "/.dockercfg",
+		"/allocated_pods_state", "/actuated_pods_state", seccompFolder, "/config.json", "/.dockercfg",
 	} {
 		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
 		if err != nil {
@@ -55,6 +57,9 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 		for _, f := range found {
 			if err := os.RemoveAll(f); err != nil {
 				return err
+			}
+			if pattern == seccompFolder {
+				ck.Log.InfoContext(ctx, "seccomp profiles of the state disk are removed: the pod that brings them writes them again")
 			}
 		}
 	}

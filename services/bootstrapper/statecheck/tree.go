@@ -54,12 +54,34 @@ func (ck *check) checkTrees(ctx context.Context) error {
 	if err := machine.EmptyDir(ck.On(networkFolder)); err != nil {
 		return err
 	}
+	for _, tree := range programFolders {
+		if err := ck.ownFolders(ctx, tree); err != nil {
+			return err
+		}
+	}
 	for _, tree := range []string{machine.KubernetesFolder, machine.KubeletFolder, "/var/log/pods", "/var/lib/muster"} {
 		if err := ck.checkTree(ctx, tree); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// programFolders have programs and the network's configuration. Their files are compared elsewhere.
+var programFolders = []string{"/usr/local/bin", "/usr/local/lib/muster", "/opt/cni", networkFolder}
+
+// ownFolders takes all folders of a tree from other users.
+func (ck *check) ownFolders(ctx context.Context, tree string) error {
+	top := ck.On(tree)
+	return filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) && at == top {
+			return nil
+		}
+		if err != nil || !d.IsDir() {
+			return err
+		}
+		return ck.ownFolder(ctx, at, tree+strings.TrimPrefix(at, top))
+	})
 }
 
 // checkTree removes links below a folder, and copies files that have a second name or that other users than root may write.
