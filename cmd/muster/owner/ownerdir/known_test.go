@@ -51,12 +51,12 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 		"a node that was forgotten": {
 			had:  Known{Epoch: 7, Nodes: nodes("w1", "w2")},
 			seen: Known{Epoch: 8, Nodes: nodes("w1"), Disks: []KnownFormer{{KnownDisk: node("w2").Disk, MachineID: "machine-w2"}}},
-			want: Known{Epoch: 8, Nodes: nodes("w1"), Gone: []KnownGone{{"uid-w2", "w2", 8}}, Disks: []KnownFormer{former("w2")}},
+			want: Known{Epoch: 8, Nodes: nodes("w1"), Gone: []KnownGone{{"uid-w2", "w2", 8}}, Disks: []KnownFormer{former("w2")}, Former: []string{"machine-w2"}},
 		},
 		"a node whose enrollment and disk a restore of etcd took": {
 			had:  Known{Nodes: nodes("w1", "w2")},
 			seen: Known{Nodes: nodes("w1")},
-			want: Known{Nodes: nodes("w1"), Gone: []KnownGone{{"uid-w2", "w2", 0}}, Disks: []KnownFormer{former("w2")}},
+			want: Known{Nodes: nodes("w1"), Gone: []KnownGone{{"uid-w2", "w2", 0}}, Disks: []KnownFormer{former("w2")}, Former: []string{"machine-w2"}},
 		},
 		"a node whose AttestedDisk was deleted": {
 			had:  Known{Nodes: nodes("w1")},
@@ -66,7 +66,7 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 		"the same, and another machine has node and disk": {
 			had:  Known{Nodes: nodes("w1")},
 			seen: Known{Nodes: with("w1", node("w1", unsalted, func(n *KnownNode) { n.MachineID = "another" }))},
-			want: Known{Nodes: with("w1", node("w1", unsalted, func(n *KnownNode) { n.MachineID = "another" })), Disks: []KnownFormer{former("w1")}},
+			want: Known{Nodes: with("w1", node("w1", unsalted, func(n *KnownNode) { n.MachineID = "another" })), Disks: []KnownFormer{former("w1")}, Former: []string{"machine-w1"}},
 		},
 		"a disk that has another salt": {
 			had:  Known{Nodes: nodes("w1")},
@@ -101,7 +101,7 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 		"a node that was forgotten and its disk erased": {
 			had:  Known{Epoch: 7, Nodes: nodes("w1", "w2")},
 			seen: Known{Epoch: 8, Nodes: nodes("w1"), Erased: []string{"disk-w2"}},
-			want: Known{Epoch: 8, Nodes: nodes("w1"), Gone: []KnownGone{{"uid-w2", "w2", 8}}, Erased: []string{"disk-w2"}, ErasedAt: map[string]uint64{"disk-w2": 8}},
+			want: Known{Epoch: 8, Nodes: nodes("w1"), Gone: []KnownGone{{"uid-w2", "w2", 8}}, Erased: []string{"disk-w2"}, ErasedAt: map[string]uint64{"disk-w2": 8}, Former: []string{"machine-w2"}},
 		},
 		"a disk that was erased after its node was forgotten": {
 			had:  Known{Epoch: 7, Disks: []KnownFormer{former("w2"), former("w3")}},
@@ -117,6 +117,7 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 			had:  Known{Nodes: nodes("w1", "w2"), Bans: map[string]int64{"uid-w1": 3, "uid-w2": 2, "nameless": 1}, Names: map[string]string{"uid-w2": "w2"}},
 			seen: Known{Nodes: nodes("w1", "w3"), Bans: map[string]int64{"uid-w1": 2, "uid-w3": 3}},
 			want: Known{
+				Former: []string{"machine-w2"},
 				Nodes: nodes("w1", "w3"), Bans: map[string]int64{"uid-w1": 3, "uid-w2": 2, "uid-w3": 3, "nameless": 1},
 				Names: map[string]string{"uid-w1": "w1", "uid-w2": "w2", "uid-w3": "w3"}, Gone: []KnownGone{{"uid-w2", "w2", 0}}, Disks: []KnownFormer{former("w2")},
 			},
@@ -124,7 +125,12 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 		"nodes of version 1, which have no UID": {
 			had:  Known{Nodes: map[string]KnownNode{"w1": {MachineID: "machine-w1"}, "w2": {MachineID: "machine-w2"}}},
 			seen: Known{Epoch: 4, Nodes: nodes("w1")},
-			want: Known{Epoch: 4, Nodes: nodes("w1"), Gone: []KnownGone{{"", "w2", 4}}},
+			want: Known{Epoch: 4, Nodes: nodes("w1"), Gone: []KnownGone{{"", "w2", 4}}, Former: []string{"machine-w2"}},
+		},
+		"a machine that was removed, and is enrolled again": {
+			had:  Known{Nodes: nodes("w1"), Former: []string{"machine-w0", "machine-w2"}},
+			seen: Known{Nodes: nodes("w1", "w2")},
+			want: Known{Nodes: nodes("w1", "w2"), Former: []string{"machine-w0"}},
 		},
 		"whose a disk is, the cluster says": {
 			had:  Known{Disks: []KnownFormer{former("w2")}},
