@@ -123,7 +123,7 @@ func (a *Approver) remember(ctx context.Context) error {
 	for name, n := range now.Nodes {
 		note(n.MachineID, "the cluster has it as "+printable(name))
 	}
-	for _, k := range []*ownerdir.Known{now, known.Keep(now)} {
+	for _, k := range []*ownerdir.Known{now, known, known.Keep(now)} {
 		for _, d := range k.Disks {
 			note(d.MachineID, "it was removed from the cluster, or replaced")
 		}

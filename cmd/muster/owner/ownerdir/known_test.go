@@ -118,7 +118,7 @@ func TestWhatAClusterHasLostStaysKnown(t *testing.T) {
 			seen: Known{Nodes: nodes("w1", "w3"), Bans: map[string]int64{"uid-w1": 2, "uid-w3": 3}},
 			want: Known{
 				Former: []string{"machine-w2"},
-				Nodes: nodes("w1", "w3"), Bans: map[string]int64{"uid-w1": 3, "uid-w2": 2, "uid-w3": 3, "nameless": 1},
+				Nodes:  nodes("w1", "w3"), Bans: map[string]int64{"uid-w1": 3, "uid-w2": 2, "uid-w3": 3, "nameless": 1},
 				Names: map[string]string{"uid-w1": "w1", "uid-w2": "w2", "uid-w3": "w3"}, Gone: []KnownGone{{"uid-w2", "w2", 0}}, Disks: []KnownFormer{former("w2")},
 			},
 		},
