@@ -1,6 +1,7 @@
 package bootstrapper_test
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -124,5 +125,33 @@ func TestCopiesOfFilesWithSecondNamesAreFew(t *testing.T) {
 	left, err := os.ReadDir(filepath.Dir(first))
 	if err != nil || len(left) == 0 || len(left)*size > 40<<20 {
 		t.Errorf("%d files are left, %v", len(left), err)
+	}
+}
+
+// A marker that is a folder would end the rotation of the cluster's keys on this machine for good.
+func TestMarkersThatAreFoldersAreRemoved(t *testing.T) {
+	w := rebooted(t)
+	const muster = "var/lib/muster/"
+	markers := []string{muster + "renewal/authorities-begun", muster + "rotation/begun", muster + "rotation/made", muster + "backup/lock", muster + "backup/etcd.snapshot"}
+	for _, at := range markers {
+		w.leave(t, at, true)
+	}
+	if err := os.Symlink("/nonexistent", filepath.Join(w.root, muster+"rotation/result")); err != nil {
+		t.Fatal(err)
+	}
+	const kept, staged = muster + "backup/.kept", muster + "upgrade/staged/kubelet"
+	w.leave(t, kept, false) // a backup may be large
+	w.leave(t, staged, false)
+	w.startAgain(t)
+	for _, at := range append(markers, muster+"rotation/result") {
+		if _, err := os.Lstat(filepath.Join(w.root, at)); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("%s is there: %v", at, err)
+		}
+	}
+	if !w.exists(kept) || !w.exists(staged) {
+		t.Error("a file that may be large is removed")
+	}
+	if n := strings.Count(w.get("run/muster/state-findings"), "\n"); n != len(markers)+1 {
+		t.Errorf("%d findings: %s", n, w.get("run/muster/state-findings"))
 	}
 }

@@ -37,7 +37,12 @@ var fileEndings = []string{".conf", ".crt", ".env", ".json", ".key", ".pem", ".p
 
 // onlyFile reports whether only a file can have the path.
 func onlyFile(name string) bool {
-	return slices.Contains(fileEndings, filepath.Ext(name))
+	if slices.Contains(fileEndings, filepath.Ext(name)) {
+		return true
+	}
+	// Muster's folders have no folders inside.
+	in, isMusters := strings.CutPrefix(name, discovery.StateFolder+"/")
+	return isMusters && strings.Count(in, "/") == 1 && in != "upgrade/staged"
 }
 
 // checkFiles makes sure that files which programs of this machine read or replace are files, and not too large to be read. Otherwise an attacker who was
@@ -85,6 +90,9 @@ func (ck *check) wrongFiles(place string) (map[string]string, error) {
 		case d.IsDir() && slices.ContainsFunc(anySize, func(p string) bool { fits, _ := filepath.Match(p, name); return fits }):
 			return fs.SkipDir
 		case d.IsDir() || strings.HasPrefix(name, discovery.StateFolder+"/backup/"):
+			return nil
+		case !d.Type().IsRegular() && place == discovery.StateFolder:
+			wrong[name] = "it was no file"
 			return nil
 		}
 		info, err := d.Info()
