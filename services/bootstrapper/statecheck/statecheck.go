@@ -123,6 +123,9 @@ func Run(ctx context.Context, n *provision.Node) error {
 		if err := ck.checkAdministrators(ctx, meta, d); err != nil {
 			return err
 		}
+		if err := ck.checkAuthz(ctx, d); err != nil {
+			return err
+		}
 	}
 	if err := ck.prepareContainerd(ctx, true, s.Images[versions.Pause]); err != nil {
 		return err
