@@ -14,6 +14,7 @@ import (
 	"testing/fstest"
 	"time"
 
+	"github.com/BurntSushi/toml"
 	"go.uber.org/goleak"
 )
 
@@ -202,20 +203,72 @@ func TestWhatStartsBeforeTheComparisonFindsNoProgramOfTheStateDisk(t *testing.T)
 		if strings.HasPrefix(unit, "/etc/") {
 			from = filepath.Join("files", "root", unit)
 		}
-		if b, err := os.ReadFile(from); err != nil || !strings.Contains(string(b), "\nEnvironment=PATH=/usr/sbin:/usr/bin:/sbin:/bin\n") {
-			t.Errorf("%s has no path of its own, or one with the state disk: %v", name, err)
+		b, err := os.ReadFile(from)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := pathOf(string(b)); got != "Environment=PATH=/usr/sbin:/usr/bin:/sbin:/bin" {
+			t.Errorf("the last line of %s that sets its path is %q", name, got)
 		}
 	}
-	config, err := os.ReadFile("files/root/etc/containerd/config.toml")
-	if err != nil {
+	var config struct {
+		Disabled []string `toml:"disabled_plugins"`
+		Plugins  map[string]struct {
+			Containerd struct {
+				Runtimes map[string]struct {
+					Path string `toml:"runtime_path"`
+				} `toml:"runtimes"`
+			} `toml:"containerd"`
+		} `toml:"plugins"`
+	}
+	if _, err := toml.DecodeFile("files/root/etc/containerd/config.toml", &config); err != nil {
 		t.Fatal(err)
 	}
-	if !strings.Contains(string(config), ".containerd.runtimes.runc]\n    runtime_type = \"io.containerd.runc.v2\"\n    runtime_path = \"/usr/bin/containerd-shim-runc-v2\"") {
-		t.Error("containerd looks for the runtime in the path")
+	runtimes := config.Plugins["io.containerd.cri.v1.runtime"].Containerd.Runtimes
+	if len(runtimes) == 0 {
+		t.Error("containerd has no runtime")
+	}
+	for name, r := range runtimes {
+		if r.Path != "/usr/bin/containerd-shim-runc-v2" {
+			t.Errorf("containerd looks for the runtime %s in the path: %q", name, r.Path)
+		}
 	}
 	for _, plugin := range []string{"io.containerd.internal.v1.opt", "io.containerd.monitor.container.v1.restart", "io.containerd.differ.v1.erofs"} {
-		if !strings.Contains(string(config), "\""+plugin+"\"") { // they are listed to be disabled
+		if !slices.Contains(config.Disabled, plugin) {
 			t.Errorf("containerd's plugin %s is on: it runs what it finds when containerd starts", plugin)
+		}
+	}
+}
+
+// pathOf returns the line of a unit that decides about its PATH: the last one that sets it, or one that could. A file wins over a line, and so does what is
+// unset or passed on.
+func pathOf(unit string) (decides string) {
+	for line := range strings.Lines(unit) {
+		line = strings.TrimSpace(line)
+		switch key, value, _ := strings.Cut(line, "="); strings.TrimSpace(key) {
+		case "EnvironmentFile":
+			return line
+		case "Environment", "UnsetEnvironment", "PassEnvironment":
+			if strings.TrimSpace(value) == "" || strings.Contains(value, "PATH") || strings.HasSuffix(value, "\\") {
+				decides = line
+			}
+		}
+	}
+	return decides
+}
+
+func TestTheLastLineDecidesAboutThePath(t *testing.T) {
+	const good = "Environment=PATH=/usr/bin"
+	for unit, want := range map[string]string{
+		"[Service]\n" + good + "\nEnvironment=GOMEMLIMIT=1\n":          good,
+		good + "\nEnvironment=A=b PATH=/usr/local/bin\n":               "Environment=A=b PATH=/usr/local/bin",
+		good + "\nEnvironment=\n":                                      "Environment=",
+		good + "\nUnsetEnvironment=PATH\n":                             "UnsetEnvironment=PATH",
+		"EnvironmentFile=-/var/lib/kubelet/kubeadm-flags.env\n" + good: "EnvironmentFile=-/var/lib/kubelet/kubeadm-flags.env",
+		"# " + good + "\n":                                             "",
+	} {
+		if got := pathOf(unit); got != want {
+			t.Errorf("%q: %q, want %q", unit, got, want)
 		}
 	}
 }

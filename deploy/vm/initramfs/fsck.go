@@ -34,15 +34,20 @@ func (b *boot) checkState(ctx context.Context, device string) error {
 	return nil
 }
 
-// fsck runs e2fsck, and reports whether it has repaired anything. It is an error if errors are left, or if the superblock is refused before or after.
+// fsck runs e2fsck, and reports whether it has repaired anything. It is an error if errors are left, or if the superblock is refused before or after. If
+// the superblock is that of no ext4, e2fsck uses none of it, but a backup, which is checked afterwards.
 func fsck(cmd *exec.Cmd, device string) (repaired bool, err error) {
-	if err := checkSuperblock(device); err != nil {
-		return false, err
+	first := checkSuperblock(device)
+	if first != nil && !errors.Is(first, errMagic) {
+		return false, first
 	}
 	const corrected, reboot = 1, 2 // the latter is about a file system that is mounted
 	err = cmd.Run()
 	if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() > 0 && exit.ExitCode()&^(corrected|reboot) == 0 {
 		repaired, err = true, nil
+	}
+	if err != nil && first != nil {
+		return false, fmt.Errorf("%w; %s found no backup of the superblock: %w", first, cmd.Path, err)
 	}
 	if err != nil {
 		return false, fmt.Errorf("%s: %w", cmd.Path, err)

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"os"
 
@@ -30,34 +31,43 @@ const (
 	ext4Journal  = 8           // the inode of a journal that is inside of the file system
 )
 
+// errMagic means that the superblock is that of no ext4.
+var errMagic = errors.New("is not ext4")
+
 // checkSuperblock refuses a file system with a journal elsewhere, with mount options, or with features that mkfs.ext4 of the image does not write. An
 // attacker who was root before the reboot could otherwise have e2fsck and the kernel use a journal on a disk that is not encrypted: whoever has that
 // disk reads what is written, and chooses what is replayed (B5).
 func checkSuperblock(device string) error {
-	f, err := os.Open(device)
+	b, err := readSuperblock(device)
 	if err != nil {
-		return err
-	}
-	defer f.Close()
-	b := make([]byte, superblockSize)
-	if _, err := f.ReadAt(b, superblockAt); err != nil {
-		return fmt.Errorf("read the superblock: %w", err)
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the superblock of the file system in %s can't be read: %w: replace the disk; if nothing on it is needed, erase the first MiB of the state disk (docs/state-disk.md)", device, err)
 	}
 	word := func(at int) uint32 { return binary.LittleEndian.Uint32(b[at:]) }
 	zero := func(from, to int) bool { return bytes.Equal(b[from:to], make([]byte, to-from)) }
 	compat, incompat, roCompat := word(offCompat)&^ext4Compat, word(offIncompat)&^ext4Incompat, word(offROCompat)&^ext4ROCompat
-	var wrong string
+	var wrong error
 	switch {
 	case binary.LittleEndian.Uint16(b[offMagic:]) != ext4Magic:
-		wrong = "is not ext4"
+		wrong = errMagic
 	case word(offJournalInode) != ext4Journal || word(offJournalDevice) != 0 || !zero(offJournalUUID, offJournalInode):
-		wrong = "has its journal elsewhere"
+		wrong = errors.New("has its journal elsewhere")
 	case word(offDefaultOptions) != ext4Options || !zero(offMountOptions, endMountOption):
-		wrong = "has mount options of its own"
+		wrong = errors.New("has mount options of its own")
 	case compat|incompat|roCompat != 0:
-		wrong = fmt.Sprintf("has the features %#x, %#x, %#x (compat, incompat, ro_compat)", compat, incompat, roCompat)
+		wrong = fmt.Errorf("has the features %#x, %#x, %#x (compat, incompat, ro_compat)", compat, incompat, roCompat)
 	default:
 		return nil
 	}
-	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the file system in %s %s, which this image has not made: find out who changed it; if nothing on the disk is needed, erase its first MiB (docs/state-disk.md)", device, wrong)
+	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the file system in %s %w, which this image has not made: find out who changed it; if nothing on the disk is needed, erase the first MiB of the state disk (docs/state-disk.md)", device, wrong)
+}
+
+func readSuperblock(device string) ([]byte, error) {
+	f, err := os.Open(device)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	b := make([]byte, superblockSize)
+	_, err = f.ReadAt(b, superblockAt)
+	return b, err
 }

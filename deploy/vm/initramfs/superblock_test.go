@@ -69,7 +69,6 @@ func TestAChangedSuperblockIsRefused(t *testing.T) {
 		return func(t *testing.T, e ext4) { command(t, "/usr/sbin/tune2fs", append(args, e.image)...) }
 	}
 	for name, change := range map[string]func(t *testing.T, e ext4){
-		"another file system":        set(offMagic, 1),
 		"a journal of another inode": set(offJournalInode, 4),
 		"no journal":                 set(offJournalInode, ext4Journal),
 		"a journal's UUID":           set(offJournalUUID+15, 1),
@@ -96,6 +95,49 @@ func TestAChangedSuperblockIsRefused(t *testing.T) {
 				t.Errorf("changed back: %v", err)
 			}
 		})
+	}
+}
+
+// A sector that is lost or torn is no attack: mkfs.ext4 has written backups of the superblock.
+func TestALostSuperblockIsRepaired(t *testing.T) {
+	for name, damage := range map[string]func(b []byte){
+		"its magic": func(b []byte) { clear(b[offMagic : offMagic+2]) },
+		"all of it": func(b []byte) { clear(b) },
+	} {
+		e := newExt4(t, map[string][]byte{"file": []byte("content")}, "-b", "1024")
+		e.edit(t, superblockAt, damage)
+		if repaired, err := e.check(t); !repaired || err != nil {
+			t.Errorf("%s: repaired %t, %v", name, repaired, err)
+		}
+		if got := string(e.read(t, "file")); got != "content" {
+			t.Errorf("%s: the file is %q", name, got)
+		}
+	}
+}
+
+// B5: the backup is one that root has written.
+func TestALostSuperblockIsNotReplacedByAChangedBackup(t *testing.T) {
+	e := newExt4(t, nil, "-b", "1024")
+	const journalData = 0x20
+	for _, backup := range []int64{1, 3} { // the groups that have one
+		e.edit(t, (backup*8192+1)*1024, func(b []byte) { b[offDefaultOptions] |= journalData; sum(b) })
+	}
+	e.edit(t, superblockAt, func(b []byte) { clear(b) })
+	if repaired, err := e.check(t); attest.ReasonOf(err) != stateDisk {
+		t.Errorf("repaired %t, %v", repaired, err)
+	}
+}
+
+func TestADiskWithoutASuperblockIsRefusedWithAReason(t *testing.T) {
+	for name, content := range map[string][]byte{"zeros": make([]byte, 1<<20), "too short": make([]byte, superblockAt)} {
+		image := filepath.Join(t.TempDir(), "disk")
+		if err := os.WriteFile(image, content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		_, err := ext4{image: image}.check(t)
+		if attest.ReasonOf(err) != stateDisk || !strings.Contains(err.Error(), "erase the first MiB of the state disk") {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }
 

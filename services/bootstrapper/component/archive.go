@@ -73,6 +73,9 @@ func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 	err = in.walk(f, func(name string, h *tar.Header, content io.Reader) error {
 		full := path.Join(c.rel, name)
 		if h.Typeflag == tar.TypeDir {
+			if err := clearWay(root, full); err != nil {
+				return err
+			}
 			if err := root.MkdirAll(full, 0o755); err != nil {
 				return refusePath(err)
 			}

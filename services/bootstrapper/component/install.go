@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
+	"path"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -18,6 +19,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -102,6 +104,13 @@ func (in *Installer) one(ctx context.Context, c Component, progress func(string)
 	}
 	defer root.Close() //nolint:errcheck // nothing is written through it
 	if err := sweep(root); err != nil {
+		return err
+	}
+	parent := path.Dir(c.rel)
+	if c.extract {
+		parent = c.rel
+	}
+	if err := clearWay(root, parent); err != nil {
 		return err
 	}
 	present, err := in.present(root, c)
@@ -268,11 +277,32 @@ func spool(root *os.Root, from io.Reader, limit int64) (name string, err error) 
 	return name, errors.Join(err, f.Sync(), f.Close())
 }
 
-// settle gives a temporary file its mode and renames it to its place, so that its place has the old content or the new.
+// clearWay removes a file from the place of a folder: of dir, or of one that it is in. Root can have left it, and the folder could not be made.
+func clearWay(root *os.Root, dir string) error {
+	at := ""
+	for part := range strings.SplitSeq(dir, "/") {
+		at = path.Join(at, part)
+		if info, err := root.Lstat(at); err == nil && info.Mode().IsRegular() {
+			return root.Remove(at)
+		}
+	}
+	return nil
+}
+
+// settle gives a temporary file its mode and renames it to its place, so that its place has the old content or the new. A folder there is removed: root
+// can have left it, and it would refuse the file at each boot.
 func settle(root *os.Root, tmp, name string, mode fs.FileMode) error {
 	if dir := filepath.Dir(name); dir != "." {
+		if err := clearWay(root, dir); err != nil {
+			return err
+		}
 		if err := root.MkdirAll(dir, 0o755); err != nil {
 			return refusePath(err)
+		}
+	}
+	if info, err := root.Lstat(name); err == nil && info.IsDir() { // by a path inside of root (B4)
+		if err := machine.RemoveAll(filepath.Join(root.Name(), name)); err != nil {
+			return err
 		}
 	}
 	if err := root.Chmod(tmp, mode); err != nil {
@@ -310,7 +340,7 @@ func sweep(root *os.Root) error {
 	err = errors.Join(err, d.Close())
 	for _, n := range names {
 		if strings.HasPrefix(n, tempPrefix) {
-			err = errors.Join(err, root.Remove(n))
+			err = errors.Join(err, machine.RemoveAll(filepath.Join(root.Name(), n)))
 		}
 	}
 	return err

@@ -239,8 +239,8 @@ func (f *File) Save(r Record) error {
 
 // replace writes b to path so that a crash leaves the old content or the new (B3).
 func replace(path string, b []byte) (err error) {
-	// The name is always the same, so that the next write replaces the rest of a crash. A link there is not followed (B8).
-	if err := os.Remove(path + ".new"); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	// The name is always the same, so that the next write replaces the rest of a crash, or a folder that root has left. A link there is not followed (B8).
+	if err := os.RemoveAll(path + ".new"); err != nil {
 		return err
 	}
 	tmp, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)

@@ -43,13 +43,18 @@ const (
 // is kept in memory, because root could have changed everything on the disk. A disk that a recovery opened, or that is not encrypted, is not compared; of the
 // first, containerd's store is renewed, which needs no list.
 func Run(ctx context.Context, n *provision.Node) error {
-	ck := &check{n}
+	ck := &check{Node: n, copies: maxCopies}
 	d, err := component.DesiredFile(ck.On(component.UnlockFile)).Load()
 	switch {
 	case err != nil:
 		return err
 	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // a program that follows the disk's paths can have removed it
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
+	}
+	if d != nil {
+		if err := ck.checkFiles(ctx); err != nil { // the other steps read them
+			return err
+		}
 	}
 	// joinservice has compared the role with the enrollment. What root has left on the disk, such as a CA's key, makes a worker no control plane.
 	meta, err := ck.Metadata()
@@ -121,6 +126,9 @@ func Run(ctx context.Context, n *provision.Node) error {
 		if err := ck.checkAdministrators(ctx, meta, d); err != nil {
 			return err
 		}
+		if err := ck.checkAuthz(ctx, d); err != nil {
+			return err
+		}
 	}
 	if err := ck.prepareContainerd(ctx, true, s.Images[versions.Pause]); err != nil {
 		return err
@@ -128,7 +136,10 @@ func Run(ctx context.Context, n *provision.Node) error {
 	return machine.WriteFile(ck.On(checkedFile), mark, 0o600, 0o755)
 }
 
-type check struct{ *provision.Node }
+type check struct {
+	*provision.Node
+	copies int64 // that may still be made, in bytes
+}
 
 // checkedMark returns the content of [checkedFile] after the comparison, and of [renewedFile]. It depends on the secret of this boot, so no file from an earlier boot is
 // valid.

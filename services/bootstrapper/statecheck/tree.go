@@ -151,7 +151,7 @@ func (ck *check) ownFolder(ctx context.Context, at, name string) error {
 	return nil
 }
 
-// ownFile replaces a file by a copy if it has a second name, or if other users than root may write it.
+// ownFile replaces a file by a copy if it has a second name, or if other users than root may write it. What is too large for a copy is removed.
 func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	info, err := os.Lstat(at)
 	if err != nil {
@@ -164,6 +164,14 @@ func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	if stat.Nlink == 1 && int(stat.Uid) == os.Geteuid() && info.Mode().Perm()&0o022 == 0 {
 		return nil
 	}
+	if info.Size() > ck.copies {
+		if err := os.Remove(at); err != nil {
+			return err
+		}
+		ck.found(ctx, name, "removed: it had another name, or others could write it, and it is too large for a copy")
+		return nil
+	}
+	ck.copies -= info.Size()
 	content, err := os.ReadFile(at)
 	if err != nil {
 		return err

@@ -1,0 +1,157 @@
+package bootstrapper_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// huge is larger than the memory of any machine that a test needs. The file has no content on the disk.
+const huge = 8 << 30
+
+// leave makes a folder with a file in it, or a file of holes.
+func (w *fixture) leave(t *testing.T, at string, folder bool) {
+	t.Helper()
+	if err := os.RemoveAll(filepath.Join(w.root, at)); err != nil {
+		t.Fatal(err)
+	}
+	if folder {
+		w.put(t, at+"/deep/inside", "evil")
+		return
+	}
+	w.put(t, at, "")
+	if err := os.Truncate(filepath.Join(w.root, at), huge); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// small reports whether there is nothing at the path, or a file that a program can read.
+func (w *fixture) small(at string) bool {
+	info, err := os.Lstat(filepath.Join(w.root, at))
+	return err != nil || info.Mode().IsRegular() && info.Size() < 1<<20
+}
+
+// B8: an attacker who was root once must not keep a machine from its owner's orders for ever.
+func TestNoFileThatRootLeftKeepsAMachineFromStarting(t *testing.T) {
+	for name, tt := range map[string]struct {
+		at     string
+		folder bool
+		twice  bool // it has another name
+	}{
+		"a huge log with two names":        {at: "var/log/pods/x/0.log", twice: true},
+		"a huge static pod":                {at: "etc/kubernetes/manifests/etcd.yaml"},
+		"a huge authority":                 {at: "etc/kubernetes/pki/ca.crt"},
+		"a huge authority of etcd":         {at: "etc/kubernetes/pki/etcd/ca.crt"},
+		"a huge kubeconfig":                {at: "etc/kubernetes/kubelet.conf"},
+		"a huge administrator's":           {at: "etc/kubernetes/admin.conf"},
+		"a huge certificate":               {at: "etc/kubernetes/pki/apiserver.crt"},
+		"a huge configuration":             {at: "var/lib/kubelet/config.yaml"},
+		"a huge instance configuration":    {at: "var/lib/kubelet/instance-config.yaml"},
+		"huge flags":                       {at: "var/lib/kubelet/kubeadm-flags.env"},
+		"a huge list":                      {at: "var/lib/muster/components.json"},
+		"huge authorities of the attester": {at: "var/lib/muster/attester/authorities"},
+		"a program's place":                {at: "usr/local/bin/kubeadm", folder: true},
+		"an administrator's place":         {at: "etc/kubernetes/admin.conf", folder: true},
+		"a kubeconfig's place":             {at: "etc/kubernetes/kubelet.conf", folder: true},
+		"an authority's place":             {at: "etc/kubernetes/pki/ca.crt", folder: true},
+		"a configuration's place":          {at: "var/lib/kubelet/config.yaml", folder: true},
+		"an instance configuration's":      {at: "var/lib/kubelet/instance-config.yaml", folder: true},
+		"the flags' place":                 {at: "var/lib/kubelet/kubeadm-flags.env", folder: true},
+		"a first kubeconfig's place":       {at: "etc/kubernetes/bootstrap-kubelet.conf", folder: true},
+		"the list's place":                 {at: "var/lib/muster/components.json", folder: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			w.leave(t, tt.at, tt.folder)
+			if tt.twice {
+				link(t, filepath.Join(w.root, tt.at), filepath.Join(w.root, "second"), true)
+			}
+			w.startAgain(t)
+			if !w.small(tt.at) {
+				t.Errorf("%s is there", tt.at)
+			}
+			if !strings.Contains(w.get("run/muster/state-findings"), `"/`+tt.at+`"`) {
+				t.Errorf("the findings are %q", w.get("run/muster/state-findings"))
+			}
+		})
+	}
+}
+
+// B8: the authority of the cluster is on the machine again, and its kubelet trusts it.
+func TestAFileThatIsTooLargeIsPutRight(t *testing.T) {
+	for _, at := range []string{"etc/kubernetes/pki/ca.crt", "etc/kubernetes/kubelet.conf", "var/lib/kubelet/kubeadm-flags.env"} {
+		for _, folder := range []bool{false, true} {
+			w := rebooted(t)
+			want := strings.TrimSpace(w.get(at))
+			w.leave(t, at, folder)
+			w.startAgain(t)
+			if !w.small(at) || strings.TrimSpace(w.get(at)) != want {
+				t.Errorf("%s is %.1000q, want %q", at, w.get(at), want)
+			}
+		}
+	}
+}
+
+// A folder in the place of a kubeconfig would keep a staged one, and the machine, from its place at each boot.
+func TestAFolderDoesNotKeepARenewalFromItsPlace(t *testing.T) {
+	w := rebooted(t)
+	staged := w.get("etc/kubernetes/admin.conf")
+	w.leave(t, "etc/kubernetes/admin.conf", true)
+	w.put(t, "etc/kubernetes/muster-renewal/admin.conf", staged)
+	w.put(t, "etc/kubernetes/muster-renewal/pki/apiserver.crt/inside", "evil")
+	w.startAgain(t)
+	if w.get("etc/kubernetes/admin.conf") != staged || w.exists("etc/kubernetes/muster-renewal/admin.conf") {
+		t.Errorf("admin.conf is %q", w.get("etc/kubernetes/admin.conf"))
+	}
+	if w.exists("etc/kubernetes/pki/apiserver.crt") {
+		t.Error("a folder was put in place")
+	}
+}
+
+// Copies of a file with many names would fill the disk, and the machine would fail at each boot.
+func TestCopiesOfFilesWithSecondNamesAreFew(t *testing.T) {
+	w := rebooted(t)
+	const names, size = 10, 5 << 20 // more than half of them do not fit
+	first := filepath.Join(w.root, "var/log/pods/x/0.log")
+	w.put(t, "var/log/pods/x/0.log", strings.Repeat("x", size))
+	for n := range names {
+		if err := os.Link(first, first+strings.Repeat("x", n+1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.startAgain(t)
+	left, err := os.ReadDir(filepath.Dir(first))
+	if err != nil || len(left) == 0 || len(left)*size > 40<<20 {
+		t.Errorf("%d files are left, %v", len(left), err)
+	}
+}
+
+// A marker that is a folder would end the rotation of the cluster's keys on this machine for good.
+func TestMarkersThatAreFoldersAreRemoved(t *testing.T) {
+	w := rebooted(t)
+	const muster = "var/lib/muster/"
+	markers := []string{muster + "renewal/authorities-begun", muster + "rotation/begun", muster + "rotation/made", muster + "backup/lock", muster + "backup/etcd.snapshot"}
+	for _, at := range markers {
+		w.leave(t, at, true)
+	}
+	if err := os.Symlink("/nonexistent", filepath.Join(w.root, muster+"rotation/result")); err != nil {
+		t.Fatal(err)
+	}
+	const kept, staged = muster + "backup/.kept", muster + "upgrade/staged/kubelet"
+	w.leave(t, kept, false) // a backup may be large
+	w.leave(t, staged, false)
+	w.startAgain(t)
+	for _, at := range append(markers, muster+"rotation/result") {
+		if _, err := os.Lstat(filepath.Join(w.root, at)); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("%s is there: %v", at, err)
+		}
+	}
+	if !w.exists(kept) || !w.exists(staged) {
+		t.Error("a file that may be large is removed")
+	}
+	if n := strings.Count(w.get("run/muster/state-findings"), "\n"); n != len(markers)+1 {
+		t.Errorf("%d findings: %s", n, w.get("run/muster/state-findings"))
+	}
+}

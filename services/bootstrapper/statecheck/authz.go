@@ -1,0 +1,44 @@
+package statecheck
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+
+	"github.com/muster-k8s/muster/internal/objects/podsecurity"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
+	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+)
+
+// checkAuthz writes the API server's configuration of authorization and admission anew if it differs from this program's: one more authorizer would allow
+// an attacker everything, and outlive upgrades and rotations (B8). A cluster that existed before Muster may have its own. Before kubeadm has run, a missing
+// file is still to be written.
+func (ck *check) checkAuthz(ctx context.Context, d *component.Desired) error {
+	if d.Adopted {
+		return nil
+	}
+	if err := ck.wantFolder(ctx, kubeadm.AuthzFolder); err != nil {
+		return err
+	}
+	for name, want := range map[string]string{kubeadm.AuthzFile: kubeadm.AuthzConfig, kubeadm.AdmissionFile: podsecurity.Config} {
+		is, err := os.ReadFile(ck.On(name))
+		if errors.Is(err, fs.ErrNotExist) && ck.Lock.Record().Step < journal.StepDone {
+			continue
+		}
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		if err == nil && bytes.Equal(is, []byte(want)) {
+			continue
+		}
+		if err := machine.WriteFile(ck.On(name), []byte(want), 0o600, 0o755); err != nil {
+			return err
+		}
+		ck.found(ctx, name, "written anew")
+	}
+	return nil
+}
