@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 )
 
 // huge is larger than the memory of any machine that a test needs. The file has no content on the disk.
@@ -90,6 +92,20 @@ func TestAFileThatIsTooLargeIsPutRight(t *testing.T) {
 			if !w.small(at) || strings.TrimSpace(w.get(at)) != want {
 				t.Errorf("%s is %.1000q, want %q", at, w.get(at), want)
 			}
+		}
+	}
+}
+
+// The owner's recovery must bring the machine up, too. Nothing else is compared then.
+func TestNoFileThatRootLeftKeepsAMachineFromItsRecovery(t *testing.T) {
+	for _, at := range []string{"var/lib/muster/components.json", "var/lib/kubelet/config.yaml"} {
+		w := rebooted(t)
+		w.desires(t, func(d *component.Desired) { *d = component.Desired{Uncompared: component.UncomparedRecovery} })
+		w.put(t, "etc/kubernetes/manifests/evil.yaml", "evil")
+		w.leave(t, at, false)
+		w.startAgain(t)
+		if !w.small(at) || !w.exists("etc/kubernetes/manifests/evil.yaml") {
+			t.Errorf("%s is there, or something is compared", at)
 		}
 	}
 }

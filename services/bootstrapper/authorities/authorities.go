@@ -43,6 +43,8 @@ const (
 	caFile = machine.PKIFolder + "/ca.crt"
 	// maxList bounds the authorities of a cluster, maxBytes their certificates.
 	maxList, maxBytes = 4, 64 << 10
+	// maxInbox bounds [Inbox], in bytes: both lists in base64. The attester could write any other size.
+	maxInbox = 4 * maxBytes
 )
 
 // inbox is the content of [Inbox], in PEM.
@@ -222,7 +224,7 @@ func Foreign(root string) bool {
 // wanted returns the authorities that a worker has to trust, in PEM: those from the attester, or the present ones if it has none for these. It is an error
 // if one is new, and no authority that the node trusts has signed its cross certificate.
 func wanted(root string, is []byte) ([]byte, error) {
-	text, err := os.ReadFile(filepath.Join(root, Inbox))
+	text, err := machine.ReadUpTo(filepath.Join(root, Inbox), maxInbox)
 	if errors.Is(err, fs.ErrNotExist) {
 		return is, nil
 	}

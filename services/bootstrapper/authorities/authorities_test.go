@@ -360,3 +360,21 @@ func TestWhatIsNoListOfAuthoritiesIsNotStored(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// The attester, which an attacker may control, must not make the process that writes the kubelet's files run out of memory.
+func TestALargeAnswerIsNotRead(t *testing.T) {
+	root := t.TempDir()
+	ca := newAuthority(t)
+	if err := Deliver(root, &joinv1.ReattestRequest{}, &joinv1.ReattestResponse{CaCertificate: ca.pem, CrossCertificate: bytes.Repeat([]byte("x"), maxBytes)}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := wanted(root, ca.pem); err != nil {
+		t.Errorf("the largest answer: %v", err)
+	}
+	if err := os.Truncate(filepath.Join(root, Inbox), 1<<30); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := wanted(root, ca.pem); err == nil || !strings.Contains(err.Error(), "has more than") {
+		t.Errorf("a large one: %v", err)
+	}
+}

@@ -240,7 +240,7 @@ func (s Store) verify(ctx context.Context) ([]content, error) {
 			Annotations map[string]string `json:"annotations"`
 		} `json:"manifests"`
 	}
-	text, err := readUpTo(s.on(kept+"/index.json"), maxIndex)
+	text, err := machine.ReadUpTo(s.on(kept+"/index.json"), maxIndex)
 	if err == nil {
 		err = json.Unmarshal(text, &index)
 	}
@@ -371,25 +371,11 @@ func (l verified) read(digest string) (d document, size int64, ok bool) {
 	if !l.have[hexOf(digest)] {
 		return document{}, 0, false
 	}
-	text, err := readUpTo(filepath.Join(l.folder, hexOf(digest)), maxManifest)
+	text, err := machine.ReadUpTo(filepath.Join(l.folder, hexOf(digest)), maxManifest)
 	if err != nil || json.Unmarshal(text, &d) != nil {
 		return document{}, 0, false
 	}
 	return d, int64(len(text)), true
-}
-
-// readUpTo reads a file of at most this many bytes.
-func readUpTo(file string, most int64) ([]byte, error) {
-	f, err := os.Open(file)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, most+1))
-	if err == nil && int64(len(text)) > most {
-		err = fmt.Errorf("%s has more than %d bytes", file, most)
-	}
-	return text, err
 }
 
 func (s Store) sumOf(file string) (string, error) {

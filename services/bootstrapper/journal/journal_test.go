@@ -121,6 +121,17 @@ func TestARecordThatContradictsItselfIsNotWritten(t *testing.T) {
 	}
 }
 
+// An attacker who was root once can leave it, and the machine could not write its journal any more.
+func TestAFolderDoesNotKeepTheJournalFromBeingWritten(t *testing.T) {
+	f := Open(filepath.Join(t.TempDir(), "journal"))
+	if err := os.MkdirAll(filepath.Join(f.Path()+".new", "inside"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Save(Record{}); err != nil {
+		t.Error(err)
+	}
+}
+
 // A process that reads while records are replaced gets a whole one (rename), and no temporary file is left.
 func TestReadersSeeWholeRecords(t *testing.T) {
 	f := Open(filepath.Join(t.TempDir(), "journal"))

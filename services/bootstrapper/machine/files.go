@@ -3,6 +3,7 @@ package machine
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -33,6 +34,20 @@ func WriteFile(path string, content []byte, mode, dirMode fs.FileMode) error {
 		return errors.Join(fmt.Errorf("write %s: %w", path, err), os.Remove(tmp.Name()))
 	}
 	return syncDir(dir)
+}
+
+// ReadUpTo reads a file of at most this many bytes.
+func ReadUpTo(file string, most int64) ([]byte, error) {
+	f, err := os.Open(file)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, most+1))
+	if err == nil && int64(len(text)) > most {
+		err = fmt.Errorf("%s has more than %d bytes", file, most)
+	}
+	return text, err
 }
 
 // Link makes path a symbolic link to target, by rename.

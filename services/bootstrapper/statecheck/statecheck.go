@@ -41,7 +41,7 @@ const (
 // Run compares all files of the state disk that run as root with the cluster's list, before any of them runs (B8): an attacker who had root rights once
 // may have left them, and may have replaced the journal by an earlier one as well. The list came from a joinservice with the disk key in this boot, and
 // is kept in memory, because root could have changed everything on the disk. A disk that a recovery opened, or that is not encrypted, is not compared; of the
-// first, containerd's store is renewed, which needs no list.
+// first, containerd's store is renewed, and files are removed that are too large to be read, which needs no list.
 func Run(ctx context.Context, n *provision.Node) error {
 	ck := &check{Node: n, copies: maxCopies}
 	d, err := component.DesiredFile(ck.On(component.UnlockFile)).Load()
