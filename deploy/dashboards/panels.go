@@ -56,6 +56,7 @@ var dashboards = []dashboard{
 		{"Connections closed before TLS", "cps", "source_…: one address; the others: too many in all.", one(rate("muster_atls_dropped_total", "cause"), "{{cause}}")},
 		{"Refusals that are not in the audit log", "cps", "Counted only, since there were too many.", one(rate("muster_refusals_unrecorded_total", "instance"), "{{instance}}")},
 		{"Memory", "bytes", "Resident memory of each process.", one(`process_resident_memory_bytes{job=~"muster-.+"}`, "{{job}} {{instance}}")},
+		{"Reports of orders", "cps", "What machines report of their owner's orders.", one(rate("muster_order_reports_total", "state"), "{{state}}")},
 	}},
 	{uid: "muster-nodes", title: "Muster: nodes", panels: []panel{
 		{"Age of the last verdict", "s", "Five minutes are usual; from 15 on, certificates are not renewed.", one(`time() - (muster_reattestation_last_success_timestamp_seconds > 0)`, "{{instance}}")},
