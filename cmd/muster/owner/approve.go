@@ -304,8 +304,8 @@ func (a *Approver) booted(c *Candidate, err error) {
 		"It is not approved, whatever the flags. muster explain "+c.Endpoint+" shows what differs. "+Explain(err).Remedy))
 }
 
-// refuseUnnamed refuses a machine that nothing but its ID shows to be the owner's, unless the owner has named that: one whose TPM has no EK certificate,
-// and one whose authority certifies the machines of others alike. It also refuses one that the owner has taken off the list.
+// refuseUnnamed refuses a machine that only its ID shows to be the owner's, unless the owner has named that ID: a machine whose TPM has no EK certificate,
+// and one whose authority also certifies machines of other people. It also refuses a machine that is or was in the cluster and is in no list.
 // root certifies its endorsement key; nil: it is not known.
 func (a *Approver) refuseUnnamed(c *Candidate, named bool, root *x509.Certificate) {
 	if named {
