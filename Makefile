@@ -102,6 +102,9 @@ E2E := ./e2e/demo ./e2e/attack/floods
 E2E_UNIT = ./e2e/attack ./e2e/tpmoracle
 E2E_LONG := ./e2e/controlplane ./e2e/crash ./e2e/lab ./e2e/leave ./e2e/observe ./e2e/operate ./e2e/token ./e2e/upgrade
 E2E_VM := ./e2e/vm ./e2e/statedisk ./lab/internal/vm
+# The files that these tests are made of: a test that has passed runs again after a change of one of them.
+E2E_FILES := Makefile go.mod go.sum go.work go.work.sum api cmd deploy e2e gen internal lab proto services tools trust docs/image.md docs/runbooks.md
+E2E_FILES += $(patsubst %,:(exclude,glob)%/**/*_test.go,api cmd deploy internal services tools trust)
 # These mostly wait, and run beside each other.
 E2E_VM_WAIT := TestANodeThatIsCutOffForLongerThanItsCertificatesLiveComesBack|TestALoneControlPlaneIsRecovered
 
@@ -111,7 +114,7 @@ e2e: deps kube images lab-bin ## Floods, and a real cluster of attested machines
 
 .PHONY: test-long
 test-long: deps kube images lab-bin ## The other real clusters: control planes, crashes, leaving, upgrade, monitoring (as root, 45 minutes; continues after an interruption); not part of test
-	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) go run -buildvcs=false ./tools/longtests -state $(BIN)/passed -timeout 60m $(E2E_LONG)
+	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) go run -buildvcs=false ./tools/longtests -state $(BIN)/passed -files '$(E2E_FILES)' -timeout 60m $(E2E_LONG)
 
 .PHONY: test-renewal
 test-renewal: deps kube images lab-bin ## Nodes outlive their certificates: running, off, and cut off, in an hour (as root); not part of test
@@ -143,7 +146,7 @@ test-arm64: deps release ## The programs and the unit tests of trust for arm64, 
 
 .PHONY: test-vm
 test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, four to five hours on two cores; continues after an interruption); not part of test
-	go run -buildvcs=false ./tools/longtests -tags vm -state $(BIN)/passed -timeout 120m -together '$(E2E_VM_WAIT)' $(E2E_VM)
+	go run -buildvcs=false ./tools/longtests -tags vm -state $(BIN)/passed -files '$(E2E_FILES)' -timeout 120m -together '$(E2E_VM_WAIT)' $(E2E_VM)
 
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service

@@ -1,13 +1,14 @@
 // Command longtests runs tests that take hours, each in a process of its own, and continues after an interruption: a test that has
-// passed for the present commit is not run again. It runs all others even if one fails, and ends with a table of all times.
+// passed on the same files is not run again. It runs all others even if one fails, and ends with a table of all times.
 //
-//	longtests [-tags TAGS] [-timeout DURATION] [-together 'TestA|TestB'] -state FOLDER PACKAGE…
+//	longtests [-tags TAGS] [-timeout DURATION] [-together 'TestA|TestB'] [-files 'PATHSPEC …'] -state FOLDER PACKAGE…
 //
-// With uncommitted changes it runs everything, and keeps nothing.
+// -files names the files that the tests are made of, as git pathspecs; without it these are all files. With uncommitted changes of them it runs everything, and keeps nothing.
 package main
 
 import (
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -38,6 +39,7 @@ func main() {
 // options are the flags.
 type options struct {
 	tags, together, state string
+	files                 []string
 	timeout               time.Duration
 	packages              []string
 }
@@ -55,13 +57,17 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	flags.StringVar(&o.together, "together", "", "tests that run in one process, beside each other, separated by |")
 	flags.StringVar(&o.state, "state", "", "folder that remembers what has passed")
 	flags.DurationVar(&o.timeout, "timeout", 90*time.Minute, "time limit of one test")
+	flags.Func("files", "git pathspecs of the files whose change has the tests run again, separated by spaces; without it a change of any file", func(s string) error {
+		o.files = strings.Fields(s)
+		return nil
+	})
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 	if o.packages = flags.Args(); len(o.packages) == 0 || o.state == "" {
 		return errors.New("-state and at least one package are required")
 	}
-	commit, err := commit(ctx)
+	tree, err := tree(ctx, o.files)
 	if err != nil {
 		return err
 	}
@@ -88,7 +94,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	var failed error
 	for i, p := range o.packages {
 		for _, unit := range units(suites[i].tests, o.together) {
-			took, before, err := one(ctx, o, unit, suites[i].dir, suites[i].binary, filepath.Join(o.state, commit, strings.ReplaceAll(strings.TrimPrefix(p, "./"), "/", "-")+"."+strings.Join(unit, "+")), commit != "", out)
+			took, before, err := one(ctx, o, unit, suites[i].dir, suites[i].binary, filepath.Join(o.state, tree, strings.ReplaceAll(strings.TrimPrefix(p, "./"), "/", "-")+"."+strings.Join(unit, "+")), tree != "", out)
 			if ctx.Err() != nil {
 				return fmt.Errorf("interrupted in %s; what has passed is kept", strings.Join(unit, ", "))
 			}
@@ -107,17 +113,28 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	return errors.Join(table.Flush(), failed)
 }
 
-// commit identifies the tree; it is empty if there are uncommitted changes.
-func commit(ctx context.Context) (string, error) {
-	changes, err := exec.CommandContext(ctx, "git", "status", "--porcelain").Output()
+// tree returns the SHA-256 of names and contents of the committed files that the pathspecs name; it is empty if there are uncommitted
+// changes of them.
+func tree(ctx context.Context, pathspecs []string) (string, error) {
+	git := func(args ...string) ([]byte, error) {
+		out, err := exec.CommandContext(ctx, "git", append(append(args, "--"), pathspecs...)...).Output()
+		if err != nil {
+			return nil, fmt.Errorf("git %s: %w", args[0], err)
+		}
+		return out, nil
+	}
+	changes, err := git("status", "--porcelain")
+	if err != nil || len(changes) > 0 {
+		return "", err
+	}
+	files, err := git("ls-files", "--stage")
 	if err != nil {
-		return "", fmt.Errorf("git status: %w", err)
+		return "", err
 	}
-	if len(changes) > 0 {
-		return "", nil
+	if len(files) == 0 {
+		return "", fmt.Errorf("no file has a name like %q", pathspecs)
 	}
-	tree, err := exec.CommandContext(ctx, "git", "rev-parse", "HEAD^{tree}").Output()
-	return strings.TrimSpace(string(tree)), err
+	return fmt.Sprintf("%x", sha256.Sum256(files)), nil
 }
 
 // suite is a package's folder, its compiled tests, and their names.

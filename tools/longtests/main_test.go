@@ -72,7 +72,7 @@ func TestWhatHasPassedIsNotRunAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		var out bytes.Buffer
-		err := run(t.Context(), []string{"-state", state, "-together", "TestWait1|TestWait2", "."}, &out)
+		err := run(t.Context(), []string{"-state", state, "-together", "TestWait1|TestWait2", "-files", ". :(exclude)*.md", "."}, &out)
 		if (err == nil) != ok {
 			t.Fatalf("%v\n%s", err, &out)
 		}
@@ -101,6 +101,14 @@ func TestWhatHasPassedIsNotRunAgain(t *testing.T) {
 	git("commit", "-qm", "y")
 	runs(true, all...) // another commit
 	runs(true)
+	write("notes.md", "") // not one of the tests' files
+	runs(true)
+	git("add", ".")
+	git("commit", "-qm", "z")
+	runs(true)
+	if err := run(t.Context(), []string{"-state", state, "-files", "nothing", "."}, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), "no file has a name like") {
+		t.Errorf("files that do not exist: %v", err)
+	}
 	if err := run(t.Context(), []string{"-state", state, "-together", "TestWait1|TestWait3", "."}, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), "TestWait3, which is no test") {
 		t.Errorf("a test that was renamed: %v", err)
 	}
