@@ -90,7 +90,7 @@ func (o *lost) file(t *testing.T, m backup.Manifest) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return writeBackup(t, publicOf(key), o.key, m)
+	return writeBackup(t, key.Public().(ed25519.PublicKey), o.key, m)
 }
 
 func writeBackup(t *testing.T, to ed25519.PublicKey, authority crypto.Signer, m backup.Manifest) string {

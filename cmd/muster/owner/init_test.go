@@ -318,7 +318,7 @@ func TestAMachineThatIsNotUpYetIsWaitedFor(t *testing.T) {
 	o := own(t, f, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{m}))
 	cfg, tries := o.config(), 0
 	dial := dialTo(f.addr)
-	cfg.DialContext = func(ctx ctx, network, addr string) (net.Conn, error) {
+	cfg.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		if tries++; tries < 3 {
 			return nil, errors.New("no route to host")
 		}
@@ -364,7 +364,7 @@ func TestAMachineWhoseStateDiskIsNotOpenIsWaitedForOrRecovered(t *testing.T) {
 			serve(t, l, m.Attester(attest.PurposeMachine), rpc.Serve(initv1connect.MachineServiceName, initv1connect.MachineServiceHandler(opening{tt.status, open}), initv1connect.NewMachineServiceHandler))
 			o := own(t, f, endpoint(), attesttest.Policy(t, ca, []*attesttest.Machine{m}))
 			cfg := o.config()
-			cfg.DialContext = func(ctx ctx, network, addr string) (net.Conn, error) {
+			cfg.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
 				if open.Load() {
 					return dialTo(f.addr)(ctx, network, addr)
 				}

@@ -38,8 +38,6 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
-type ctx = context.Context
-
 var shared *envtest.Cluster
 
 func TestMain(m *testing.M) {
@@ -52,8 +50,8 @@ func TestMain(m *testing.M) {
 }
 
 // dialTo returns a dialer that connects every address to the same one.
-func dialTo(addr string) func(ctx, string, string) (net.Conn, error) {
-	return func(ctx ctx, network, _ string) (net.Conn, error) {
+func dialTo(addr string) func(context.Context, string, string) (net.Conn, error) {
+	return func(ctx context.Context, network, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, network, addr)
 	}
 }
@@ -104,7 +102,7 @@ func servingCSR(t *testing.T, node string) *certificatesv1.CertificateSigningReq
 
 // daemonSets replaces the controller that this control plane runs without: once the chart is installed, all pods are
 // ready.
-func daemonSets(ctx ctx, api appsclient.DaemonSetInterface) error {
+func daemonSets(ctx context.Context, api appsclient.DaemonSetInterface) error {
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	ready := map[string]bool{}
@@ -411,7 +409,7 @@ func checkApply(t *testing.T, o *owned) {
 }
 
 // refuseNext refuses the next generation of the policy, like services with another key.
-func refuseNext(ctx ctx, setStatus func(func(*v1alpha1.AttestationPolicyStatus)) error) error {
+func refuseNext(ctx context.Context, setStatus func(func(*v1alpha1.AttestationPolicyStatus)) error) error {
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	for {

@@ -230,39 +230,39 @@ func (k *kubeUpgrade) plan(ctx context.Context) (*KubernetesPlan, error) {
 	if k.was.Previous != nil {
 		p.From = k.was.Previous.KubernetesVersion
 	}
-	problem := func(format string, args ...any) { p.Problems = append(p.Problems, fmt.Sprintf(format, args...)) }
+	refuse := func(format string, args ...any) { p.Problems = append(p.Problems, fmt.Sprintf(format, args...)) }
 	if stage == KubernetesBegins {
-		k.checkCluster(problem)
+		k.checkCluster(refuse)
 	}
 	nodes, err := k.nodes(ctx)
 	if err != nil {
 		return nil, err
 	}
 	for i := range nodes {
-		k.planNode(ctx, p, nodes, &nodes[i], problem)
+		k.planNode(ctx, p, nodes, &nodes[i], refuse)
 	}
 	if !slices.ContainsFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.ControlPlane && n.Joined && n.Takes() }) {
-		problem("no control plane of this cluster is both enrolled and a node, so the upgrade has no node to begin with. muster status shows the nodes.")
+		refuse("no control plane of this cluster is both enrolled and a node, so the upgrade has no node to begin with. muster status shows the nodes.")
 	}
 	return p, nil
 }
 
 // checkCluster checks what the cluster says about itself.
-func (k *kubeUpgrade) checkCluster(problem func(string, ...any)) {
+func (k *kubeUpgrade) checkCluster(refuse func(string, ...any)) {
 	from, to := k.was.KubernetesVersion, k.release.KubernetesVersion
 	if full, err := versions.Resolve(from); err != nil || full != from {
-		problem("the cluster says that it runs Kubernetes %s: write the full version into cluster.json of the ConfigMap muster-cluster.", from)
+		refuse("the cluster says that it runs Kubernetes %s: write the full version into cluster.json of the ConfigMap muster-cluster.", from)
 	}
 	if from == to {
-		problem("Kubernetes %s runs already, by another list: only a newer version can follow.", to)
+		refuse("Kubernetes %s runs already, by another list: only a newer version can follow.", to)
 	} else if err := mayFollow(from, to); err != nil {
-		problem("Kubernetes: %v.", err)
+		refuse("Kubernetes: %v.", err)
 	}
 	if r := k.was.Rotation; !r.Joins() {
-		problem("the %s is being rotated: end that first (%s).", r.Key, r.Command())
+		refuse("the %s is being rotated: end that first (%s).", r.Key, r.Command())
 	}
 	if len(k.was.Components) == 0 || len(k.was.Images) == 0 {
-		problem("the cluster has no list of the release that it runs, with which machines could join and restart meanwhile: write components and images of Kubernetes %s (muster components pin) into cluster.json of the ConfigMap muster-cluster.", from)
+		refuse("the cluster has no list of the release that it runs, with which machines could join and restart meanwhile: write components and images of Kubernetes %s (muster components pin) into cluster.json of the ConfigMap muster-cluster.", from)
 	}
 }
 
@@ -280,7 +280,7 @@ func left(n *clusterapi.NodeRelease) string {
 }
 
 // planNode adds one node to the plan.
-func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []clusterapi.NodeRelease, n *clusterapi.NodeRelease, problem func(string, ...any)) {
+func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []clusterapi.NodeRelease, n *clusterapi.NodeRelease, refuse func(string, ...any)) {
 	role, begins := v1alpha1.RoleWorker, p.Stage == KubernetesBegins
 	if n.ControlPlane {
 		role = v1alpha1.RoleControlPlane
@@ -289,14 +289,14 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 	defer func() { p.Nodes = append(p.Nodes, row) }()
 	if n.Joined && !k.runs(n) {
 		if err := mayFollow(n.Kubelet, k.release.KubernetesVersion); err != nil {
-			problem("the kubelet of %s: %v.", n.Name, err)
+			refuse("the kubelet of %s: %v.", n.Name, err)
 		}
 	}
 	why := left(n)
 	switch {
 	case why != "" && n.ControlPlane && n.Joined:
 		row.Will = "left out"
-		problem("%s is a control plane, and %s.", n.Name, why)
+		refuse("%s is a control plane, and %s.", n.Name, why)
 		return
 	case why != "":
 		row.Will = "left out"
@@ -306,17 +306,17 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 		row.Will = "awaited"
 		text := n.Name + " is joining or has lost its Node: wait until muster status shows it Ready, or remove it (muster forget " + n.Name + ")."
 		if n.ControlPlane {
-			problem("%s", text)
+			refuse("%s", text)
 		} else {
 			p.Notes = append(p.Notes, text+" The upgrade does not end before.")
 		}
 		return
 	}
 	if n.ControlPlane {
-		k.checkControlPlane(n, problem)
+		k.checkControlPlane(n, refuse)
 	}
 	if bad := n.Problem(); bad != "" && begins {
-		problem("%s: repair it (muster doctor --node %s), or remove it (muster forget %s).", bad, n.Name, n.Name)
+		refuse("%s: repair it (muster doctor --node %s), or remove it (muster forget %s).", bad, n.Name, n.Name)
 	} else if bad != "" {
 		p.Notes = append(p.Notes, bad+": if it is not upgraded yet, it is the first; else the upgrade stops until it is well (muster doctor --node "+n.Name+").")
 	}
@@ -332,19 +332,19 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 		return
 	}
 	if _, err := newOrder(k.Dir, n.Enrollment, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartFirst), time.Now(), k.key); err != nil { // it is not sent
-		problem("%s: %v. Shorter URLs make an order shorter.", n.Name, err)
+		refuse("%s: %v. Shorter URLs make an order shorter.", n.Name, err)
 	}
 	if err := k.kube.Undrainable(ctx, n.Name, k.Drain); err != nil && n.Ready {
 		how := "--force and --delete-emptydir-data drain also such pods, with what is lost then."
 		if _, is := errors.AsType[*clusterapi.BudgetError](err); is {
 			how = budgetRemedy
 		}
-		problem("%s can't be drained: %v. %s", n.Name, err, how)
+		refuse("%s can't be drained: %v. %s", n.Name, err, how)
 	}
 }
 
 // checkControlPlane compares what a control plane's static pods are with the release.
-func (k *kubeUpgrade) checkControlPlane(n *clusterapi.NodeRelease, problem func(string, ...any)) {
+func (k *kubeUpgrade) checkControlPlane(n *clusterapi.NodeRelease, refuse func(string, ...any)) {
 	for _, c := range []struct {
 		name, to string
 		check    func(from, to string) error
@@ -357,7 +357,7 @@ func (k *kubeUpgrade) checkControlPlane(n *clusterapi.NodeRelease, problem func(
 			continue // what is not there is not Ready
 		}
 		if err := c.check(tag(image), c.to); err != nil {
-			problem("%s of %s, whose version is the tag of its image: %v.", c.name, n.Name, err)
+			refuse("%s of %s, whose version is the tag of its image: %v.", c.name, n.Name, err)
 		}
 	}
 }

@@ -62,7 +62,7 @@ func newLifecycle(t *testing.T) *lifecycle {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.public = publicOf(key)
+	l.public = key.Public().(ed25519.PublicKey)
 	return l
 }
 

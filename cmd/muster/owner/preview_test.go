@@ -17,6 +17,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -46,11 +47,15 @@ func rules(ctx context.Context, t *testing.T, kube *clusterapi.Client, policy []
 	if err := o.Write(ownerdir.AdminConf, kubeconfig(t)); err != nil {
 		t.Fatal(err)
 	}
-	_, signed, err := SignedPolicy(o.Dir)
-	if err == nil {
-		err = kube.PutPolicy(ctx, signed)
-	}
+	_, json, err := policyfile.Parse(policy)
 	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := o.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := kube.PutPolicy(ctx, attest.SignPolicy(key, json)); err != nil {
 		t.Fatal(err)
 	}
 	return o

@@ -67,7 +67,7 @@ func (o *owned) restoreOn(t *testing.T, m *backup.Manifest, known *ownerdir.Know
 		t.Fatal(err)
 	}
 	cfg, n := o.config(), 0
-	cfg.DialContext = func(ctx ctx, network, _ string) (net.Conn, error) {
+	cfg.DialContext = func(ctx context.Context, network, _ string) (net.Conn, error) {
 		n++
 		return (&net.Dialer{}).DialContext(ctx, network, dial(n))
 	}

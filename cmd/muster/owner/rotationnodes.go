@@ -24,15 +24,15 @@ const offAfter = 15 * time.Minute
 
 // behind adds to a plan which nodes would be lost if the cluster's old authority were dropped now. A machine under foreign control can report anything: then
 // it harms itself.
-func (r *rotating) behind(nodes []clusterapi.NodeRelease, problem func(string, ...any)) {
+func (r *rotating) behind(nodes []clusterapi.NodeRelease, refuse func(string, ...any)) {
 	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then gets the new authority at its first or second start, and its old kubelet's certificate is refused until then"
 	for _, name := range r.Without {
 		i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.Name == name })
 		switch {
 		case i < 0:
-			problem("--without %s: there is no such node.", name)
+			refuse("--without %s: there is no such node.", name)
 		case nodes[i].ControlPlane:
-			problem("--without %s: it is a control plane, and would go on to use the old authority: remove it (muster forget %[1]s).", name)
+			refuse("--without %s: it is a control plane, and would go on to use the old authority: remove it (muster forget %[1]s).", name)
 		}
 	}
 	for i := range nodes {
@@ -41,20 +41,20 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, problem func(string, .
 			continue
 		}
 		if n.Enrollment == nil {
-			problem("%s has no AttestedNode, so it gets no new authority: have its machine join by Muster, delete its Node, or name it with --without %[1]s.", n.Name)
+			refuse("%s has no AttestedNode, so it gets no new authority: have its machine join by Muster, delete its Node, or name it with --without %[1]s.", n.Name)
 			continue
 		}
 		st := n.Enrollment.Status
 		switch {
 		case !n.Joined && n.Enrollment.Spec.DiskID == "": // its machine has not joined, and gets the authority when it does
 		case !slices.Contains(st.Authorities, r.now.ID):
-			problem("%s has not reported that it trusts the new authority, within five minutes of its start: "+remedy+".", n.Name)
+			refuse("%s has not reported that it trusts the new authority, within five minutes of its start: "+remedy+".", n.Name)
 		case st.LastVerdict != nil && !st.LastVerdict.Accepted:
-			problem("the machine of %s is refused (%s), so what it reported before may not be so any more: have it accepted (muster verify %[1]s), remove it (muster forget %[1]s), or name it with --without %[1]s.", n.Name, printable(st.LastVerdict.Reason))
+			refuse("the machine of %s is refused (%s), so what it reported before may not be so any more: have it accepted (muster verify %[1]s), remove it (muster forget %[1]s), or name it with --without %[1]s.", n.Name, printable(st.LastVerdict.Reason))
 		case !n.Ready || st.LastVerdict == nil || r.Now().Sub(st.LastVerdict.Time.Time) > offAfter:
-			problem("%s is off, or does not attest: "+remedy+".", n.Name)
+			refuse("%s is off, or does not attest: "+remedy+".", n.Name)
 		case len(st.KubeletAuthorities) == 0 || slices.ContainsFunc(st.KubeletAuthorities, func(id string) bool { return id != r.now.ID }):
-			problem("the kubelet of %s has a certificate of the old authority, and replaces it within 24 hours: wait.", n.Name)
+			refuse("the kubelet of %s has a certificate of the old authority, and replaces it within 24 hours: wait.", n.Name)
 		}
 	}
 }

@@ -131,33 +131,33 @@ func unfit(n *clusterapi.NodeRelease) string {
 
 func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 	p := &RotationPlan{Key: r.Key, Nodes: []RotationNode{}, Problems: []string{}, Notes: []string{}}
-	problem := func(format string, args ...any) { p.Problems = append(p.Problems, fmt.Sprintf(format, args...)) }
+	refuse := func(format string, args ...any) { p.Problems = append(p.Problems, fmt.Sprintf(format, args...)) }
 	if r.now != nil {
 		p.Phase, p.ID = r.now.Phase, r.now.ID
 	}
 	switch {
 	case r.info.Other() != nil:
-		problem("Kubernetes is being upgraded: end that first (muster status shows it).")
+		refuse("Kubernetes is being upgraded: end that first (muster status shows it).")
 	case r.now != nil && r.now.Key != r.Key:
-		problem("the %s is being rotated: end that first (%s).", r.now.Key, r.now.Command())
+		refuse("the %s is being rotated: end that first (%s).", r.now.Key, r.now.Command())
 	case r.Finish && (r.now == nil || r.now.Phase == clusterinfo.RotationAccept || r.now.Phase == clusterinfo.RotationUse):
-		problem("no rotation of the %s is ready to be finished: run muster rotate %s without --finish first.", r.Key, r.Key)
+		refuse("no rotation of the %s is ready to be finished: run muster rotate %s without --finish first.", r.Key, r.Key)
 	}
 	nodes, err := r.controlPlanes(ctx)
 	if err != nil {
 		return nil, err
 	}
 	if len(nodes) == 0 {
-		problem("no control plane of this cluster is a node. muster status shows the nodes.")
+		refuse("no control plane of this cluster is a node. muster status shows the nodes.")
 	}
 	for i := range nodes {
 		n := &nodes[i]
 		if why := unfit(n); why != "" {
-			problem("%s", why)
+			refuse("%s", why)
 		}
 		s, reported := n.Keys[r.Key]
 		if !reported {
-			problem("%s has not reported a %s: its image is of an earlier version, or the cluster has no such key of Muster's (docs/certificates.md).", n.Name, r.Key)
+			refuse("%s has not reported a %s: its image is of an earlier version, or the cluster has no such key of Muster's (docs/certificates.md).", n.Name, r.Key)
 		}
 		row := RotationNode{Name: n.Name, Accepts: len(s.Accepts), Uses: printable(s.Uses), Has: []clusterinfo.RotationPhase{}}
 		for _, phase := range []clusterinfo.RotationPhase{clusterinfo.RotationAccept, clusterinfo.RotationUse, clusterinfo.RotationFinish} {
@@ -171,7 +171,7 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 		}
 	}
 	if r.Key == clusterinfo.ClusterCA {
-		if err := r.planNodes(ctx, p, problem); err != nil {
+		if err := r.planNodes(ctx, p, refuse); err != nil {
 			return nil, err
 		}
 	}
@@ -182,7 +182,7 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 }
 
 // planNodes adds what the nodes say of the cluster's authority.
-func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, problem func(string, ...any)) error {
+func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, refuse func(string, ...any)) error {
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
 	nodes, err := r.kube.Releases(ctx)
@@ -200,7 +200,7 @@ func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, problem func(
 	}): // it is too late: the old one is dropped
 	case r.now.Phase != clusterinfo.RotationSettled && r.now.Phase != clusterinfo.RotationFinish:
 	case r.Finish:
-		r.behind(nodes, problem)
+		r.behind(nodes, refuse)
 	default:
 		r.behind(nodes, func(format string, args ...any) {
 			p.Notes = append(p.Notes, "Before --finish: "+fmt.Sprintf(format, args...))

@@ -43,7 +43,7 @@ func imageOf(name, digit string) string {
 }
 
 // rolls replaces the controller and the kubelet of the DaemonSets until ctx ends.
-func rolls(ctx ctx, k *kubernetes.Clientset) {
+func rolls(ctx context.Context, k *kubernetes.Clientset) {
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -70,7 +70,7 @@ func rolls(ctx ctx, k *kubernetes.Clientset) {
 }
 
 // checkUpgrade upgrades the cluster that init made, with and without failures.
-func checkUpgrade(t *testing.T, o *owned, dial func(ctx, string, string) (net.Conn, error)) {
+func checkUpgrade(t *testing.T, o *owned, dial func(context.Context, string, string) (net.Conn, error)) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*patience)
 	defer cancel()
@@ -106,7 +106,7 @@ func checkUpgrade(t *testing.T, o *owned, dial func(ctx, string, string) (net.Co
 type upgrades struct {
 	*owned
 
-	ctx   ctx
+	ctx   context.Context
 	admin *kubernetes.Clientset
 	cfg   UpgradeConfig
 	saved string // a backup
@@ -224,7 +224,7 @@ func (u *upgrades) notTrusted(t *testing.T) {
 	cfg.Patience = 10 * time.Second
 	refused := errors.New("nobody is there")
 	tries := 0
-	cfg.DialContext = func(ctx ctx, network, addr string) (net.Conn, error) {
+	cfg.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		if tries++; u.imageIs(imageOf("kms", "5")) {
 			return nil, refused
 		}
