@@ -11,15 +11,15 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // approving are the flags of muster approve.
 type approving struct {
-	owner.ApproveConfig
+	policies.ApproveConfig
 	allFrom, from string
 	count         int
 	wait          time.Duration
@@ -118,14 +118,14 @@ func (a *app) approve(cmd *cobra.Command, f approving, args []string) error {
 	defer func() { _ = dir.Close() }()
 	ctx, cancel := context.WithTimeout(cmd.Context(), f.timeout)
 	defer cancel()
-	ap, err := owner.NewApprover(ctx, dir, f.ApproveConfig)
+	ap, err := policies.NewApprover(ctx, dir, f.ApproveConfig)
 	if err != nil {
 		return err
 	}
 	if f.count > 0 {
 		return a.approveAsTheyCome(cmd, f, dir, ap, from)
 	}
-	var machines, left []owner.Candidate
+	var machines, left []policies.Candidate
 	switch {
 	case shows:
 		all, err := ap.Candidates(ctx)
@@ -138,7 +138,7 @@ func (a *app) approve(cmd *cobra.Command, f approving, args []string) error {
 		if err != nil {
 			return err
 		}
-		for _, c := range owner.Within(all, from) {
+		for _, c := range policies.Within(all, from) {
 			if c.Problem == nil {
 				machines = append(machines, c)
 			} else {
@@ -154,13 +154,13 @@ func (a *app) approve(cmd *cobra.Command, f approving, args []string) error {
 }
 
 // namedMachines returns the machines that the arguments name, each once. Those of an interrupted approval are left out: it is completed first.
-func namedMachines(ctx context.Context, ap *owner.Approver, args []string) (out []owner.Candidate, err error) {
+func namedMachines(ctx context.Context, ap *policies.Approver, args []string) (out []policies.Candidate, err error) {
 	seen := map[string]bool{}
 	for _, l := range ap.Unsent() {
 		seen[l.Machine.String()] = true
 	}
 	for _, arg := range args {
-		var c owner.Candidate
+		var c policies.Candidate
 		if id, perr := attest.ParseMachineID(arg); perr == nil {
 			if seen[id.String()] {
 				continue
@@ -185,7 +185,7 @@ func namedMachines(ctx context.Context, ap *owner.Approver, args []string) (out 
 }
 
 // approveThese shows the machines, asks, and approves them.
-func (a *app) approveThese(cmd *cobra.Command, f approving, dir *ownerdir.Dir, ap *owner.Approver, machines, left []owner.Candidate) error {
+func (a *app) approveThese(cmd *cobra.Command, f approving, dir *ownerdir.Dir, ap *policies.Approver, machines, left []policies.Candidate) error {
 	unsent := ap.Unsent()
 	if a.output != outputJSON {
 		if err := a.showWaiting(slices.Concat(machines, left), unsent); err != nil {
@@ -220,7 +220,7 @@ func (a *app) approveThese(cmd *cobra.Command, f approving, dir *ownerdir.Dir, a
 }
 
 // approveAsTheyCome approves machines of an autoscaling group.
-func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.Dir, ap *owner.Approver, from netip.Prefix) error {
+func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.Dir, ap *policies.Approver, from netip.Prefix) error {
 	what := "from any address"
 	if from.IsValid() {
 		what = "with an address in " + from.String()
@@ -233,7 +233,7 @@ func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.D
 		if err != nil {
 			return err
 		}
-		return a.showWaiting(owner.Within(all, from), unsent)
+		return a.showWaiting(policies.Within(all, from), unsent)
 	}
 	if err := a.agree(cmd, f.yes, fmt.Sprintf("Approve up to %d machines %s that come within %s and booted what the policy accepts?", f.count, what, f.wait)); err != nil {
 		return err
@@ -253,7 +253,7 @@ func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.D
 	if done < f.count {
 		var more int
 		var printed error
-		more, err = ap.Await(ctx, f.count-done, from, a.step, func(batch []owner.Candidate) {
+		more, err = ap.Await(ctx, f.count-done, from, a.step, func(batch []policies.Candidate) {
 			printed = errors.Join(printed, a.approved(batch, nil, nil, ap.Serial()))
 		})
 		done, err = done+more, errors.Join(err, printed)
@@ -289,15 +289,15 @@ func (a *app) agree(cmd *cobra.Command, yes bool, question string) error {
 
 // approvals is the output for programs.
 type approvals struct {
-	Approved []owner.Candidate    `json:"approved,omitempty"`
-	Would    []owner.Candidate    `json:"wouldApprove,omitempty"`
-	Left     []owner.Candidate    `json:"notApproved,omitempty"`
+	Approved []policies.Candidate `json:"approved,omitempty"`
+	Would    []policies.Candidate `json:"wouldApprove,omitempty"`
+	Left     []policies.Candidate `json:"notApproved,omitempty"`
 	Unsent   []policyfile.Listing `json:"completed,omitempty"`
 	Serial   uint64               `json:"policySerial,omitempty"`
 }
 
 // approved prints exactly what was approved.
-func (a *app) approved(machines []owner.Candidate, unsent []policyfile.Listing, left []owner.Candidate, serial uint64) error {
+func (a *app) approved(machines []policies.Candidate, unsent []policyfile.Listing, left []policies.Candidate, serial uint64) error {
 	if a.output == outputJSON {
 		return a.json(approvals{Approved: machines, Left: left, Unsent: unsent, Serial: serial})
 	}
@@ -317,7 +317,7 @@ func (a *app) approved(machines []owner.Candidate, unsent []policyfile.Listing, 
 }
 
 // verifier says who has verified the evidence of a machine.
-func verifier(c owner.Candidate) string {
+func verifier(c policies.Candidate) string {
 	if c.Verified {
 		return "this computer"
 	}
@@ -325,9 +325,9 @@ func verifier(c owner.Candidate) string {
 }
 
 // showWaiting prints machines that wait.
-func (a *app) showWaiting(all []owner.Candidate, unsent []policyfile.Listing) error {
+func (a *app) showWaiting(all []policies.Candidate, unsent []policyfile.Listing) error {
 	if a.output == outputJSON {
-		return a.json(map[string]any{"waiting": append([]owner.Candidate{}, all...), "interrupted": append([]policyfile.Listing{}, unsent...)})
+		return a.json(map[string]any{"waiting": append([]policies.Candidate{}, all...), "interrupted": append([]policyfile.Listing{}, unsent...)})
 	}
 	for _, l := range unsent {
 		fmt.Fprintf(a.stdout, "An approval was interrupted: the folder's policy lists machine %s in %s, and the cluster's does not. The next muster approve completes it.\n", l.Machine, l.Field)

@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/backups"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
@@ -54,18 +54,18 @@ func (a *app) backup(ctx context.Context, f backupFlags) error {
 			f.to = filepath.Join(d.Path(), "backups")
 		}
 		if f.latest {
-			info, err := owner.FetchLatest(ctx, d, f.from, f.to, report)
+			info, err := backups.FetchLatest(ctx, d, f.from, f.to, report)
 			if info == nil {
 				return err
 			}
 			return errors.Join(err, a.showBackup(info)) // an older one, if err is not nil
 		}
-		node, stored, err := owner.MakeBackup(ctx, d, f.from, report)
+		node, stored, err := backups.MakeBackup(ctx, d, f.from, report)
 		if err != nil {
 			return err
 		}
 		report(fmt.Sprintf("%s: reading %s, %.1f MiB", node, stored.Name, float64(stored.Size)/(1<<20)))
-		info, err := owner.FetchBackup(ctx, d, node, stored, f.to)
+		info, err := backups.FetchBackup(ctx, d, node, stored, f.to)
 		if err != nil {
 			return err
 		}
@@ -73,7 +73,7 @@ func (a *app) backup(ctx context.Context, f backupFlags) error {
 	})
 }
 
-func (a *app) showBackup(info *owner.BackupInfo) error {
+func (a *app) showBackup(info *backups.BackupInfo) error {
 	if a.output == outputJSON {
 		return a.json(info)
 	}
@@ -94,7 +94,7 @@ by this cluster's certificate authority. The command asks no machine. It names w
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			return a.withFolder(func(d *ownerdir.Dir) error {
-				info, err := owner.VerifyBackup(d, args[0])
+				info, err := backups.VerifyBackup(d, args[0])
 				if err != nil {
 					return err
 				}

@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -68,7 +68,7 @@ func (a *app) addClass(ctx context.Context, name, from, path string, machine *at
 	if err != nil {
 		return err
 	}
-	claims, sight, err := owner.Look(ctx, cfg)
+	claims, sight, err := appraisal.Look(ctx, cfg)
 	if err != nil {
 		return err
 	}
@@ -101,7 +101,7 @@ func (a *app) addClass(ctx context.Context, name, from, path string, machine *at
 }
 
 // showFirmware prints the values that the owner compares with those that the machine's maker publishes.
-func (a *app) showFirmware(sight *owner.Report, values map[string]string) {
+func (a *app) showFirmware(sight *appraisal.Report, values map[string]string) {
 	fmt.Fprintf(a.stdout, "Machine      %s\nSecure Boot  %s\nBank         %s\n", sight.Machine, sight.SecureBoot, sight.Bank)
 	for _, i := range classPCRs {
 		fmt.Fprintf(a.stdout, "PCR %d        %s\n", i, values[strconv.Itoa(i)])

@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/cobra"
 	"google.golang.org/protobuf/encoding/protojson"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -23,7 +23,7 @@ func (a *app) collateralCommand() *cobra.Command {
 
 func (a *app) fetchCollateralCommand() *cobra.Command {
 	var (
-		source owner.CollateralSource
+		source policies.CollateralSource
 		out    string
 	)
 	cmd := &cobra.Command{
@@ -42,7 +42,7 @@ The refusal HARDWARE_COLLATERAL names the FMSPC of a machine's processor.`,
 			if len(source.Products)+len(source.FMSPCs) == 0 {
 				return usagef("nothing to fetch: give --product for AMD or --fmspc for Intel")
 			}
-			c, ends, err := owner.FetchCollateral(cmd.Context(), source, time.Now())
+			c, ends, err := policies.FetchCollateral(cmd.Context(), source, time.Now())
 			if err != nil {
 				return err
 			}
@@ -74,7 +74,7 @@ func (a *app) verifyCollateralCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			_, ends, err := owner.ReadCollateral(text, time.Now())
+			_, ends, err := policies.ReadCollateral(text, time.Now())
 			if err != nil {
 				return fmt.Errorf("%s: %w", args[0], err)
 			}
@@ -126,12 +126,12 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	if err != nil {
 		return err
 	}
-	c, ends, err := owner.ReadCollateral(text, now)
+	c, ends, err := policies.ReadCollateral(text, now)
 	if err != nil {
 		return fmt.Errorf("%s: %w", file, err)
 	}
 	with := func(text []byte, serial uint64) ([]byte, error) {
-		policy, why, err := owner.WithCollateral(text, serial, c, f.worse)
+		policy, why, err := policies.WithCollateral(text, serial, c, f.worse)
 		if err != nil {
 			return nil, err
 		}
@@ -170,7 +170,7 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("the services said nothing within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
-	p, err := owner.ApplyPolicy(ctx, dir, policy, false)
+	p, err := policies.ApplyPolicy(ctx, dir, policy, false)
 	if err != nil {
 		return err
 	}

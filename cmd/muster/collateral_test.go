@@ -17,8 +17,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
@@ -115,11 +116,11 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	kube, err := owner.Connect(dir)
+	kube, err := access.Connect(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, signed, err := owner.SignedPolicy(dir)
+	_, signed, err := policies.SignedPolicy(dir)
 	if err == nil {
 		err = kube.PutPolicy(t.Context(), signed)
 	}

@@ -6,7 +6,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 )
 
 // completionTimeout is the longest wait after the tab key.
@@ -24,7 +24,7 @@ func (a *app) completeNodes(cmd *cobra.Command, args []string, _ string) ([]stri
 		return nil, none
 	}
 	defer func() { _ = dir.Close() }()
-	kube, err := owner.Connect(dir)
+	kube, err := access.Connect(dir)
 	if err != nil {
 		return nil, none
 	}

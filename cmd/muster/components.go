@@ -12,7 +12,8 @@ import (
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/backups"
+	"github.com/muster-k8s/muster/cmd/muster/owner/rollout"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
@@ -43,7 +44,7 @@ the nodes will be.`,
 			if check {
 				ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 				defer cancel()
-				owner.CheckComponents(ctx, wanted)
+				backups.CheckComponents(ctx, wanted)
 			}
 			return a.showWanted(wanted)
 		},
@@ -79,7 +80,7 @@ An IMAGE with tag and digest, NAME:TAG@sha256:DIGEST, is taken as it is. One wit
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			if list.Images, err = owner.Pin(ctx, args); err != nil {
+			if list.Images, err = rollout.Pin(ctx, args); err != nil {
 				return err
 			}
 			out, err := yaml.Marshal(list)
@@ -113,7 +114,7 @@ func parseList(path string, parse func([]byte) (versions.List, error)) (versions
 	return list, nil
 }
 
-func (a *app) wanted(components, images string) ([]owner.Wanted, error) {
+func (a *app) wanted(components, images string) ([]backups.Wanted, error) {
 	var list versions.List
 	if components != "" {
 		var err error
@@ -130,7 +131,7 @@ func (a *app) wanted(components, images string) ([]owner.Wanted, error) {
 			return nil, err
 		}
 	}
-	out := append(owner.WantedComponents(list.Components), owner.WantedImages(list.Images)...)
+	out := append(backups.WantedComponents(list.Components), backups.WantedImages(list.Images)...)
 	if images == "" {
 		return out, nil
 	}
@@ -139,12 +140,12 @@ func (a *app) wanted(components, images string) ([]owner.Wanted, error) {
 		return nil, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(digests)) {
-		out = append(out, owner.WantedImages([]string{digests[name]})...)
+		out = append(out, backups.WantedImages([]string{digests[name]})...)
 	}
 	return out, nil
 }
 
-func (a *app) showWanted(list []owner.Wanted) error {
+func (a *app) showWanted(list []backups.Wanted) error {
 	bad := 0
 	rows := [][]string{{"KIND", "SHA-256", "SIZE", "SOURCE", "PATH"}}
 	for _, w := range list {

@@ -7,8 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/doctor"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -31,7 +31,7 @@ What can only be seen on a machine itself, "bootstrapper doctor" looks at there:
 					return usagef("--node goes alone: its machine is a node already, and is looked at from within")
 				}
 				if !cmd.Flags().Changed("timeout") {
-					timeout = owner.OrderTimeout
+					timeout = lifecycle.OrderTimeout
 				}
 				return a.doctorOf(cmd.Context(), node, timeout)
 			}

@@ -11,7 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -53,7 +54,7 @@ record again. Take the ID from the machine's console, not from the cluster. Afte
 			if err := at.verify(ctx, a, spec.MachineID, false); err != nil { // in a cluster already, it is no new machine
 				return err
 			}
-			created, err := owner.Enroll(ctx, dir, args[0], spec, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", args[0], step) })
+			created, err := policies.Enroll(ctx, dir, args[0], spec, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", args[0], step) })
 			if err != nil {
 				return err
 			}
@@ -107,7 +108,7 @@ func (e *expected) verify(ctx context.Context, a *app, machine string, inCluster
 	if cfg.Only = &id; !inCluster {
 		cfg.Locks = []attest.Lock{attest.Unlocked()}
 	}
-	s, err := owner.Verify(ctx, cfg)
+	s, err := appraisal.Verify(ctx, cfg)
 	if err == nil {
 		err = s.Err
 	}

@@ -12,8 +12,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/internal/explain"
 	"github.com/muster-k8s/muster/internal/image"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -56,7 +58,7 @@ The exit code is 1 if something differs, or if the machine is refused.`,
 			if err != nil {
 				return err
 			}
-			e, err := owner.ExplainBoot(seen, text, ways)
+			e, err := appraisal.ExplainBoot(seen, text, ways)
 			if err != nil {
 				return err
 			}
@@ -101,9 +103,9 @@ func expectedBoots(path string, bank crypto.Hash) (ways [][]explain.Step, err er
 }
 
 // seen returns what is known of the boot of the machine that an argument names.
-func (a *app) seen(cmd *cobra.Command, target, policyPath string, p *attest.Policy, timeout time.Duration) (*owner.Seen, error) {
+func (a *app) seen(cmd *cobra.Command, target, policyPath string, p *attest.Policy, timeout time.Duration) (*appraisal.Seen, error) {
 	if info, err := os.Stat(target); err == nil && info.Mode().IsRegular() {
-		return owner.SeenInFile(target, p.Bank())
+		return appraisal.SeenInFile(target, p.Bank())
 	}
 	if id, err := attest.ParseMachineID(target); err == nil {
 		if target, err = a.waitingAt(cmd.Context(), id, timeout); err != nil {
@@ -112,14 +114,14 @@ func (a *app) seen(cmd *cobra.Command, target, policyPath string, p *attest.Poli
 	} else if mayBeNode(target) {
 		wait := timeout
 		if !cmd.Flags().Changed("timeout") {
-			wait = owner.OrderTimeout
+			wait = lifecycle.OrderTimeout
 		}
 		report, err := a.verifyNode(cmd.Context(), target, policyPath, wait)
 		if err != nil {
 			return nil, err
 		}
 		if report != nil {
-			return owner.SeenBy(report, p)
+			return appraisal.SeenBy(report, p)
 		}
 	}
 	cfg, err := a.target(target, policyPath, string(attest.PurposeMachine), "")
@@ -128,11 +130,11 @@ func (a *app) seen(cmd *cobra.Command, target, policyPath string, p *attest.Poli
 	}
 	ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 	defer cancel()
-	report, err := owner.Verify(ctx, cfg)
+	report, err := appraisal.Verify(ctx, cfg)
 	if err != nil {
 		return nil, err
 	}
-	return owner.SeenBy(report, p)
+	return appraisal.SeenBy(report, p)
 }
 
 // waitingAt prints the cluster's record of a machine that waits, and returns the machine's address.
@@ -144,7 +146,7 @@ func (a *app) waitingAt(ctx context.Context, id attest.MachineID, timeout time.D
 	defer func() { _ = dir.Close() }()
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	w, err := owner.WaitingMachine(ctx, dir, id)
+	w, err := policies.WaitingMachine(ctx, dir, id)
 	if err != nil {
 		return "", err
 	}
@@ -158,7 +160,7 @@ var (
 	errRefused = errors.New("the machine is refused, and not for what it booted")
 )
 
-func (a *app) showExplanation(e *owner.Explanation) error {
+func (a *app) showExplanation(e *appraisal.Explanation) error {
 	differs := len(e.Differences)+len(e.Rules) > 0
 	for _, f := range e.Fits {
 		differs = differs || len(f.PCRs) > 0

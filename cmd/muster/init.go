@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/install"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/objects/jointoken"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -103,12 +103,12 @@ func (a *app) init(ctx context.Context, f initFlags) error {
 
 	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("not done within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
-	steps := owner.Steps
+	steps := install.Steps
 	if f.cluster.Adopted {
-		steps = owner.InstallSteps
+		steps = install.InstallSteps
 	}
 	report := a.report(steps)
-	err = owner.Init(ctx, owner.InitConfig{Dir: dir, Manifests: manifests, Values: values, Report: report, Log: slog.New(slog.DiscardHandler)})
+	err = install.Init(ctx, install.InitConfig{Dir: dir, Manifests: manifests, Values: values, Report: report, Log: slog.New(slog.DiscardHandler)})
 	report.Close()
 	if err != nil {
 		return err

@@ -8,7 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
@@ -34,7 +34,7 @@ While the old one is valid, it is what is asked with. After its end, or with --j
 a joinservice takes: its machine proves first what it booted and that the policy lists it as a control plane.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg := owner.RenewConfig{Now: time.Now}
+			cfg := access.RenewConfig{Now: time.Now}
 			if joinservice != "" {
 				addr, err := hostPort(joinservice, clusterapi.Values{}.JoinPort())
 				if err != nil {
@@ -49,8 +49,8 @@ a joinservice takes: its machine proves first what it booted and that the policy
 			defer func() { _ = cfg.Dir.Close() }()
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("not done within %s: %w", timeout, context.DeadlineExceeded))
 			defer cancel()
-			cfg.Report = a.report(owner.RenewSteps)
-			end, err := owner.RenewKubeconfig(ctx, cfg)
+			cfg.Report = a.report(access.RenewSteps)
+			end, err := access.RenewKubeconfig(ctx, cfg)
 			cfg.Report.Close()
 			if err != nil {
 				return err

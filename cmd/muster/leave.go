@@ -12,8 +12,8 @@ import (
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -46,15 +46,15 @@ plane, by an order with your signature. What will be done is shown first. After 
 				if _, err := keys.ParseDiskID(disk); err != nil {
 					return usagef("--disk: %w", err)
 				}
-				return a.leave(cmd, l, draining{}, disk, func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
-					return owner.PlanErase(ctx, d, disk)
+				return a.leave(cmd, l, draining{}, disk, func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Departure, error) {
+					return lifecycle.PlanErase(ctx, d, disk)
 				})
 			}
 			if len(args) == 0 {
 				return usagef("which node? muster forget NODE, or muster forget --erase --disk UUID")
 			}
-			return a.leave(cmd, l, pods, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
-				return owner.PlanForget(ctx, d, args[0], memberGone, erase)
+			return a.leave(cmd, l, pods, args[0], func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Departure, error) {
+				return lifecycle.PlanForget(ctx, d, args[0], memberGone, erase)
 			})
 		},
 	}
@@ -97,11 +97,11 @@ A ban is no obstacle for another machine, and ends with this; for the machine th
 					return usagef("--disk: %w", err)
 				}
 			}
-			return a.leave(cmd, l, draining{}, args[0], func(ctx context.Context, d *ownerdir.Dir) (*owner.Departure, error) {
+			return a.leave(cmd, l, draining{}, args[0], func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Departure, error) {
 				if err := at.verify(ctx, a, to.MachineID, true); err != nil { // with a state disk that is not encrypted, it is locked to the cluster again
 					return nil, err
 				}
-				return owner.PlanReplace(ctx, d, args[0], to)
+				return lifecycle.PlanReplace(ctx, d, args[0], to)
 			})
 		},
 	}
@@ -123,7 +123,7 @@ func (l *leaving) flags(cmd *cobra.Command) {
 	cmd.Flags().DurationVar(&l.timeout, "timeout", time.Minute, "how long to wait for the API server")
 }
 
-func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, plan func(context.Context, *ownerdir.Dir) (*owner.Departure, error)) error {
+func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, plan func(context.Context, *ownerdir.Dir) (*lifecycle.Departure, error)) error {
 	if msgs := validation.IsDNS1123Subdomain(name); len(msgs) > 0 {
 		return usagef("node name %q: %s", name, msgs[0])
 	}
@@ -168,7 +168,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, p
 }
 
 // showDeparture shows what will be done, and asks.
-func (a *app) showDeparture(cmd *cobra.Command, l leaving, d *owner.Departure, name string) error {
+func (a *app) showDeparture(cmd *cobra.Command, l leaving, d *lifecycle.Departure, name string) error {
 	for i, line := range d.Plan {
 		fmt.Fprintf(a.stderr, "%d. %s\n", i+1, line)
 	}
@@ -182,9 +182,9 @@ func (a *app) showDeparture(cmd *cobra.Command, l leaving, d *owner.Departure, n
 }
 
 // remove executes a plan.
-func (a *app) remove(ctx context.Context, l leaving, dir *ownerdir.Dir, d *owner.Departure, name string) (*owner.Removed, error) {
+func (a *app) remove(ctx context.Context, l leaving, dir *ownerdir.Dir, d *lifecycle.Departure, name string) (*lifecycle.Removed, error) {
 	report := func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) }
-	ordered, cancel := context.WithTimeout(ctx, owner.OrderTimeout)
+	ordered, cancel := context.WithTimeout(ctx, lifecycle.OrderTimeout)
 	defer cancel()
 	if err := d.RemoveMember(ordered, report); err != nil {
 		return nil, err

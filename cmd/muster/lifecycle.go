@@ -8,8 +8,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
@@ -41,7 +41,7 @@ func (a *app) drainFirst(ctx context.Context, name string, d draining) (cordoned
 	ctx, cancel := context.WithTimeout(ctx, d.timeout)
 	defer cancel()
 	err = a.withFolder(func(dir *ownerdir.Dir) (err error) {
-		cordoned, err = owner.Drain(ctx, dir, name, d.options, a.steps(name))
+		cordoned, err = lifecycle.Drain(ctx, dir, name, d.options, a.steps(name))
 		return err
 	})
 	return cordoned, err
@@ -110,7 +110,7 @@ A control plane has held the cluster's keys: a ban is not enough (docs/control-p
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), l.timeout)
 			defer cancel()
-			if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.Ban(ctx, d, args[0], a.steps(args[0])) }); err != nil {
+			if err := a.withFolder(func(d *ownerdir.Dir) error { return lifecycle.Ban(ctx, d, args[0], a.steps(args[0])) }); err != nil {
 				return err
 			}
 			return a.result(args[0], "banned.")
@@ -131,7 +131,7 @@ or by muster reboot. Labels and taints of the old Node are gone with it.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.Unban(ctx, d, args[0]) }); err != nil {
+			if err := a.withFolder(func(d *ownerdir.Dir) error { return lifecycle.Unban(ctx, d, args[0]) }); err != nil {
 				return err
 			}
 			return a.result(args[0], "the ban is lifted. Restart the machine: muster reboot "+args[0]+". Its new Node has no labels and taints. A control plane gets no joinservice without them: kubectl label node "+args[0]+" node-role.kubernetes.io/control-plane= && kubectl taint node "+args[0]+" node-role.kubernetes.io/control-plane:NoSchedule")
@@ -160,7 +160,7 @@ What will be done is shown first. After an interruption the same command finishe
 	}
 	l.flags(cmd)
 	pods.flags(cmd, true)
-	cmd.Flags().DurationVar(&wait, "wait", owner.OrderTimeout, "how long to wait for the machine")
+	cmd.Flags().DurationVar(&wait, "wait", lifecycle.OrderTimeout, "how long to wait for the machine")
 	return cmd
 }
 
@@ -172,7 +172,7 @@ func (a *app) reset(cmd *cobra.Command, l leaving, pods draining, wait time.Dura
 	defer func() { _ = dir.Close() }()
 	look, cancel := context.WithTimeout(cmd.Context(), l.timeout)
 	defer cancel()
-	r, err := owner.PlanReset(look, dir, name)
+	r, err := lifecycle.PlanReset(look, dir, name)
 	if err != nil {
 		return err
 	}

@@ -14,7 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 )
 
 // Exit codes; docs/operate.md lists them.
@@ -95,9 +95,9 @@ func exitCode(err error) int {
 		return exitUsage
 	}
 	switch {
-	case owner.Unreachable(err):
+	case problem.Unreachable(err):
 		return exitUnreachable
-	case owner.Explain(err).Reason != "":
+	case problem.Explain(err).Reason != "":
 		return exitRefused
 	}
 	return exitFailed
@@ -108,7 +108,7 @@ type shown struct{ error }
 
 // complain prints an error with its reason code and its remedy.
 func (a *app) complain(err error) {
-	p := owner.Explain(err)
+	p := problem.Explain(err)
 	if u, ok := errors.AsType[*usageError](err); ok && p.Remedy == "" {
 		p.Remedy = u.command + " --help shows what it takes."
 	}
@@ -118,7 +118,7 @@ func (a *app) complain(err error) {
 	if a.output == outputJSON {
 		line := struct {
 			Event string `json:"event"`
-			owner.Problem
+			problem.Problem
 		}{"error", p}
 		if b, err := json.Marshal(line); err == nil {
 			fmt.Fprintf(a.stdout, "%s\n", b)

@@ -8,8 +8,10 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
+	"github.com/muster-k8s/muster/cmd/muster/owner/orders"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/rollout"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
@@ -29,7 +31,7 @@ before, and the node takes pods again afterwards.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !unchecked {
-				if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.MayRestart(cmd.Context(), d, args[0]) }); err != nil {
+				if err := a.withFolder(func(d *ownerdir.Dir) error { return rollout.MayRestart(cmd.Context(), d, args[0]) }); err != nil {
 					return err
 				}
 			}
@@ -52,7 +54,7 @@ before, and the node takes pods again afterwards.`,
 				return err
 			}
 			if cordoned {
-				if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.Uncordon(cmd.Context(), d, args[0]) }); err != nil {
+				if err := a.withFolder(func(d *ownerdir.Dir) error { return lifecycle.Uncordon(cmd.Context(), d, args[0]) }); err != nil {
 					return fmt.Errorf("%s has restarted, and still takes no pods: kubectl uncordon %s: %w", args[0], args[0], err)
 				}
 			}
@@ -64,7 +66,7 @@ before, and the node takes pods again afterwards.`,
 		},
 	}
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
-	cmd.Flags().DurationVar(&timeout, "timeout", owner.OrderTimeout, "how long to wait for the machine")
+	cmd.Flags().DurationVar(&timeout, "timeout", lifecycle.OrderTimeout, "how long to wait for the machine")
 	uncheckedFlag(cmd, &unchecked, "")
 	pods.flags(cmd, true)
 	return cmd
@@ -84,7 +86,7 @@ func (a *app) order(ctx context.Context, node string, action ownerorder.Action, 
 	defer func() { _ = dir.Close() }()
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	return owner.Order(ctx, dir, node, action, nil, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
+	return orders.Order(ctx, dir, node, action, nil, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
 }
 
 // doctorOf shows what a node's machine finds on itself.
@@ -93,7 +95,7 @@ func (a *app) doctorOf(ctx context.Context, node string, timeout time.Duration) 
 	if err != nil {
 		return err
 	}
-	found, err := owner.Findings(r.Output)
+	found, err := orders.Findings(r.Output)
 	if err != nil {
 		return fmt.Errorf("what bootstrapper doctor found on %s can't be read: %w", node, err)
 	}

@@ -11,8 +11,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -110,7 +110,7 @@ muster policy diff has the cluster appraise them by it, with everything else tha
 			}
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
 			defer cancel()
-			p, err := owner.ApplyPolicy(ctx, dir, text, expel, out...)
+			p, err := policies.ApplyPolicy(ctx, dir, text, expel, out...)
 			if err != nil {
 				return err
 			}
@@ -166,7 +166,7 @@ func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 		fmt.Fprintf(a.stderr, "Warning: the collateral of %s is worse than that of the policy in the folder: %s. To keep the folder's, remove hardware.collateral from the file.\n", path, o)
 	}
 	if len(p.ControlPlanes()) == 0 {
-		kept, err := owner.ControlPlanesOf(dir)
+		kept, err := policies.ControlPlanesOf(dir)
 		if err != nil {
 			return nil, err
 		}

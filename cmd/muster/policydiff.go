@@ -9,8 +9,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 )
 
 // errExpels is the result of a preview that finds a running node refused.
@@ -46,19 +46,19 @@ attested within --wait; nodes that the policy in force refuses count too. As for
 func (a *app) policyDiff(ctx context.Context, dir *ownerdir.Dir, text []byte, wait time.Duration) error {
 	look, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
-	d, err := owner.DiffPolicy(look, dir, text)
+	d, err := policies.DiffPolicy(look, dir, text)
 	if err != nil {
 		return err
 	}
 	if a.output != outputJSON {
 		fmt.Fprint(a.stdout, d)
 	}
-	var nodes []owner.Preview
+	var nodes []policies.Preview
 	if wait > 0 {
 		fmt.Fprintf(a.stderr, "Running nodes are appraised when they attest next, within five minutes.\n")
 		waiting, cancel := context.WithTimeout(ctx, wait)
 		defer cancel()
-		if nodes, err = owner.PreviewPolicy(waiting, dir, text, func(p owner.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
+		if nodes, err = policies.PreviewPolicy(waiting, dir, text, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
 			return err
 		}
 	}
@@ -67,7 +67,7 @@ func (a *app) policyDiff(ctx context.Context, dir *ownerdir.Dir, text []byte, wa
 		bad = bad || !n.Accepted
 	}
 	if a.output == outputJSON {
-		err = a.json(map[string]any{"diff": d, "nodes": append([]owner.Preview{}, nodes...)})
+		err = a.json(map[string]any{"diff": d, "nodes": append([]policies.Preview{}, nodes...)})
 	} else {
 		w := tabwriter.NewWriter(a.stdout, 0, 0, 2, ' ', 0)
 		for _, n := range nodes {

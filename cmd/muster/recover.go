@@ -13,8 +13,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/doctor"
+	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -82,7 +82,7 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accep
 	if err != nil {
 		return usagef("endpoint: %w", err)
 	}
-	cfg := owner.RecoverConfig{Addr: addr, AcceptEpoch: accepted, Ask: a.askRevival()}
+	cfg := recovery.RecoverConfig{Addr: addr, AcceptEpoch: accepted, Ask: a.askRevival()}
 	if machine != "" {
 		id, err := attest.ParseMachineID(machine)
 		if err != nil {
@@ -101,8 +101,8 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accep
 		return err
 	}
 	defer func() { _ = cfg.Dir.Close() }()
-	cfg.Report = a.report(owner.RecoverSteps)
-	r, err := owner.Recover(ctx, cfg)
+	cfg.Report = a.report(recovery.RecoverSteps)
+	r, err := recovery.Recover(ctx, cfg)
 	cfg.Report.Close()
 	if err != nil {
 		return err
@@ -110,7 +110,7 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accep
 	if a.output == outputJSON {
 		line, err := json.Marshal(struct {
 			Event string `json:"event"`
-			*owner.Recovery
+			*recovery.Recovery
 		}{"result", r})
 		if err != nil {
 			return err
@@ -131,12 +131,12 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accep
 }
 
 // askRevival asks at the terminal; nil: there is none.
-func (a *app) askRevival() func(owner.Revival) (bool, error) {
+func (a *app) askRevival() func(recovery.Revival) (bool, error) {
 	ask := a.askEpoch()
 	if ask == nil {
 		return nil
 	}
-	return func(v owner.Revival) (bool, error) { return ask(v.Lines(), v.Epoch) }
+	return func(v recovery.Revival) (bool, error) { return ask(v.Lines(), v.Epoch) }
 }
 
 // askEpoch shows what the owner would accept, and asks at the terminal for the epoch's number; nil: there is none.

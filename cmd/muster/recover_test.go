@@ -16,8 +16,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	ownerrecovery "github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -199,7 +199,7 @@ func TestAControlPlaneIsRecovered(t *testing.T) {
 	stdout, _, err = muster(t, "recover", w.addr, "--directory", folder, "--machine-id", w.tpm.ID().String(), "--output", "json")
 	var last struct {
 		Event string
-		owner.Recovery
+		ownerrecovery.Recovery
 	}
 	lines := strings.Split(strings.TrimSpace(stdout), "\n")
 	if jerr := json.Unmarshal([]byte(lines[len(lines)-1]), &last); err != nil || jerr != nil || last.Event != "result" || !last.Already || last.Machine != w.tpm.ID().String() {

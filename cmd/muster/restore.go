@@ -8,12 +8,13 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/backups"
+	"github.com/muster-k8s/muster/cmd/muster/owner/install"
 )
 
 func (a *app) restoreCommand() *cobra.Command {
 	var (
-		cfg     owner.RestoreConfig
+		cfg     install.RestoreConfig
 		accept  uint64
 		timeout time.Duration
 	)
@@ -59,14 +60,14 @@ Running the same command again goes on where it stopped.`,
 	return cmd
 }
 
-func (a *app) restore(ctx context.Context, cfg owner.RestoreConfig) (err error) {
+func (a *app) restore(ctx context.Context, cfg install.RestoreConfig) (err error) {
 	if cfg.Dir, err = a.open(); err != nil {
 		return err
 	}
 	defer func() { _ = cfg.Dir.Close() }()
 	cfg.Log, cfg.Ask = slog.New(slog.DiscardHandler), a.askRestore()
-	cfg.Report = a.report(owner.RestoreSteps)
-	err = owner.Restore(ctx, cfg)
+	cfg.Report = a.report(install.RestoreSteps)
+	err = install.Restore(ctx, cfg)
 	cfg.Report.Close()
 	if err != nil {
 		return err
@@ -76,10 +77,10 @@ func (a *app) restore(ctx context.Context, cfg owner.RestoreConfig) (err error) 
 }
 
 // askRestore asks at the terminal; nil: there is none.
-func (a *app) askRestore() func(owner.BackupInfo) (bool, error) {
+func (a *app) askRestore() func(backups.BackupInfo) (bool, error) {
 	ask := a.askEpoch()
 	if ask == nil {
 		return nil
 	}
-	return func(i owner.BackupInfo) (bool, error) { return ask(i.Lines(), i.Epoch) }
+	return func(i backups.BackupInfo) (bool, error) { return ask(i.Lines(), i.Epoch) }
 }

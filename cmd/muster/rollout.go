@@ -13,8 +13,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/rollout"
 )
 
 func (a *app) rolloutCommand() *cobra.Command {
@@ -68,7 +68,7 @@ removed from the policy (muster policy apply).`,
 }
 
 // note says what is special about a node.
-func note(n owner.Runs) string {
+func note(n rollout.Runs) string {
 	var out []string
 	if n.Silent != "" {
 		out = append(out, n.Silent)
@@ -79,11 +79,11 @@ func note(n owner.Runs) string {
 	return strings.Join(out, "; ")
 }
 
-func (a *app) rollout(ctx context.Context, timeout time.Duration) (r *owner.Rollout, err error) {
+func (a *app) rollout(ctx context.Context, timeout time.Duration) (r *rollout.Rollout, err error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	err = a.withFolder(func(d *ownerdir.Dir) (err error) {
-		r, err = owner.RolloutStatus(ctx, d)
+		r, err = rollout.RolloutStatus(ctx, d)
 		return err
 	})
 	return r, err
@@ -129,7 +129,7 @@ left without. With NODE…, a repeated command restarts each of these nodes agai
 			if (from == "") == (len(args) == 0) {
 				return usagef("which nodes? muster rollout reboot NODE…, or --from IMAGE")
 			}
-			r, began := owner.Restarts{
+			r, began := rollout.Restarts{
 				Nodes: args, Drain: pods.options, DrainFor: pods.timeout, Unchecked: unchecked, Report: func(node, step string) { a.steps(node)(step) },
 			}, time.Now()
 			if from != "" {
@@ -152,7 +152,7 @@ left without. With NODE…, a repeated command restarts each of these nodes agai
 					return err
 				}
 			}
-			if err := a.withFolder(func(d *ownerdir.Dir) error { return owner.RebootInTurn(cmd.Context(), d, r) }); err != nil {
+			if err := a.withFolder(func(d *ownerdir.Dir) error { return rollout.RebootInTurn(cmd.Context(), d, r) }); err != nil {
 				return err
 			}
 			var failed error
@@ -177,7 +177,7 @@ left without. With NODE…, a repeated command restarts each of these nodes agai
 }
 
 // outdated fills in which nodes run an image, and names those that are left out.
-func (a *app) outdated(ctx context.Context, from string, to *owner.Restarts) error {
+func (a *app) outdated(ctx context.Context, from string, to *rollout.Restarts) error {
 	r, err := a.rollout(ctx, time.Minute)
 	if err != nil {
 		return err

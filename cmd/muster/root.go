@@ -17,10 +17,11 @@ import (
 	"k8s.io/klog/v2"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	"github.com/muster-k8s/muster/internal/buildinfo"
 )
 
@@ -117,11 +118,11 @@ func (a *app) open() (*ownerdir.Dir, error) {
 // is only printed. It returns [owner.ErrBehind] if the cluster is older than the record: then nothing was recorded
 // (B7).
 func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
-	kube, err := owner.Connect(dir)
+	kube, err := access.Connect(dir)
 	if err == nil {
-		err = owner.Remember(ctx, dir, kube)
+		err = recovery.Remember(ctx, dir, kube)
 	}
-	if errors.Is(err, owner.ErrBehind) {
+	if errors.Is(err, recovery.ErrBehind) {
 		fmt.Fprintf(a.stderr, "%s: %v. %s\n", dir.File(ownerdir.KnownFile), err, clusterapi.BehindRemedy)
 		return err
 	}

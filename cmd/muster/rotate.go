@@ -12,7 +12,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/rotation"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
@@ -22,7 +23,7 @@ const rotationPoll = 2 * time.Second
 func (a *app) rotateCommand() *cobra.Command {
 	var (
 		dryRun, yes bool
-		cfg         = owner.RotationConfig{Poll: rotationPoll, Now: time.Now}
+		cfg         = rotation.RotationConfig{Poll: rotationPoll, Now: time.Now}
 		names       []string
 	)
 	for _, k := range clusterinfo.RotatedKeys() {
@@ -65,9 +66,9 @@ The owner's key, which machines know by their image, is replaced by muster rotat
 			cfg.Dir = dir
 			cfg.Report = func(node, step string) { a.steps(node)(step) }
 			cfg.Adopt = func(ctx context.Context, ca *x509.Certificate, only bool) error {
-				report := a.report(owner.RenewSteps)
+				report := a.report(access.RenewSteps)
 				defer report.Close()
-				return owner.AdoptAuthority(ctx, dir, ca, only, report)
+				return rotation.AdoptAuthority(ctx, dir, ca, only, report)
 			}
 			return errors.Join(a.rotate(cmd, cfg, dryRun, yes), dir.Close())
 		},
@@ -77,13 +78,13 @@ The owner's key, which machines know by their image, is replaced by muster rotat
 	cmd.Flags().BoolVar(&cfg.Finish, "finish", false, "drop the old key")
 	cmd.Flags().StringSliceVar(&cfg.Without, "without", nil, "leave this worker behind, which gets the new authority at its first or second start; for cluster-ca --finish")
 	cmd.Flags().BoolVar(&cfg.Early, "early", false, "finish although tokens of pods may be signed with the old key, for instance because it is disclosed")
-	cmd.Flags().DurationVar(&cfg.Wait, "wait", owner.RotationTimeout, "how long to wait for each control plane")
+	cmd.Flags().DurationVar(&cfg.Wait, "wait", rotation.RotationTimeout, "how long to wait for each control plane")
 	cmd.AddCommand(a.rotateOwnerKeyCommand())
 	return cmd
 }
 
-func (a *app) rotate(cmd *cobra.Command, cfg owner.RotationConfig, dryRun, yes bool) error {
-	plan, err := owner.PlanRotation(cmd.Context(), cfg)
+func (a *app) rotate(cmd *cobra.Command, cfg rotation.RotationConfig, dryRun, yes bool) error {
+	plan, err := rotation.PlanRotation(cmd.Context(), cfg)
 	if err != nil {
 		return err
 	}
@@ -109,7 +110,7 @@ func (a *app) rotate(cmd *cobra.Command, cfg owner.RotationConfig, dryRun, yes b
 			return err
 		}
 	}
-	if plan, err = owner.Rotate(cmd.Context(), cfg); err != nil {
+	if plan, err = rotation.Rotate(cmd.Context(), cfg); err != nil {
 		return err
 	}
 	if plan.Phase == "" {
@@ -118,7 +119,7 @@ func (a *app) rotate(cmd *cobra.Command, cfg owner.RotationConfig, dryRun, yes b
 	return a.result("cluster", fmt.Sprintf("the control planes use the new %s, and accept the old one until muster rotate %s --finish.", plan.Key, plan.Key))
 }
 
-func showRotationPlan(w io.Writer, p *owner.RotationPlan) {
+func showRotationPlan(w io.Writer, p *rotation.RotationPlan) {
 	phase := string(p.Phase)
 	if phase == "" {
 		phase = "not begun"

@@ -11,8 +11,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/install"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/rotation"
 )
 
 type ownerKeyFlags struct {
@@ -53,12 +54,12 @@ Copy the owner's folder after each step. An interrupted step continues when the 
 }
 
 func (a *app) rotateOwnerKey(cmd *cobra.Command, f ownerKeyFlags) (err error) {
-	cfg := owner.OwnerKeyConfig{Step: owner.OwnerKeyPrepare, Now: time.Now, Report: a.steps("cluster")}
+	cfg := rotation.OwnerKeyConfig{Step: rotation.OwnerKeyPrepare, Now: time.Now, Report: a.steps("cluster")}
 	switch {
 	case f.commit:
-		cfg.Step = owner.OwnerKeyCommit
+		cfg.Step = rotation.OwnerKeyCommit
 	case f.finish:
-		cfg.Step = owner.OwnerKeyFinish
+		cfg.Step = rotation.OwnerKeyFinish
 	}
 	if f.key != "" {
 		if !f.prepare {
@@ -78,10 +79,10 @@ func (a *app) rotateOwnerKey(cmd *cobra.Command, f ownerKeyFlags) (err error) {
 	defer func() { err = errors.Join(err, cfg.Dir.Close()) }()
 	ctx, cancel := context.WithTimeoutCause(cmd.Context(), f.timeout, fmt.Errorf("not done within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
-	report := a.report(owner.UpgradeSteps)
+	report := a.report(install.UpgradeSteps)
 	defer report.Close()
-	cfg.Services = owner.ServiceKeys{UpgradeConfig: owner.UpgradeConfig{Dir: cfg.Dir, Patience: f.patience, Report: report, Log: slog.New(slog.DiscardHandler)}}
-	plan, err := owner.PlanOwnerKey(ctx, cfg)
+	cfg.Services = rotation.ServiceKeys{UpgradeConfig: install.UpgradeConfig{Dir: cfg.Dir, Patience: f.patience, Report: report, Log: slog.New(slog.DiscardHandler)}}
+	plan, err := rotation.PlanOwnerKey(ctx, cfg)
 	if err != nil {
 		return err
 	}
@@ -104,31 +105,31 @@ func (a *app) rotateOwnerKey(cmd *cobra.Command, f ownerKeyFlags) (err error) {
 			return err
 		}
 	}
-	if plan, err = owner.RotateOwnerKey(ctx, cfg); err != nil {
+	if plan, err = rotation.RotateOwnerKey(ctx, cfg); err != nil {
 		return err
 	}
 	report.Close()
 	return a.ownerKeyResult(cfg.Step, plan)
 }
 
-func (a *app) ownerKeyResult(step owner.OwnerKeyStep, p *owner.OwnerKeyPlan) error {
+func (a *app) ownerKeyResult(step rotation.OwnerKeyStep, p *rotation.OwnerKeyPlan) error {
 	if a.output == outputJSON {
 		return a.json(struct {
-			Step      owner.OwnerKeyStep `json:"step"`
-			OwnerKeys []string           `json:"ownerKeys"`
+			Step      rotation.OwnerKeyStep `json:"step"`
+			OwnerKeys []string              `json:"ownerKeys"`
 		}{step, p.ImageKeys()})
 	}
-	text := map[owner.OwnerKeyStep]string{
-		owner.OwnerKeyPrepare: "The new key is in the owner's folder: copy the folder. Build an image with both keys in image.yaml, and roll it out:\n\n%s\nThen run `muster rotate owner-key --commit`.\n",
-		owner.OwnerKeyCommit:  "The new key signs: copy the owner's folder. Build an image with this key alone in image.yaml and the serial of the policy in force as lowestPolicySerial, roll it out, and remove the images with the old key from the policy (muster policy remove-image):\n\n%s\nThen run `muster rotate owner-key --finish`.\n",
-		owner.OwnerKeyFinish:  "The cluster accepts only the new key: copy the owner's folder. Images that have the old key must not be in the policy any more. image.yaml has:\n\n%s",
+	text := map[rotation.OwnerKeyStep]string{
+		rotation.OwnerKeyPrepare: "The new key is in the owner's folder: copy the folder. Build an image with both keys in image.yaml, and roll it out:\n\n%s\nThen run `muster rotate owner-key --commit`.\n",
+		rotation.OwnerKeyCommit:  "The new key signs: copy the owner's folder. Build an image with this key alone in image.yaml and the serial of the policy in force as lowestPolicySerial, roll it out, and remove the images with the old key from the policy (muster policy remove-image):\n\n%s\nThen run `muster rotate owner-key --finish`.\n",
+		rotation.OwnerKeyFinish:  "The cluster accepts only the new key: copy the owner's folder. Images that have the old key must not be in the policy any more. image.yaml has:\n\n%s",
 	}[step]
 	_, err := fmt.Fprintf(a.stdout, text, imageKeys(p))
 	return err
 }
 
 // imageKeys returns ownerKeys for image.yaml.
-func imageKeys(p *owner.OwnerKeyPlan) string {
+func imageKeys(p *rotation.OwnerKeyPlan) string {
 	var out strings.Builder
 	out.WriteString("ownerKeys:\n")
 	for _, k := range p.ImageKeys() {
@@ -137,7 +138,7 @@ func imageKeys(p *owner.OwnerKeyPlan) string {
 	return out.String()
 }
 
-func showOwnerKeyPlan(w io.Writer, p *owner.OwnerKeyPlan) {
+func showOwnerKeyPlan(w io.Writer, p *rotation.OwnerKeyPlan) {
 	fmt.Fprintf(w, "Rotation of the owner's key: %s\n  signs     %s\n  next      %s\n  previous  %s\n", p.Step, p.Signs, dash(p.Next), dash(p.Previous))
 	for _, n := range p.Nodes {
 		state := "running"

@@ -10,8 +10,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 )
 
 func (a *app) statusCommand() *cobra.Command {
@@ -43,7 +44,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				return err
 			}
 			defer func() { _ = dir.Close() }()
-			kube, err := owner.Connect(dir)
+			kube, err := access.Connect(dir)
 			if err != nil {
 				return err
 			}
@@ -51,7 +52,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			defer cancel()
 			s, err := kube.Status(ctx, slog.New(slog.DiscardHandler))
 			if err != nil {
-				return owner.Unanswered(kube.Server(), err)
+				return access.Unanswered(kube.Server(), err)
 			}
 			keys, err := dir.KeyRotation()
 			if err != nil {
@@ -60,7 +61,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			s.OwnerKeyRotation = keys.Command()
 			older := a.remember(ctx, dir)
 			if behind := s.Behind(); behind != "" && older == nil { // also if the state could not be recorded
-				older = fmt.Errorf("%w: %s", owner.ErrBehind, behind)
+				older = fmt.Errorf("%w: %s", recovery.ErrBehind, behind)
 			}
 			if a.output == outputJSON {
 				err = a.json(s)

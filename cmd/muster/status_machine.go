@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -16,7 +16,7 @@ func (a *app) machineStatus(ctx context.Context, endpoint, policy string) error 
 	if err != nil {
 		return err
 	}
-	s, err := owner.AskMachine(ctx, cfg)
+	s, err := appraisal.AskMachine(ctx, cfg)
 	if err != nil {
 		return err
 	}
@@ -27,7 +27,7 @@ func (a *app) machineStatus(ctx context.Context, endpoint, policy string) error 
 	return nil
 }
 
-func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
+func (a *app) showMachine(s *appraisal.MachineStatus, now time.Time) {
 	if !s.Proven {
 		fmt.Fprintf(a.stdout, "UNPROVEN: the policy does not accept this machine (%s), so nothing below is proven.\n%s\n\n", s.Problem.Reason, s.Problem.Message)
 	}
@@ -78,7 +78,7 @@ func (a *app) showMachine(s *owner.MachineStatus, now time.Time) {
 	default:
 		line("Tries", "no joinservice: its metadata name no joinEndpoints and allow no init")
 	}
-	if s.Skew.Abs() >= owner.SkewWarn {
+	if s.Skew.Abs() >= appraisal.SkewWarn {
 		line("Clock", "%s off ours", s.Skew.Round(time.Second))
 	}
 	line("Version", "%s", s.Version)

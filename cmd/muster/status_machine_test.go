@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 )
 
 func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {
@@ -18,7 +18,7 @@ func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {
 		"waiting":    "Phase        waiting\n",
 	} {
 		var out bytes.Buffer
-		(&app{stdout: &out}).showMachine(&owner.MachineStatus{Proven: true, Phase: phase, Reason: "NOT_ENROLLED", FailedAttempts: 3, NextAttempt: &next, NodeName: "w1", Role: "worker"}, now)
+		(&app{stdout: &out}).showMachine(&appraisal.MachineStatus{Proven: true, Phase: phase, Reason: "NOT_ENROLLED", FailedAttempts: 3, NextAttempt: &next, NodeName: "w1", Role: "worker"}, now)
 		for _, line := range []string{want, "NOT_ENROLLED", "failed attempts: 3", "Next attempt in 8s"} {
 			if !strings.Contains(out.String(), line) {
 				t.Errorf("%s: no %q in\n%s", phase, line, &out)

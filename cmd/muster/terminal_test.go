@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 )
 
 // wrapped is the state of a command that runs, and what it prints.
@@ -99,7 +99,7 @@ func TestAPlanDoesNotMoveTheCursor(t *testing.T) {
 			cmd := &cobra.Command{}
 			cmd.SetContext(t.Context())
 			cmd.SetIn(strings.NewReader("w1\n"))
-			if err := a.showDeparture(cmd, leaving{}, &owner.Departure{Plan: []string{"plan " + tt.text}, Warnings: []string{"warning " + tt.text}}, "w1"); err != nil {
+			if err := a.showDeparture(cmd, leaving{}, &lifecycle.Departure{Plan: []string{"plan " + tt.text}, Warnings: []string{"warning " + tt.text}}, "w1"); err != nil {
 				t.Fatal(err)
 			}
 			if want := "1. plan " + tt.shown + "\nNote: warning " + tt.shown + ".\nType w1 to go on: \n"; stderr.String() != want {

@@ -8,7 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/uninstall"
 )
 
 type uninstallFlags struct {
@@ -56,10 +56,10 @@ func (a *app) uninstall(cmd *cobra.Command, f uninstallFlags) error {
 		return err
 	}
 	defer func() { _ = dir.Close() }()
-	cfg := owner.UninstallConfig{Dir: dir, Unencrypted: f.unencrypted, LetBackIn: f.letBackIn, Log: slog.New(slog.DiscardHandler)}
+	cfg := uninstall.UninstallConfig{Dir: dir, Unencrypted: f.unencrypted, LetBackIn: f.letBackIn, Log: slog.New(slog.DiscardHandler)}
 	look, cancel := a.limited(cmd.Context(), f.timeout)
 	defer cancel()
-	p, err := owner.PlanUninstall(look, cfg)
+	p, err := uninstall.PlanUninstall(look, cfg)
 	if err != nil {
 		return err
 	}
@@ -91,7 +91,7 @@ func (a *app) uninstall(cmd *cobra.Command, f uninstallFlags) error {
 	defer cancel()
 	cfg.Report = a.report(len(p.Steps))
 	defer cfg.Report.Close()
-	if p, err = owner.Uninstall(ctx, cfg); err != nil {
+	if p, err = uninstall.Uninstall(ctx, cfg); err != nil {
 		return err
 	}
 	cfg.Report.Close()
@@ -103,7 +103,7 @@ func (a *app) limited(ctx context.Context, d time.Duration) (context.Context, co
 }
 
 // showUninstall shows what will be done.
-func (a *app) showUninstall(p *owner.UninstallPlan) {
+func (a *app) showUninstall(p *uninstall.UninstallPlan) {
 	for i, s := range p.Steps {
 		fmt.Fprintf(a.stderr, "%d. %s: %s\n", i+1, s.Name, s.Detail)
 	}
@@ -113,12 +113,12 @@ func (a *app) showUninstall(p *owner.UninstallPlan) {
 }
 
 // uninstalled prints the result, and what is left to do on the machines.
-func (a *app) uninstalled(p *owner.UninstallPlan, text string) error {
+func (a *app) uninstalled(p *uninstall.UninstallPlan, text string) error {
 	if a.output == outputJSON {
 		return a.json(p)
 	}
 	fmt.Fprintln(a.stdout, text)
-	fmt.Fprintf(a.stdout, "If a machine still has Muster's units, run the block uninstall-machine of %s there, and don't restart the machine before:\n", owner.UninstallRunbook)
+	fmt.Fprintf(a.stdout, "If a machine still has Muster's units, run the block uninstall-machine of %s there, and don't restart the machine before:\n", uninstall.UninstallRunbook)
 	rows := [][]string{{"NODE", "ROLE", "READY"}}
 	for _, m := range p.Machines {
 		rows = append(rows, []string{m.Node, string(m.Role), yes(m.Ready)})

@@ -9,8 +9,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/install"
 )
 
 type upgradeFlags struct {
@@ -60,19 +60,19 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 	defer func() { _ = dir.Close() }()
 	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("not done within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
-	report := a.report(owner.UpgradeSteps)
+	report := a.report(install.UpgradeSteps)
 	defer report.Close()
-	cfg := owner.UpgradeConfig{
+	cfg := install.UpgradeConfig{
 		Dir: dir, Values: values, AllowDowngrade: f.downgrade, LeaveOut: f.leaveOut, Patience: f.patience, Report: report, Log: slog.New(slog.DiscardHandler),
 	}
 	if f.dryRun {
-		plan, err := owner.PlanUpgrade(ctx, cfg)
+		plan, err := install.PlanUpgrade(ctx, cfg)
 		if err != nil {
 			return err
 		}
 		return a.showPlan(plan)
 	}
-	done, err := owner.Upgrade(ctx, cfg)
+	done, err := install.Upgrade(ctx, cfg)
 	report.Close()
 	if err != nil {
 		return err

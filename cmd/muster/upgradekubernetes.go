@@ -7,7 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/rollout"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
@@ -16,7 +16,7 @@ func (a *app) upgradeKubernetesCommand() *cobra.Command {
 		pods        draining
 		components  string
 		dryRun, yes bool
-		cfg         = owner.KubernetesConfig{Stable: owner.StableFor}
+		cfg         = rollout.KubernetesConfig{Stable: rollout.StableFor}
 	)
 	cmd := &cobra.Command{
 		Use:   "kubernetes VERSION --components LIST [--dry-run]",
@@ -61,12 +61,12 @@ keeps the list until the upgrade is done. There is no way back to the version be
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "show what would be done, and change nothing")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	cmd.Flags().IntVar(&cfg.MaxUnavailable, "max-unavailable", 1, "how many workers are upgraded at the same time")
-	cmd.Flags().DurationVar(&cfg.Wait, "wait", owner.UpgradeTimeout, "how long to wait for each machine, and then until it is Ready")
+	cmd.Flags().DurationVar(&cfg.Wait, "wait", rollout.UpgradeTimeout, "how long to wait for each machine, and then until it is Ready")
 	return cmd
 }
 
-func (a *app) upgradeKubernetes(cmd *cobra.Command, cfg owner.KubernetesConfig, dryRun, yes bool) error {
-	plan, err := owner.PlanKubernetes(cmd.Context(), cfg)
+func (a *app) upgradeKubernetes(cmd *cobra.Command, cfg rollout.KubernetesConfig, dryRun, yes bool) error {
+	plan, err := rollout.PlanKubernetes(cmd.Context(), cfg)
 	if err != nil {
 		return err
 	}
@@ -81,7 +81,7 @@ func (a *app) upgradeKubernetes(cmd *cobra.Command, cfg owner.KubernetesConfig, 
 	if err != nil {
 		return err
 	}
-	if plan.Stage != owner.KubernetesDone {
+	if plan.Stage != rollout.KubernetesDone {
 		if err := plan.Err(); err != nil {
 			return err
 		}
@@ -94,14 +94,14 @@ func (a *app) upgradeKubernetes(cmd *cobra.Command, cfg owner.KubernetesConfig, 
 	if dryRun {
 		return nil
 	}
-	if plan, err = owner.UpgradeKubernetes(cmd.Context(), cfg); err != nil {
+	if plan, err = rollout.UpgradeKubernetes(cmd.Context(), cfg); err != nil {
 		return err
 	}
 	_ = a.remember(cmd.Context(), cfg.Dir) // a failure is printed
 	return a.result("cluster", "all nodes that take orders run Kubernetes "+plan.To+".")
 }
 
-func showKubernetesPlan(w io.Writer, p *owner.KubernetesPlan) {
+func showKubernetesPlan(w io.Writer, p *rollout.KubernetesPlan) {
 	fmt.Fprintf(w, "Kubernetes %s -> %s: %s\n", p.From, p.To, p.Stage)
 	for _, n := range p.Nodes {
 		fmt.Fprintf(w, "  %-30s  %-13s  %-10s  %s\n", n.Name, n.Role, dash(n.Kubelet), n.Will)

@@ -11,8 +11,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -44,7 +45,7 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 			if purpose == string(attest.PurposeMachine) && clusterID == "" && mayBeNode(args[0]) {
 				wait := timeout
 				if !cmd.Flags().Changed("timeout") {
-					wait = owner.OrderTimeout
+					wait = lifecycle.OrderTimeout
 				}
 				sight, err := a.verifyNode(cmd.Context(), args[0], policy, wait)
 				if err != nil {
@@ -60,7 +61,7 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			sight, err := owner.Verify(ctx, cfg)
+			sight, err := appraisal.Verify(ctx, cfg)
 			if err != nil {
 				return err
 			}
@@ -77,7 +78,7 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 }
 
 // target sets the values that flags leave out from the owner's folder.
-func (a *app) target(endpoint, policyPath, purpose, clusterID string) (owner.VerifyConfig, error) {
+func (a *app) target(endpoint, policyPath, purpose, clusterID string) (appraisal.VerifyConfig, error) {
 	return a.targetBy(endpoint, policyPath, purpose, clusterID, parsePolicy)
 }
 
@@ -99,8 +100,8 @@ func readPolicy(path string, parse func([]byte) (*attest.Policy, error)) (*attes
 }
 
 // targetBy is target with a policy that parse reads.
-func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse func([]byte) (*attest.Policy, error)) (owner.VerifyConfig, error) {
-	var cfg owner.VerifyConfig
+func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse func([]byte) (*attest.Policy, error)) (appraisal.VerifyConfig, error) {
+	var cfg appraisal.VerifyConfig
 	port := 9000
 	if attest.Purpose(purpose) == attest.PurposeJoinservice {
 		port = clusterapi.Values{}.JoinPort()
@@ -152,7 +153,7 @@ func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse fu
 }
 
 // show prints the evidence, with the event log if events is set; a refused machine is an error.
-func (a *app) show(s *owner.Report, events bool) error {
+func (a *app) show(s *appraisal.Report, events bool) error {
 	if !events {
 		s.Events = nil
 	}
@@ -201,7 +202,7 @@ func (a *app) show(s *owner.Report, events bool) error {
 }
 
 // endorsement returns it with the virtual machine that it names.
-func endorsement(s *owner.Report) string {
+func endorsement(s *appraisal.Report) string {
 	if s.Instance == "" {
 		return s.Endorsement
 	}
@@ -216,7 +217,7 @@ func named(s string) string {
 	return s
 }
 
-func pcrVerdict(p owner.PCR) string {
+func pcrVerdict(p appraisal.PCR) string {
 	switch {
 	case p.Match == nil:
 		return "-"

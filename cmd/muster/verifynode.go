@@ -11,7 +11,8 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -21,7 +22,7 @@ import (
 func mayBeNode(text string) bool { return len(validation.IsDNS1123Label(text)) == 0 }
 
 // verifyNode verifies a running node of the folder's cluster. It returns nil if there is no cluster, or no such node in it.
-func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout time.Duration) (*owner.Report, error) {
+func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout time.Duration) (*appraisal.Report, error) {
 	dir, err := a.view()
 	if err != nil {
 		if a.directory != "" {
@@ -39,7 +40,7 @@ func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout t
 	}
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	s, err := owner.VerifyNode(ctx, dir, name, p, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) })
+	s, err := lifecycle.VerifyNode(ctx, dir, name, p, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) })
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_NOT_ENROLLED {
 		fmt.Fprintf(a.stderr, "The cluster has no node %s. The name is taken for an address.\n", name)
 		return nil, nil //nolint:nilnil // it is a machine's
@@ -48,7 +49,7 @@ func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout t
 }
 
 // recorded describes the cluster's record of a verdict. A message begins with the reason code.
-func recorded(r *owner.Record) string {
+func recorded(r *appraisal.Record) string {
 	if r.Time == nil {
 		return "none: it has not attested yet"
 	}

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -30,17 +30,17 @@ func TestTheClustersRecordIsMarkedAsSuch(t *testing.T) {
 	at := time.Now()
 	refusal := attest.Refuse(attestv1.Reason_REASON_OWNER_SIGNATURE, "no owner")
 	for name, tt := range map[string]struct {
-		report owner.Report
+		report appraisal.Report
 		has    []string
 		lacks  string
 	}{
-		"a record": {owner.Report{Node: "w1", Err: refusal, Record: &owner.Record{Machine: "abc", Reason: "ACCEPTED", Time: &at, PolicySerial: 7}},
+		"a record": {appraisal.Report{Node: "w1", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "ACCEPTED", Time: &at, PolicySerial: 7}},
 			[]string{"What the cluster says of w1. Nothing of it is proven", "abc", "ACCEPTED, by the policy of serial 7", "Not verified."}, "Accepted"},
-		"a record of a refusal": {owner.Report{Node: "w1", Err: refusal, Record: &owner.Record{Machine: "abc", Reason: "POLICY_REFUSED", Message: "POLICY_REFUSED: PCR 11", Time: &at, PolicySerial: 7}},
+		"a record of a refusal": {appraisal.Report{Node: "w1", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "POLICY_REFUSED", Message: "POLICY_REFUSED: PCR 11", Time: &at, PolicySerial: 7}},
 			[]string{"Verdict        POLICY_REFUSED: PCR 11, at", "Not verified."}, "serial 7"},
-		"a record without a verdict": {owner.Report{Node: "w1", Err: refusal, Record: &owner.Record{Machine: "abc", Reason: "NONE"}}, []string{"it has not attested yet", "Not verified."}, "ACCEPTED"},
-		"a refusal":                  {owner.Report{Node: "w1", Err: refusal}, []string{"Refused."}, "the cluster says"},
-		"an accepted node":           {owner.Report{Node: "w1", Accepted: true, Machine: "abc", PolicySerial: 3}, []string{"Accepted by the policy of serial 3."}, "the cluster says"},
+		"a record without a verdict": {appraisal.Report{Node: "w1", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "NONE"}}, []string{"it has not attested yet", "Not verified."}, "ACCEPTED"},
+		"a refusal":                  {appraisal.Report{Node: "w1", Err: refusal}, []string{"Refused."}, "the cluster says"},
+		"an accepted node":           {appraisal.Report{Node: "w1", Accepted: true, Machine: "abc", PolicySerial: 3}, []string{"Accepted by the policy of serial 3."}, "the cluster says"},
 	} {
 		var out bytes.Buffer
 		err := (&app{stdout: &out, stderr: io.Discard, output: outputPlain}).show(&tt.report, false)

@@ -15,7 +15,7 @@ import (
 
 	"go.uber.org/goleak"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/doctor"
 	"github.com/muster-k8s/muster/internal/checkup"
@@ -112,9 +112,9 @@ func TestTheOwnerSeesWhatIsWrong(t *testing.T) {
 }
 
 func (s *seat) oneMachine(t *testing.T) {
-	var st *owner.MachineStatus
+	var st *appraisal.MachineStatus
 	until(t, func() (err error) {
-		st, err = decode[owner.MachineStatus](s.muster(t.Context(), "status", "--endpoint", "192.168.77.13", "--output", "json"))
+		st, err = decode[appraisal.MachineStatus](s.muster(t.Context(), "status", "--endpoint", "192.168.77.13", "--output", "json"))
 		if err == nil && st.Reason != "POLICY_REFUSED" {
 			err = fmt.Errorf("it says %+v", st)
 		}
@@ -271,7 +271,7 @@ func (s *seat) byOrder(t *testing.T) {
 			}
 		}
 		out, err = s.ordered(t, node, "verify", "verify", node)
-		v, err := decode[owner.Report](out, err)
+		v, err := decode[appraisal.Report](out, err)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -17,7 +17,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/rollout"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/lab/driver"
@@ -259,7 +259,7 @@ func TestANewImageIsRolledOutAndTheOldOneIsDropped(t *testing.T) {
 func (w *fixture) runs(t *testing.T, name string) string {
 	t.Helper()
 	out := w.Must(t, driver.Owner, "", "muster", "rollout", "status", "--output", "json")
-	var r owner.Rollout
+	var r rollout.Rollout
 	if err := json.Unmarshal([]byte(out), &r); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
@@ -79,7 +79,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 				}
 				return strings.Contains(string(b), want) && strings.Contains(string(b), "muster: this machine has the ID "+w.tpm.ID().String()+"\r\n")
 			})
-			s, err := owner.AskMachine(t.Context(), owner.VerifyConfig{Target: peerdial.Target{
+			s, err := appraisal.AskMachine(t.Context(), appraisal.VerifyConfig{Target: peerdial.Target{
 				Addr: r.addr, Purpose: attest.PurposeMachine, Policy: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.tpm}), Locks: []attest.Lock{attest.Unlocked()},
 			}})
 			if err != nil {

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
@@ -80,7 +80,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			if id := "muster: this machine has the ID " + w.machine.ID().String(); slices.Contains(w.lines(), id) != (tt.reason != "STATE_DISK") {
 				t.Errorf("the console shows %q: %q", id, w.lines())
 			}
-			s, err := owner.AskMachine(t.Context(), owner.VerifyConfig{Target: peerdial.Target{
+			s, err := appraisal.AskMachine(t.Context(), appraisal.VerifyConfig{Target: peerdial.Target{
 				Addr: addr, Purpose: attest.PurposeMachine, Policy: attesttest.ParsedPolicy(t, w.ca, []*attesttest.Machine{w.machine}), Locks: []attest.Lock{attest.Unlocked()},
 			}})
 			if err != nil {

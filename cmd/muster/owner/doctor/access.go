@@ -18,10 +18,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
@@ -193,7 +194,7 @@ func (d *doctor) listed(ctx context.Context) error {
 		case n.Spec.Role != v1alpha1.RoleControlPlane:
 			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is a worker, and the policy lists its machine %s as a control plane", n.Name, m)
 		case cluster.ControlPlane(m) == "":
-			d.Add(CheckJoinservice, checkup.Warn, owner.RecordIt(n.Name), "by the cluster, %s is a control plane with machine %s, which the policy lists; this folder records no name of that machine, so muster forget and replace refuse it", n.Name, m)
+			d.Add(CheckJoinservice, checkup.Warn, policies.RecordIt(n.Name), "by the cluster, %s is a control plane with machine %s, which the policy lists; this folder records no name of that machine, so muster forget and replace refuse it", n.Name, m)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(cluster.ControlPlanes)) {
@@ -247,7 +248,7 @@ func (d *doctor) controlPlanes(ctx context.Context, check string, accepted func(
 			accepted(n, n.Spec.Addresses[0])
 			continue
 		}
-		remedy := owner.Explain(err).Remedy
+		remedy := problem.Explain(err).Remedy
 		if _, refused := errors.AsType[*attest.Refusal](err); !refused || remedy == "" {
 			remedy = "From here, TCP to " + at + " must get through; on that node, the pod of muster-joinservice must be ready (externalTrafficPolicy is Local)."
 		}

@@ -19,9 +19,11 @@ import (
 	releasev1 "helm.sh/helm/v4/pkg/release/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -162,7 +164,7 @@ func (d *doctor) ownPolicy() {
 }
 
 func (d *doctor) kubeconfig() bool {
-	kube, err := owner.Connect(d.dir)
+	kube, err := access.Connect(d.dir)
 	if err != nil {
 		d.Err(CheckKubeconfig, "Run muster init to its end, or copy /etc/kubernetes/admin.conf from a control plane to "+d.dir.File(ownerdir.AdminConf)+", mode 0600.", err)
 		return false
@@ -266,12 +268,12 @@ func (d *doctor) known(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = owner.Remember(ctx, d.dir, d.kube)
-	if behind := s.Behind(); behind != "" && !errors.Is(err, owner.ErrBehind) { // also if the state could not be recorded
+	err = recovery.Remember(ctx, d.dir, d.kube)
+	if behind := s.Behind(); behind != "" && !errors.Is(err, recovery.ErrBehind) { // also if the state could not be recorded
 		d.Add(CheckKnown, checkup.Fail, clusterapi.BehindRemedy, "%s", behind)
 	}
 	switch {
-	case errors.Is(err, owner.ErrBehind):
+	case errors.Is(err, recovery.ErrBehind):
 		d.Err(CheckKnown, clusterapi.BehindRemedy, err)
 	case err != nil:
 		d.Add(CheckKnown, checkup.Warn, "See to it that the folder can be written, and run muster doctor again.", "%v", err)
@@ -292,7 +294,7 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 		return
 	}
 	d.collateral(inForce.CollateralEnds())
-	if own, signed, err := owner.SignedPolicy(d.dir); err == nil && string(signed.GetPolicy()) != p.Spec.Policy {
+	if own, signed, err := policies.SignedPolicy(d.dir); err == nil && string(signed.GetPolicy()) != p.Spec.Policy {
 		d.Add(CheckPolicy, checkup.Warn, "Run muster policy apply, if you have finished editing it.", "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), p.Status.Serial)
 	}
 	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {

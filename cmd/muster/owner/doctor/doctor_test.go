@@ -26,9 +26,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/envtest"
@@ -112,15 +113,15 @@ func newPatient(t *testing.T) *patient {
 	c := d.Cluster()
 	c.Stage, c.ClusterID, c.ControlPlanes = ownerdir.StageInstalled, id.String(), map[string]attest.MachineID{"node1": m.ID()}
 	try(t, d.Save(c), d.Write(ownerdir.AdminConf, text))
-	p.kube, err = owner.Connect(d)
+	p.kube, err = access.Connect(d)
 	try(t, err)
 
-	definitions, err := owner.Definitions()
+	definitions, err := clusterapi.Definitions()
 	try(t, err)
 	report := func(string) {}
 	try(t, p.kube.EnsureNamespace(ctx), p.kube.Apply(ctx, definitions, report))
 	_, err = p.kube.Enroll(ctx, "node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}}, keys.DiskSalt{})
-	_, signed, serr := owner.SignedPolicy(d)
+	_, signed, serr := policies.SignedPolicy(d)
 	try(t, err, serr, p.kube.EnsureAccess(ctx, false, "node1", nil), p.kube.PutPolicy(ctx, signed))
 	info := &clusterinfo.Info{ClusterID: id, MeasurementSalt: secrets.MeasurementSalt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: endpoint}
 	described, err := info.Marshal()

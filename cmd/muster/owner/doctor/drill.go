@@ -10,9 +10,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -138,7 +138,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		salt, err := owner.KnownSalt(d.dir, known, id)
+		salt, err := recovery.KnownSalt(d.dir, known, id)
 		if err != nil {
 			d.Add(CheckDiskKeys, checkup.Warn, noSalt, "%s: %v", n.Name, err)
 			continue
@@ -206,7 +206,7 @@ func (d *doctor) salt(n v1alpha1.AttestedNode) error {
 	if err != nil {
 		return err
 	}
-	_, err = owner.KnownSalt(d.dir, known, disk)
+	_, err = recovery.KnownSalt(d.dir, known, disk)
 	return err
 }
 
@@ -218,5 +218,5 @@ func (d *doctor) knows(n v1alpha1.AttestedNode) bool {
 		return false
 	}
 	id, err := attest.ParseMachineID(n.Spec.MachineID)
-	return err == nil && owner.KnownDisk(d.dir, known, id) == n.Spec.DiskID
+	return err == nil && recovery.KnownDisk(d.dir, known, id) == n.Spec.DiskID
 }

@@ -7,7 +7,8 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -26,9 +27,9 @@ const (
 
 // ExamineMachine examines a machine that should become a node from the owner's workstation. `bootstrapper doctor`
 // makes the checks that are only possible on the machine itself.
-func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report {
+func ExamineMachine(ctx context.Context, cfg appraisal.VerifyConfig) *checkup.Report {
 	r := &checkup.Report{}
-	sight, err := owner.Verify(ctx, cfg)
+	sight, err := appraisal.Verify(ctx, cfg)
 	if err != nil {
 		remedy := "Look at the network between here and the machine, and on it at journalctl -u muster-bootstrapper."
 		if errors.Is(err, syscall.ECONNREFUSED) {
@@ -39,16 +40,16 @@ func ExamineMachine(ctx context.Context, cfg owner.VerifyConfig) *checkup.Report
 	}
 	r.OK(CheckReach, "%s speaks muster-atls/1", cfg.Addr)
 	evidence(r, sight)
-	s, err := owner.AskMachine(ctx, cfg)
+	s, err := appraisal.AskMachine(ctx, cfg)
 	if err != nil {
-		r.Err(CheckMachine, owner.Explain(err).Remedy+" "+"Use a bootstrapper of this version.", err)
+		r.Err(CheckMachine, problem.Explain(err).Remedy+" "+"Use a bootstrapper of this version.", err)
 		return r
 	}
 	status(r, s)
 	return r
 }
 
-func evidence(r *checkup.Report, s *owner.Report) {
+func evidence(r *checkup.Report, s *appraisal.Report) {
 	reason, why := attest.ReasonOf(s.Err), s.Err
 	if refusal, ok := errors.AsType[*attest.Refusal](s.Err); ok {
 		why = refusal // without the connection's text around it
@@ -79,14 +80,14 @@ func evidence(r *checkup.Report, s *owner.Report) {
 }
 
 // endorsedBy returns the endorsement, and the root if there is one.
-func endorsedBy(s *owner.Report) string {
+func endorsedBy(s *appraisal.Report) string {
 	if s.Root == "" {
 		return s.Endorsement
 	}
 	return s.Endorsement + ", below " + s.Root
 }
 
-func status(r *checkup.Report, s *owner.MachineStatus) {
+func status(r *checkup.Report, s *appraisal.MachineStatus) {
 	word := "says"
 	if !s.Proven {
 		word = "says, unproven,"
@@ -118,7 +119,7 @@ func status(r *checkup.Report, s *owner.MachineStatus) {
 	}
 }
 
-func attempts(s *owner.MachineStatus) string {
+func attempts(s *appraisal.MachineStatus) string {
 	if s.Phase == "unlocking" {
 		return fmt.Sprintf("%d attempts to open its state disk failed, at %d joinservices", s.FailedAttempts, len(s.JoinEndpoints))
 	}

@@ -6,42 +6,42 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
+	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 func TestEachHarmOfAMachineIsFoundFromAfar(t *testing.T) {
-	good := func() (*owner.Report, *owner.MachineStatus) {
-		return &owner.Report{Machine: "aa", Root: "CN=x", Lock: "unlocked", PolicySerial: 1, Accepted: true},
-			&owner.MachineStatus{Proven: true, Phase: "waiting", JoinEndpoints: []string{"192.0.2.1:30090"}}
+	good := func() (*appraisal.Report, *appraisal.MachineStatus) {
+		return &appraisal.Report{Machine: "aa", Root: "CN=x", Lock: "unlocked", PolicySerial: 1, Accepted: true},
+			&appraisal.MachineStatus{Proven: true, Phase: "waiting", JoinEndpoints: []string{"192.0.2.1:30090"}}
 	}
 	for name, tt := range map[string]struct {
 		check string
 		level checkup.Level
 		says  string
-		harm  func(*owner.Report, *owner.MachineStatus)
+		harm  func(*appraisal.Report, *appraisal.MachineStatus)
 	}{
-		"nothing": {harm: func(*owner.Report, *owner.MachineStatus) {}},
-		"no evidence": {CheckEvidence, checkup.Fail, "EK_UNTRUSTED: x", func(s *owner.Report, _ *owner.MachineStatus) {
+		"nothing": {harm: func(*appraisal.Report, *appraisal.MachineStatus) {}},
+		"no evidence": {CheckEvidence, checkup.Fail, "EK_UNTRUSTED: x", func(s *appraisal.Report, _ *appraisal.MachineStatus) {
 			s.Machine, s.Err = "", attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "x")
 		}},
-		"a reason without a remedy": {CheckEvidence, checkup.Fail, "AK_TEMPLATE", func(s *owner.Report, _ *owner.MachineStatus) {
+		"a reason without a remedy": {CheckEvidence, checkup.Fail, "AK_TEMPLATE", func(s *appraisal.Report, _ *appraisal.MachineStatus) {
 			s.Machine, s.Err = "", attest.Refuse(attestv1.Reason_REASON_AK_TEMPLATE, "x")
 		}},
-		"another boot": {CheckVerdict, checkup.Fail, "POLICY_REFUSED: x", func(s *owner.Report, _ *owner.MachineStatus) {
+		"another boot": {CheckVerdict, checkup.Fail, "POLICY_REFUSED: x", func(s *appraisal.Report, _ *appraisal.MachineStatus) {
 			s.Err = errors.Join(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "x"))
 		}},
-		"another lock": {CheckLock, checkup.Fail, "another cluster", func(s *owner.Report, _ *owner.MachineStatus) {
+		"another lock": {CheckLock, checkup.Fail, "another cluster", func(s *appraisal.Report, _ *appraisal.MachineStatus) {
 			s.Lock, s.Err = "locked to another cluster", attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "x")
 		}},
-		"a clock": {CheckClock, checkup.Fail, "off ours", func(_ *owner.Report, m *owner.MachineStatus) { m.Skew = -3 * time.Hour }},
-		"refusals": {CheckJoining, checkup.Fail, "BUSY: 3 attempts", func(_ *owner.Report, m *owner.MachineStatus) {
+		"a clock": {CheckClock, checkup.Fail, "off ours", func(_ *appraisal.Report, m *appraisal.MachineStatus) { m.Skew = -3 * time.Hour }},
+		"refusals": {CheckJoining, checkup.Fail, "BUSY: 3 attempts", func(_ *appraisal.Report, m *appraisal.MachineStatus) {
 			m.Reason, m.Remedy, m.FailedAttempts = "BUSY", "Wait.", 3
 		}},
-		"a failed init": {CheckJoining, checkup.Fail, "latest init", func(_ *owner.Report, m *owner.MachineStatus) { m.Reason = "KUBEADM_FAILED" }},
-		"nowhere to go": {CheckJoining, checkup.Fail, "no joinservice", func(_ *owner.Report, m *owner.MachineStatus) { m.JoinEndpoints = nil }},
+		"a failed init": {CheckJoining, checkup.Fail, "latest init", func(_ *appraisal.Report, m *appraisal.MachineStatus) { m.Reason = "KUBEADM_FAILED" }},
+		"nowhere to go": {CheckJoining, checkup.Fail, "no joinservice", func(_ *appraisal.Report, m *appraisal.MachineStatus) { m.JoinEndpoints = nil }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, m := good()

@@ -15,7 +15,6 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/deploy/charts"
 	"github.com/muster-k8s/muster/internal/checkup"
@@ -26,7 +25,7 @@ const again = "Run the muster init of this cluster again, with the same flags: i
 
 // kinds compares Muster's definitions with those that this program carries.
 func (d *doctor) kinds(ctx context.Context) error {
-	own, err := owner.Definitions()
+	own, err := clusterapi.Definitions()
 	if err != nil {
 		return err
 	}

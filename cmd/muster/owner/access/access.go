@@ -1,0 +1,59 @@
+// Package access is the owner's access to a running cluster: the administrator's kubeconfig in the owner's folder, the authorities that it trusts, and its
+// renewal.
+package access
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"time"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Connect returns a client for the cluster of an owner's folder.
+func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
+	kubeconfig, err := d.Read(ownerdir.AdminConf)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, problem.WithRemedy(fmt.Errorf("%s holds no cluster yet", d.Path()), "Run muster init to its end first.")
+	}
+	if err != nil {
+		return nil, err
+	}
+	return clusterapi.Connect(kubeconfig)
+}
+
+// Unanswered returns err, or API_UNAVAILABLE if it says that nothing answered at the API server's address.
+func Unanswered(server string, err error) error {
+	if _, network := errors.AsType[*net.OpError](err); !network && !errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("ask the cluster at %s: %w", server, err)
+	}
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's API server does not answer at %s: %w", server, err),
+		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at once, they wait for you: muster recover (docs/recovery.md). If half of them or more are gone for good: docs/runbooks.md#lost-quorum. muster status --endpoint HOST asks a machine that is no node.")
+}
+
+// PublicOf returns the public part of a key.
+func PublicOf(key ed25519.PrivateKey) ed25519.PublicKey {
+	return ed25519.PublicKey(key[ed25519.PrivateKeySize-ed25519.PublicKeySize:])
+}
+
+// FolderCluster returns the cluster's ID.
+func FolderCluster(d *ownerdir.Dir) (keys.ClusterID, error) {
+	id, err := hex.DecodeString(d.Cluster().ClusterID)
+	if err != nil || len(id) != len(keys.ClusterID{}) {
+		return keys.ClusterID{}, problem.WithRemedy(fmt.Errorf("%s does not know the cluster's ID", d.Path()), "Run muster init or muster install to its end first.")
+	}
+	return keys.ClusterID(id), nil
+}
+
+// AnswersWithin is how long an API server has to show that the cluster is not lost.
+const AnswersWithin = 20 * time.Second

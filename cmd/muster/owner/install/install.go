@@ -1,0 +1,247 @@
+package install
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
+	"github.com/muster-k8s/muster/gen/grpc/health/v1/healthv1connect"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Deadlines of steps that wait for other programs. Each names what is missing.
+const (
+	apiTimeout         = 3 * time.Minute
+	servicesTimeout    = 10 * time.Minute
+	joinserviceTimeout = 3 * time.Minute
+)
+
+// install installs Muster in the cluster. A repeated step recognizes its own work.
+//
+// The order matters: the first machine is enrolled before the chart's admission policies exist, which would refuse
+// its node's writes.
+func (i *initializer) install(ctx context.Context) error {
+	c := i.dir()
+	kubeconfig, err := i.Dir.Read(ownerdir.AdminConf)
+	if err != nil {
+		return err
+	}
+	kube, err := clusterapi.Connect(kubeconfig)
+	if err != nil {
+		return err
+	}
+	m := c.FirstMachine
+	steps := []struct {
+		name string
+		do   func() (string, error)
+	}{
+		{"wait for the API server", func() (string, error) {
+			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not get ready")
+			defer cancel()
+			return kube.Server(), kube.Reachable(ctx)
+		}},
+		{"note which nodes are there", func() (string, error) { return i.noteNodes(ctx, kube) }},
+		{"apply the owner's manifests", func() (string, error) {
+			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Update)
+		}},
+		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
+		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enroll(ctx, kube) }},
+		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
+		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
+		{"wait for Muster's services", func() (string, error) {
+			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
+			defer cancel()
+			return "", kube.ServicesReady(ctx, i.Report.Update)
+		}},
+		{"verify the joinservice", func() (string, error) { return i.joinservice(ctx) }},
+	}
+	for _, s := range steps {
+		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
+			continue
+		}
+		if s.name == "note which nodes are there" && !c.Adopted {
+			continue // there is only the first
+		}
+		if err := i.step(s.name, s.do); err != nil {
+			return err
+		}
+	}
+	c = i.dir()
+	c.Stage = ownerdir.StageInstalled
+	return i.Dir.Save(c)
+}
+
+// deadline limits a step; the cause names what is missing.
+func deadline(ctx context.Context, d time.Duration, what string) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, d, fmt.Errorf("%s within %s: %w", what, d, context.DeadlineExceeded))
+}
+
+// noteNodes records once, before any change, which nodes an adopted cluster has: a resumed run does not count a node
+// that came in between among them (J4).
+func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	c := i.dir()
+	if c.NodesBefore == nil && c.Stage != ownerdir.StageInstalled {
+		names, err := kube.Present(ctx)
+		if err != nil {
+			return "", err
+		}
+		c.NodesBefore = slices.DeleteFunc(names, func(name string) bool { return name == c.FirstMachine.NodeName })
+		if err := i.Dir.Save(c); err != nil {
+			return "", err
+		}
+	}
+	return fmt.Sprintf("%d beside the first machine", len(c.NodesBefore)), nil
+}
+
+func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	if err := kube.EnsureNamespace(ctx); err != nil {
+		return "", err
+	}
+	objects, err := clusterapi.Definitions()
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Update)
+}
+
+// enroll records the machine that this owner appraised: its enrollment, its verdict, and that its node may write.
+func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error {
+	m := i.dir().FirstMachine
+	for _, a := range m.Addresses {
+		if ip, err := netip.ParseAddr(a); err != nil || !i.policy.AllowsAddress(ip) {
+			err := attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "the policy's nodeCidrs have no network with the machine's address %s", a)
+			return problem.WithRemedy(err, "Add its network to nodeCidrs in "+i.Dir.File(ownerdir.PolicyFile)+" and run the command again, without --policy.")
+		}
+	}
+	spec := v1alpha1.AttestedNodeSpec{MachineID: m.ID.String(), Role: v1alpha1.RoleControlPlane, DiskID: m.DiskID, Addresses: m.Addresses}
+	salt, err := keys.ParseDiskSalt(m.DiskSalt)
+	if err != nil {
+		return problem.WithRemedy(fmt.Errorf("cluster.json: diskSalt: %w", err), "The disk of the first machine was erased, or this cluster was begun with an older version of muster: begin a new one in another --directory.")
+	}
+	if _, err := kube.Enroll(ctx, m.NodeName, spec, salt); err != nil {
+		return err
+	}
+	appraised, err := time.Parse(time.RFC3339, m.Verdict.Time)
+	if err != nil {
+		return fmt.Errorf("cluster.json: %w", err)
+	}
+	err = kube.RecordVerdict(ctx, m.NodeName, clusterapi.Verdict{
+		Time: appraised, PolicySerial: m.Verdict.PolicySerial, EvidenceDigest: m.Verdict.EvidenceDigest,
+		PCRs: m.Verdict.PCRs, AKName: m.Verdict.AKName, ResetCount: m.Verdict.ResetCount,
+	})
+	if err != nil {
+		return err
+	}
+	var others []string
+	if i.dir().Adopted {
+		// All nodes from before Muster may go on. After the installation, a Node that is not enrolled has no access.
+		var before []string
+		if c := i.dir(); c.Stage != ownerdir.StageInstalled {
+			before = c.NodesBefore
+		}
+		if others, err = kube.Unattested(ctx, before); err != nil {
+			return err
+		}
+		for _, name := range others {
+			i.Report.Update(name + " may go on as a node, though its machine never attested")
+		}
+	}
+	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)
+}
+
+func (i *initializer) setPolicy(ctx context.Context, kube *clusterapi.Client) error {
+	if err := i.listFirst(); err != nil { // A7
+		return err
+	}
+	key, err := i.Dir.OwnerKey()
+	if err != nil {
+		return err
+	}
+	return kube.PutPolicy(ctx, attest.SignPolicy(key, i.json))
+}
+
+func (i *initializer) chart(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	public, err := i.Dir.OwnerKeys()
+	if err != nil {
+		return "", err
+	}
+	v := i.Values
+	v.OwnerKeys = public.Strings()
+	r, err := kube.InstallChart(ctx, v, i.Log)
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("release %s, revision %d", r.Name, r.Version), nil
+}
+
+// joinservice waits until a joinservice answers on one of the first machine's addresses, and appraises it as a
+// joining machine does.
+func (i *initializer) joinservice(ctx context.Context) (string, error) {
+	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
+	defer cancel()
+	m := i.dir().FirstMachine
+	var at string
+	next := 0
+	err := i.retry(ctx, func() error {
+		at = net.JoinHostPort(m.Addresses[next%len(m.Addresses)], strconv.Itoa(i.Values.JoinPort()))
+		next++
+		return i.askJoinservice(ctx, at, m.ID)
+	})
+	return at, err
+}
+
+func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
+	// The services serve only a machine that is locked to this cluster.
+	s, err := peerdial.Open(peerdial.Target{
+		Addr: addr, Purpose: attest.PurposeJoinservice, Policy: i.policy, Locks: []attest.Lock{attest.LockedTo(i.clusterID)}, Only: &id, DialContext: i.DialContext,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = s.Close() }()
+	resp, err := healthv1connect.NewHealthClient(s.Client(), s.URL(), rpc.ClientOptions()...).Check(ctx, &healthv1.HealthCheckRequest{})
+	if err != nil {
+		return err
+	}
+	if resp.GetStatus() != healthv1.HealthCheckResponse_SERVING {
+		return fmt.Errorf("the joinservice at %s is %s", addr, resp.GetStatus())
+	}
+	return nil
+}
+
+// listFirst lists the first machine in the folder's policy, which is not signed yet: its serial stays.
+func (i *initializer) listFirst() error {
+	m := i.dir().FirstMachine
+	if m == nil {
+		return policies.ErrNoFirst
+	}
+	if i.policy.MayServe(m.ID) == nil || i.dir().Stage == ownerdir.StageInstalled {
+		return nil
+	}
+	text, err := i.Dir.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return err
+	}
+	if text, err = policyfile.ListControlPlanes(text, i.policy.Serial(), []policyfile.ControlPlane{{Machine: m.ID, Name: m.NodeName}}, nil); err != nil {
+		return err
+	}
+	if err := i.Dir.Write(ownerdir.PolicyFile, text); err != nil {
+		return err
+	}
+	return i.load()
+}

@@ -1,0 +1,328 @@
+package lifecycle
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Departure is the plan for a name that loses its machine. It is shown before it is executed.
+type Departure struct {
+	// Plan are the steps in their order, one line each.
+	Plan []string
+	// Warnings are shown to the owner before the steps.
+	Warnings []string
+	// Nothing is true if there is no step.
+	Nothing bool
+
+	dir    *ownerdir.Dir
+	kube   *clusterapi.Client
+	found  *clusterapi.Presence
+	listed policies.Listing        // the change of the owner's policy
+	to     *clusterapi.Replacement // nil: forget
+	resets bool                    // the machine is the same, and its TPM was cleared: only that is written
+	erase  string                  // the disk whose salt is deleted (K4); empty: none
+	member string                  // the control plane that is ordered to remove its etcd member; empty: nothing to remove
+}
+
+// Removed is the result.
+type Removed struct {
+	Name      string `json:"name"`
+	MachineID string `json:"machineID,omitempty"`
+	// Done are the finished steps, in their order.
+	Done []string `json:"done"`
+	// CertificatesEnd is when the last certificate that the machine may hold has expired.
+	CertificatesEnd *time.Time `json:"certificatesEnd,omitempty"`
+	// Erased is the disk whose key cannot be derived any more, and Left are the files and places that may still have
+	// its salt.
+	Erased string   `json:"erased,omitempty"`
+	Left   []string `json:"left,omitempty"`
+}
+
+// PlanForget determines what forgetting a node would do, and changes nothing. A control plane's etcd member is removed before, by
+// [Departure.RemoveMember]; with memberGone the owner says that it is. With erase, the salt of its disk is deleted (K4).
+func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, erase bool) (*Departure, error) {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	p, err := kube.Presence(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	_, recorded := d.Cluster().ControlPlanes[name]
+	out := &Departure{dir: d, kube: kube, found: p, Nothing: p.Nothing() && !recorded}
+	if out.listed, err = policies.LeaveListing(d, name, p.Enrollment, nil); err != nil {
+		return nil, err
+	}
+	if erase {
+		if out.erase, err = diskToErase(ctx, d, kube, p); err != nil {
+			return nil, err
+		}
+	}
+	if out.Nothing {
+		if out.erase != "" {
+			out.planErase()
+			return out, nil
+		}
+		return out, wasForgotten(ctx, d, kube, p)
+	}
+	if (p.ControlPlane || recorded) && p.Joined() {
+		if len(p.OtherControlPlanes) == 0 {
+			return nil, problem.WithRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster", name), "Add another control plane first.")
+		}
+		if !memberGone {
+			if out.member, err = remover(ctx, kube, p); err != nil {
+				return nil, err
+			}
+			if out.member == "" {
+				return nil, problem.WithRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum: no other control plane is ready and takes orders", name), removeMember(name, p.OtherControlPlanes[0]))
+			}
+			out.Plan = append(out.Plan, fmt.Sprintf("have %s remove its etcd member, by a signed order: up to five minutes", out.member))
+		}
+	}
+	if recorded && p.Nothing() {
+		out.Warnings = append(out.Warnings, "the cluster has no node of this name, and your folder has one as a control plane: look whether etcd still has a member of it (docs/control-planes.md)")
+	}
+	if err := out.planListing(); err != nil {
+		return nil, err
+	}
+	out.shutOut()
+	if p.Node != nil {
+		out.Plan = append(out.Plan, "delete its Node, and the pods that are bound to it: their tokens end")
+		if p.Ready() {
+			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
+		}
+		if n := len(p.Pods); n > 0 {
+			out.Warnings = append(out.Warnings, fmt.Sprintf("%d pods are on it (%s), and are deleted at once; with --drain they are evicted before", n, problem.Some(p.Pods)))
+		}
+	}
+	if p.Enrollment != nil {
+		out.Plan = append(out.Plan, "delete its enrollment: name and machine are free, for the same machine too if the policy accepts it")
+		if disk := p.Enrollment.Spec.DiskID; disk != "" && !erase {
+			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's, and its key: `muster forget --erase --disk %s` ends it", disk, disk))
+		}
+		if p.Enrollment.Spec.Banned {
+			out.Warnings = append(out.Warnings, "it is banned, and the ban ends with the enrollment. To keep the machine out, leave it banned, or first add its ID to tpm2.revoked.keys of the policy and run muster policy apply")
+		}
+	}
+	if out.erase != "" {
+		out.planErase()
+	}
+	out.certificates()
+	return out, nil
+}
+
+// wasForgotten returns NOT_ENROLLED for a name that neither the cluster nor the folder has seen: it is misspelled.
+func wasForgotten(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *clusterapi.Presence) error {
+	known, err := d.Known()
+	if err != nil {
+		return err
+	}
+	if _, recorded := known.Nodes[p.Name]; recorded || p.Listed || slices.ContainsFunc(known.Gone, func(g ownerdir.KnownGone) bool { return g.Name == p.Name }) {
+		return nil
+	}
+	names, err := kube.NodeNames(ctx)
+	if err != nil {
+		return err
+	}
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "there is no node %s, and none was forgotten", p.Name), "Nothing was changed. The cluster has: "+strings.Join(names[:min(len(names), problem.MaxNamed)], ", ")+".")
+}
+
+func removeMember(name, other string) string {
+	etcdctl := "kubectl -n kube-system exec etcd-" + other + " -- etcdctl --cacert=/etc/kubernetes/pki/etcd/ca.crt --cert=/etc/kubernetes/pki/etcd/server.crt --key=/etc/kubernetes/pki/etcd/server.key"
+	return strings.Join([]string{
+		"Remove the member first, then say so:",
+		"  " + etcdctl + " member list",
+		"  " + etcdctl + " member remove ID   (the one that is named " + name + ")",
+		"  muster forget " + name + " --etcd-member-removed",
+		"It has held the cluster's keys: if you don't trust it any more, docs/control-planes.md#ban-one says what shuts it out.",
+	}, "\n")
+}
+
+// PlanReplace determines what giving the node another machine or disk would do, and changes nothing. Empty values of
+// to stay unchanged.
+func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterapi.Replacement) (*Departure, error) {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	p, err := kube.Presence(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	if p.Enrollment == nil {
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
+	}
+	if p.Enrollment.Leaving() {
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be taken back", name),
+			"Wait until joinservice has ended it, or run muster forget "+name+"; then the next machine joins under the name.")
+	}
+	have := p.Enrollment.Spec
+	_, recorded := d.Cluster().ControlPlanes[name]
+	if (have.Role == v1alpha1.RoleControlPlane || recorded) && to.DiskID != "" && to.DiskID != have.DiskID {
+		return nil, problem.WithRemedy(fmt.Errorf("%s is a control plane, whose etcd member was on the disk", name),
+			"Forget it and let it join anew: muster forget "+name+", then muster enroll "+name+" --role control-plane --machine-id ID.")
+	}
+	if err := kube.FreeFor(ctx, p, to); err != nil {
+		return nil, err
+	}
+	out := &Departure{dir: d, kube: kube, found: p, to: &to}
+	if out.listed, err = policies.LeaveListing(d, name, p.Enrollment, &to); err != nil {
+		return nil, err
+	}
+	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
+	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
+	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace is not finished
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and this would give it what it has already", name),
+			fmt.Sprintf("If you trust the machine again, lift the ban: muster unban %s. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.", name))
+	}
+	if sameMachine && sameDisk && !have.Banned {
+		if out.resets = to.MachineID != "" && clusterapi.HasBoots(&p.Enrollment.Status); out.resets {
+			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
+			if c := meta.FindStatusCondition(p.Enrollment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
+				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+problem.Printable(c.Message))
+			}
+		}
+		out.Nothing = !out.resets
+		return out, nil
+	}
+	if err := out.planListing(); err != nil {
+		return nil, err
+	}
+	out.shutOut()
+	if !sameMachine {
+		out.Plan = append(out.Plan, fmt.Sprintf("enroll machine %s under the name", to.MachineID))
+	}
+	if !sameDisk {
+		out.Plan = append(out.Plan, fmt.Sprintf("enroll disk %s with it; what is on the disk before stays encrypted, and that disk its machine's", to.DiskID))
+		if have.DiskID != "" {
+			out.Warnings = append(out.Warnings, fmt.Sprintf("the key of the disk before, %s, can be derived until you say `muster forget --erase --disk %s`", have.DiskID, have.DiskID))
+		}
+	} else if have.DiskID != "" {
+		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
+	}
+	out.Plan = append(out.Plan, "delete the pods that are bound to it: their tokens end")
+	if p.Node != nil {
+		out.Plan = append(out.Plan, "keep its Node, with labels and taints, for the machine that joins next under the name")
+	}
+	out.Plan = append(out.Plan, fmt.Sprintf("lift the ban: machine %s may join under the name from then on", cmp.Or(to.MachineID, have.MachineID)))
+	if have.Banned {
+		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier run that did not end; the ban ends with this")
+	}
+	if p.Ready() {
+		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
+	}
+	out.certificates()
+	return out, nil
+}
+
+// planListing plans the change of the owner's policy.
+func (d *Departure) planListing() error {
+	if len(d.listed.Add)+len(d.listed.Remove) == 0 {
+		return nil
+	}
+	_, p, _, err := policies.FolderPolicy(d.dir)
+	if err != nil {
+		return err
+	}
+	if line := d.listed.Plan(p); line != "" {
+		d.Plan = append(d.Plan, line)
+	}
+	return nil
+}
+
+func (d *Departure) shutOut() {
+	if n := d.found.Enrollment; n != nil {
+		what := "ban machine"
+		if n.Spec.Banned {
+			what = "keep the ban of machine"
+		}
+		d.Plan = append(d.Plan, fmt.Sprintf("%s %s: no ticket, no disk key, no renewed certificate", what, n.Spec.MachineID))
+	}
+	d.Plan = append(d.Plan, "refuse its writes at once, and retire every certificate that was issued for the name until now")
+	if n := len(d.found.Requests); n > 0 {
+		d.Plan = append(d.Plan, fmt.Sprintf("delete %d certificate requests of it", n))
+	}
+}
+
+func (d *Departure) certificates() {
+	d.Warnings = append(d.Warnings, fmt.Sprintf("reads can't be taken back: until its certificates have expired, at the latest in %s, whoever has the old machine's key reads what every node may read, "+
+		"and the Secrets of pods that the name gets from now on. If you don't trust the machine, wait that long before the name gets pods again", nodeaccess.CertificateLife))
+}
+
+// Do executes the plan. It reports each step to report; after an interruption the same command finishes.
+func (d *Departure) Do(ctx context.Context, report func(string)) (*Removed, error) {
+	out := &Removed{Name: d.found.Name, Done: []string{}}
+	if d.found.Enrollment != nil {
+		out.MachineID = d.found.Enrollment.Spec.MachineID
+	}
+	if d.Nothing && d.erase == "" {
+		return out, nil
+	}
+	note := func(s string) {
+		out.Done = append(out.Done, s)
+		report(s)
+	}
+	if d.Nothing {
+		return out, d.doErase(ctx, out, note)
+	}
+	if d.resets {
+		return out, d.kube.ForgetResets(ctx, d.found, note)
+	}
+	// The policy comes first: from then on no machine trusts the old one. The enrollment names the old machine until
+	// the end, so that the same command can resume.
+	if err := d.listed.Apply(ctx, d.dir, d.kube, note); err != nil {
+		return nil, err
+	}
+	for _, c := range d.listed.Add {
+		if err := d.dir.RecordControlPlane(d.found.Name, &c.Machine); err != nil { // A7: before the enrollment changes
+			return nil, err
+		}
+	}
+	var end time.Time
+	var err error
+	if d.to == nil && d.erase != "" && d.found.Enrollment != nil {
+		// Before the enrollment is deleted: the name is free then, and after an interruption the same command would be about the next machine.
+		if err := d.kube.SetBanned(ctx, d.found, true); err != nil && !clusterapi.Absent(err) {
+			return nil, err
+		}
+		if err := d.doErase(ctx, out, note); err != nil {
+			return nil, err
+		}
+		d.erase = ""
+	}
+	if d.to == nil {
+		if end, err = d.kube.Forget(ctx, d.found, time.Now(), note); err == nil {
+			err = d.dir.RecordControlPlane(d.found.Name, nil) // last: after an interruption, the same command has to know the machine
+		}
+	} else {
+		end, err = d.kube.Replace(ctx, d.found, *d.to, time.Now(), note)
+		if d.to.MachineID != "" {
+			out.MachineID = d.to.MachineID
+		}
+	}
+	if err != nil {
+		return nil, problem.WithRemedy(err, "The machine is shut out. Running the same command again goes on where it stopped.")
+	}
+	out.CertificatesEnd = &end
+	if d.erase != "" {
+		err = d.doErase(ctx, out, note)
+	}
+	return out, err
+}

@@ -1,0 +1,247 @@
+// Package lifecycle changes one node: drain, ban, reset, forget, replace, erase; and it verifies a node by an order.
+package lifecycle
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/orders"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// OrderTimeout is how long a machine has for an order: until it expires, and then for the action.
+const OrderTimeout = orders.OrderLife + 10*time.Minute
+
+// enrolled returns the state of a name that has an enrollment, which is not being deleted.
+func enrolled(ctx context.Context, kube *clusterapi.Client, name string) (*clusterapi.Presence, error) {
+	p, err := kube.Presence(ctx, name)
+	switch {
+	case err != nil:
+		return nil, err
+	case p.Enrollment == nil:
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
+	case p.Enrollment.Leaving():
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be taken back", name), "The machine is shut out. muster forget "+name+" completes it.")
+	}
+	return p, nil
+}
+
+// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call waits on.
+func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string)) error {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return err
+	}
+	p, err := enrolled(ctx, kube, name)
+	if err != nil {
+		return err
+	}
+	if err := kube.SetBanned(ctx, p, true); err != nil {
+		return err
+	}
+	report("banned: its machine gets no ticket, no disk key and no certificate, and its writes are refused")
+	if p.ControlPlane && len(p.OtherControlPlanes) == 0 {
+		return problem.WithRemedy(fmt.Errorf("%s is the only control plane: its Node and its pods stay", name), "Add another control plane, which evicts it. To lift the ban: muster unban "+name+".")
+	}
+	if err := kube.AwaitEviction(ctx, name); err != nil {
+		return problem.WithRemedy(fmt.Errorf("%s is banned, but its Node or its pods are still there: %w", name, err), "joinservice deletes them: muster status shows whether one runs. An event of the AttestedNode names what keeps a pod: kubectl -n default get events --field-selector involvedObject.name="+name+".")
+	}
+	report("Node and pods deleted")
+	return nil
+}
+
+// Unban lifts the ban of a node's machine.
+func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return err
+	}
+	p, err := enrolled(ctx, kube, name)
+	if err != nil {
+		return err
+	}
+	if p.Enrollment.Annotations[v1alpha1.KeepNode] != "" {
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster replace %s was interrupted, and lifting the ban would let the old machine in", name), "Run muster replace "+name+" with the same flags again: it lifts the ban at its end.")
+	}
+	if disk := p.Enrollment.Spec.DiskID; disk != "" {
+		have, err := kube.Disk(ctx, disk)
+		if err != nil {
+			return err
+		}
+		if have != nil && have.Spec.Erased {
+			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the disk %s of %s was erased: muster forget or reset was interrupted", disk, name), "Run muster forget "+name+": it completes that, and the name is free.")
+		}
+	}
+	return kube.SetBanned(ctx, p, false)
+}
+
+// BudgetRemedy is for a PodDisruptionBudget that is in the way.
+const BudgetRemedy = "Have the owner of the pods change the budget (kubectl -n NAMESPACE edit poddisruptionbudget NAME: maxUnavailable above 0, or minAvailable below the number of pods), add replicas, or delete the pod that is named; then run the same command again."
+
+// Drain evicts a node's pods; see [clusterapi.Client.Drain]. cordoned reports that the node was schedulable before.
+func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.DrainOptions, report func(string)) (cordoned bool, err error) {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return false, err
+	}
+	cordoned, err = kube.Drain(ctx, name, o, report)
+	budget, is := errors.AsType[*clusterapi.BudgetError](err)
+	switch {
+	case is && budget.Never:
+		err = problem.WithRemedy(err, "Nothing was changed. "+BudgetRemedy)
+	case is:
+		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Wait until the pods are Ready elsewhere (kubectl get poddisruptionbudgets -A shows ALLOWED DISRUPTIONS), and run the same command again. If they don't get Ready: "+BudgetRemedy)
+	case err != nil:
+		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Pods that nobody makes again need --force, pods with emptyDir volumes --delete-emptydir-data: both lose what the error names. A PodDisruptionBudget has to allow each eviction.")
+	}
+	return cordoned, err
+}
+
+// Uncordon makes a node schedulable again.
+func Uncordon(ctx context.Context, d *ownerdir.Dir, name string) error {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return err
+	}
+	return kube.Uncordon(ctx, name)
+}
+
+// RemoveMember has another control plane remove a node's etcd member, by an order.
+func (d *Departure) RemoveMember(ctx context.Context, report func(string)) error {
+	if d.member == "" {
+		return nil
+	}
+	r, err := orders.Order(ctx, d.dir, d.member, ownerorder.ActionRemoveEtcdMember, map[string]string{ownerorder.ArgMember: d.found.Name}, func(s string) { report(d.member + ": " + s) })
+	if err != nil {
+		return problem.WithRemedy(fmt.Errorf("the etcd member of %s was not removed: %w", d.found.Name, err), problem.Remedy(err)+"\n"+removeMember(d.found.Name, d.member))
+	}
+	report("etcd: " + r.Output)
+	d.member = ""
+	return nil
+}
+
+// remover returns a control plane that can be ordered to remove another one's etcd member; "" if there is none.
+func remover(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presence) (string, error) {
+	for _, name := range slices.Sorted(slices.Values(p.OtherControlPlanes)) {
+		o, err := kube.Presence(ctx, name)
+		if err != nil {
+			return "", err
+		}
+		if o.Ready() && o.Enrollment != nil && o.Enrollment.Spec.Role == v1alpha1.RoleControlPlane && !o.Enrollment.ShutOut() && o.Enrollment.Spec.DiskID != "" {
+			return name, nil
+		}
+	}
+	return "", nil
+}
+
+// Reset is the plan for a machine whose disk is erased and that joins anew.
+type Reset struct {
+	*Departure
+	begun bool // by an earlier run
+}
+
+// PlanReset determines what the reset of a node's machine would do, and changes nothing.
+func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error) {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	p, err := enrolled(ctx, kube, name)
+	if err != nil {
+		return nil, err
+	}
+	if p.Enrollment.Spec.DiskMode == v1alpha1.DiskModePlain {
+		return nil, problem.WithRemedy(fmt.Errorf("the state disk of %s is not encrypted, so its machine can't erase it", name), "Power the machine off, erase its disk from a rescue system, and run muster forget "+name+".")
+	}
+	out := &Reset{begun: resetBegun(d, p.Enrollment, time.Now())}
+	if !out.begun {
+		if err := mayOrderReset(d, p.Enrollment); err != nil {
+			return nil, err
+		}
+	}
+	if out.Departure, err = PlanForget(ctx, d, name, false, true); err != nil {
+		return nil, err
+	}
+	if _, err := out.confirmed(p.Enrollment); err != nil {
+		return nil, err
+	}
+	if !out.begun {
+		if out.member != "" {
+			out.Plan = slices.Insert(out.Plan, 0, "have its machine show that it takes orders, by a signed order: up to five minutes")
+		}
+		out.Plan = slices.Insert(out.Plan, 0, fmt.Sprintf("have its machine erase its state disk %s and restart, by a signed order: up to five minutes", p.Enrollment.Spec.DiskID))
+	}
+	return out, nil
+}
+
+// mayOrderReset returns an error if a node is banned or has another order that is not over: the reset could not be completed.
+func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return err
+	}
+	before, err := orders.Pending(d, public, n, time.Now())
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_BANNED {
+		return problem.WithRemedy(err, "If you trust the machine, lift the ban first: muster unban "+n.Name+". Otherwise power it off, erase its disk, and run muster forget "+n.Name+" --erase.")
+	}
+	if err != nil || before == nil {
+		return err
+	}
+	o, err := ownerorder.ParseMachineOrder(before.Text)
+	if err == nil && o.Action != ownerorder.ActionReset {
+		return orders.Unfinished(n.Name, o)
+	}
+	return err
+}
+
+// RemoveMember is [Departure.RemoveMember] once the machine has executed an order: if it can't, another control plane would be lost for nothing.
+func (r *Reset) RemoveMember(ctx context.Context, report func(string)) error {
+	if r.member == "" || r.begun {
+		return r.Departure.RemoveMember(ctx, report)
+	}
+	if _, err := orders.Order(ctx, r.dir, r.found.Name, ownerorder.ActionDoctor, nil, report); err != nil {
+		return problem.WithRemedy(fmt.Errorf("%s has shown no sign that it takes orders, and nothing was changed: %w", r.found.Name, err), problem.Remedy(err))
+	}
+	return r.Departure.RemoveMember(ctx, report)
+}
+
+// resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted.
+func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return false
+	}
+	_, o := orders.Executing(d, public, n, now)
+	return o.Action == ownerorder.ActionReset
+}
+
+// confirmed returns the order's arguments, none, if the enrollment has the machine and the disk of the plan. What the owner has confirmed is signed for no
+// other ones: the enrollment may have changed since.
+func (r *Reset) confirmed(n *v1alpha1.AttestedNode) (map[string]string, error) {
+	if f := r.found.Enrollment; f == nil || n.UID != f.UID || n.Spec.MachineID != f.Spec.MachineID || n.Spec.DiskID != f.Spec.DiskID {
+		return nil, problem.WithRemedy(fmt.Errorf("%s was enrolled anew meanwhile, to machine %s with disk %s", r.found.Name, n.Spec.MachineID, cmp.Or(n.Spec.DiskID, "none")), "No order was signed. If you have not changed the enrollment, find out who has; then run the same command again and read its plan.")
+	}
+	return nil, nil //nolint:nilnil // an order without arguments
+}
+
+// Order gives the machine the order, and returns when the machine says that it has begun.
+func (r *Reset) Order(ctx context.Context, report func(string)) error {
+	if r.begun {
+		return nil
+	}
+	if _, _, err := orders.Follow(ctx, r.dir, r.found.Name, orders.Asked{Action: ownerorder.ActionReset, Args: r.confirmed, Begun: true}, report); err != nil {
+		return problem.WithRemedy(err, problem.Remedy(err)+" If the machine has restarted already, muster forget "+r.found.Name+" --erase completes it.")
+	}
+	return nil
+}

@@ -1,0 +1,127 @@
+package lifecycle
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+func TestADrainKeepsWhatWouldBeLost(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	l.Node(t, "drained", 41, v1alpha1.RoleWorker)
+	managed := func(p *corev1.Pod) {
+		p.OwnerReferences = []metav1.OwnerReference{{APIVersion: "apps/v1", Kind: "ReplicaSet", Name: "r", UID: "1", Controller: new(true)}}
+	}
+	ownertest.Pod(t, "drained", "managed", managed)
+	ownertest.Pod(t, "drained", "alone", nil)
+	ownertest.Pod(t, "drained", "scratch", func(p *corev1.Pod) {
+		managed(p)
+		p.Spec.Volumes = []corev1.Volume{{Name: "v", VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}}}
+	})
+	drain := func(ctx context.Context, o clusterapi.DrainOptions) (bool, []string, error) {
+		var said []string
+		cordoned, err := Drain(ctx, l.Dir, "drained", o, func(s string) { said = append(said, s) })
+		return cordoned, said, err
+	}
+	cordoned, _, err := drain(ctx, clusterapi.DrainOptions{})
+	if err == nil || !strings.Contains(err.Error(), "alone") || !strings.Contains(err.Error(), "scratch") || !strings.Contains(problem.Remedy(err), "--force") || !cordoned || !ownertest.Unschedulable(t, "drained") || len(ownertest.PodsOn(t, "drained")) != 3 {
+		t.Fatalf("%v; %t; left %v", err, cordoned, ownertest.PodsOn(t, "drained"))
+	}
+	budget := &policyv1.PodDisruptionBudget{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "keep"}, Spec: policyv1.PodDisruptionBudgetSpec{
+		MinAvailable: new(intstr.FromInt32(3)), Selector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "drained"}},
+	}}
+	budgets := kubernetes.NewForConfigOrDie(ownertest.Shared.Admin).PolicyV1().PodDisruptionBudgets(metav1.NamespaceDefault)
+	if _, err := budgets.Create(ctx, budget, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := budgets.Delete(context.WithoutCancel(t.Context()), "keep", metav1.DeleteOptions{}); client.IgnoreNotFound(err) != nil {
+			t.Error(err)
+		}
+	})
+	all := clusterapi.DrainOptions{Force: true, EmptyDir: true}
+	limited, stop := context.WithCancel(ctx)
+	defer stop()
+	_, err = Drain(limited, l.Dir, "drained", all, func(s string) {
+		if strings.Contains(s, "disruption budget") {
+			stop()
+		}
+	})
+	if err == nil || len(ownertest.PodsOn(t, "drained")) != 3 || !strings.Contains(err.Error(), "default/keep") {
+		t.Fatalf("against a budget: %v; left %v", err, ownertest.PodsOn(t, "drained"))
+	}
+	if err := budgets.Delete(ctx, "keep", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	cordoned, said, err := drain(ctx, all)
+	if err != nil || cordoned || len(ownertest.PodsOn(t, "drained")) > 0 || !slices.Contains(said, "drained: 3 pods evicted") {
+		t.Errorf("%v; %t; %q; left %v", err, cordoned, said, ownertest.PodsOn(t, "drained"))
+	}
+	if err := Uncordon(ctx, l.Dir, "drained"); err != nil || ownertest.Unschedulable(t, "drained") {
+		t.Error(err)
+	}
+	if _, err := Drain(ctx, l.Dir, "drainde", all, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
+		t.Errorf("a name with a typing error: %v", err)
+	}
+}
+
+func TestABanRefusesWritesWithoutAJoinservice(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	l.Node(t, "bad", 42, v1alpha1.RoleWorker)
+	if err := Ban(ctx, l.Dir, "bda", func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
+		t.Errorf("a name with a typing error: %v", err)
+	}
+	ownertest.Pod(t, "bad", "on-bad", nil)
+	evicted := make(chan struct{})
+	err := Ban(ctx, l.Dir, "bad", func(s string) {
+		if !strings.HasPrefix(s, "banned") {
+			close(evicted)
+			return
+		}
+		if n := ownertest.EnrollmentOf(t, "bad"); !n.Spec.Banned || !ownertest.Listed(t).Entry("bad").Suspended {
+			t.Error("it may still write")
+		}
+		// joinservice, which does not run here, evicts it.
+		for _, o := range []client.Object{&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "bad"}}, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "on-bad"}}} {
+			if err := ownertest.Shared.Client.Delete(ctx, o, client.GracePeriodSeconds(0)); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-evicted
+	if err := Unban(ctx, l.Dir, "bad"); err != nil || ownertest.EnrollmentOf(t, "bad").Spec.Banned || ownertest.Listed(t).Entry("bad").Suspended {
+		t.Errorf("after the ban is lifted: %v, %+v", err, ownertest.Listed(t).Entry("bad"))
+	}
+	t.Run("one that a replace has set is not lifted", func(t *testing.T) {
+		n := ownertest.EnrollmentOf(t, "bad")
+		n.Spec.Banned, n.Annotations = true, map[string]string{v1alpha1.KeepNode: "true"}
+		if err := ownertest.Shared.Client.Update(ctx, n); err != nil {
+			t.Fatal(err)
+		}
+		if err := Unban(ctx, l.Dir, "bad"); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED || !ownertest.EnrollmentOf(t, "bad").Spec.Banned {
+			t.Error(err)
+		}
+	})
+}

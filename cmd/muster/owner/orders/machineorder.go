@@ -1,0 +1,304 @@
+// Package orders signs orders to machines, and waits for their reports (docs/decisions/0013-orders.md).
+package orders
+
+import (
+	"context"
+	"crypto/ed25519"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Unfinished is the error for a node that has another order.
+func Unfinished(name string, o ownerorder.MachineOrder) error {
+	return problem.WithRemedy(fmt.Errorf("%s has the order %q of %s, which is not over", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Repeat that command to wait for its end. It ends by itself at "+o.NotAfter.Local().Format(time.DateTime)+" if the machine has not begun.")
+}
+
+// OrderLife is how long an order to a machine is valid: three times the pause between two attestations, 5 min, and too short
+// for a machine that comes back the next day.
+const OrderLife = 15 * time.Minute
+
+const (
+	// firstPoll and reportPoll are the first and the longest pause before the machine's report is read again.
+	FirstPoll, ReportPoll = 100 * time.Millisecond, 2 * time.Second
+	// maxReport bounds a report's output, in bytes.
+	MaxReport = 4 << 10
+)
+
+// Order signs an order to a node's machine, and waits for the machine's report of its end. Each change is reported to
+// report. An order that failed, or that the machine refused, is an error. If the node has the same order already, which is
+// valid and not over, that one is waited for; another one is not replaced.
+func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, report func(string)) (*v1alpha1.OrderReport, error) {
+	_, r, err := Follow(ctx, d, name, Asked{Action: action, Args: Fixed(args)}, report)
+	return r, err
+}
+
+// Asked is what [follow] orders.
+type Asked struct {
+	Action ownerorder.Action
+	// args returns the arguments for the machine that has the node.
+	Args func(*v1alpha1.AttestedNode) (map[string]string, error)
+	// anew: each order has other arguments, and replaces one with the action that is not over.
+	Anew bool
+	// begun: the beginning of the order is waited for, and not its end.
+	Begun bool
+}
+
+// Fixed returns arguments that do not depend on the machine.
+func Fixed(args map[string]string) func(*v1alpha1.AttestedNode) (map[string]string, error) {
+	return func(*v1alpha1.AttestedNode) (map[string]string, error) { return args, nil }
+}
+
+// Follow is [Order]. It returns the order, too.
+func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report func(string)) (signed ownerorder.SignedMachineOrder, _ *v1alpha1.OrderReport, _ error) {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return signed, nil, err
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return signed, nil, err
+	}
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return signed, nil, err
+	}
+	if err := kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
+		before, err := Pending(d, public, n, time.Now())
+		if err != nil {
+			return "", err
+		}
+		args, err := ask.Args(n)
+		if err != nil {
+			return "", err
+		}
+		same := func(o ownerorder.MachineOrder) bool { return o.Action == ask.Action && maps.Equal(o.Args, args) }
+		if before != nil {
+			o, err := ownerorder.ParseMachineOrder(before.Text)
+			switch {
+			case err != nil:
+				return "", err
+			case same(o):
+				signed = *before
+				return before.Note(), nil
+			case !ask.Anew || o.Action != ask.Action:
+				return "", Unfinished(name, o)
+			}
+		} else if s, o := Executing(d, public, n, time.Now()); s != nil && same(o) {
+			signed = *s // it has expired, and the machine has begun in time
+			return s.Note(), nil
+		}
+		if signed, err = NewOrder(d, n, ask.Action, args, time.Now(), key); err != nil {
+			return "", err
+		}
+		return signed.Note(), nil
+	}); err != nil {
+		return signed, nil, err
+	}
+	r, err := Await(ctx, kube, name, ask, signed, report)
+	return signed, r, err
+}
+
+// Await waits for the machine's report of an order.
+func Await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked, signed ownerorder.SignedMachineOrder, report func(string)) (*v1alpha1.OrderReport, error) {
+	action := ask.Action
+	report(fmt.Sprintf("ordered: %s; the machine gets this with its next attestation, within five minutes", action))
+	var last *v1alpha1.OrderReport
+	pause := retry.Backoff{Min: FirstPoll, Max: ReportPoll}
+	for {
+		n, err := kube.Enrollment(ctx, name)
+		switch {
+		case err != nil:
+		case n.Annotations[v1alpha1.OwnerOrder] != signed.Note():
+			err = errors.New("another order, or none, is in its place now")
+		default:
+			if r := n.Status.Order; r != nil && r.Digest == signed.Digest() {
+				if last == nil || last.State != r.State {
+					pause.Reset()
+					report(problem.Printable(string(r.State)))
+				}
+				// Root on the machine, and who writes the API, can have written anything.
+				r.Action, r.Message, r.Output = problem.Printable(r.Action), problem.Printable(r.Message), clusterapi.Printable(r.Output, MaxReport)
+				if last = r; r.State != v1alpha1.OrderRunning {
+					return r, outcome(name, action, r)
+				}
+				if ask.Begun {
+					return r, nil
+				}
+			}
+			err = retry.Wait(ctx, pause.Next(0))
+		}
+		if errors.Is(ctx.Err(), context.Canceled) && last == nil { // its owner has changed his mind
+			return nil, withdraw(ctx, kube, name, action, signed)
+		}
+		if err != nil {
+			return last, problem.WithRemedy(fmt.Errorf("%s has not reported the end of the order %q: %w", name, action, err), noReport(name, last))
+		}
+	}
+}
+
+// withdrawWithin bounds the removal of an order after an interruption.
+const withdrawWithin = 10 * time.Second
+
+// withdraw removes an order that its machine has not begun as far as the cluster knows, and returns the error that says so.
+func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action ownerorder.Action, signed ownerorder.SignedMachineOrder) error {
+	cause := context.Cause(ctx)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), withdrawWithin)
+	defer cancel()
+	if err := kube.WithdrawOrder(ctx, name, signed.Note()); err != nil {
+		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may begin within %s of the order. kubectl annotate attestednode %s %s- withdraws it.", OrderLife, name, v1alpha1.OwnerOrder))
+	}
+	return problem.WithRemedy(fmt.Errorf("the order %q to %s is withdrawn: %w", action, name, cause), fmt.Sprintf("If the machine had it already, it may still begin within %s of the order: muster status shows what it reports.", OrderLife))
+}
+
+// Pending returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.
+func Pending(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, error) {
+	if n.ShutOut() {
+		return nil, attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, or is being removed: its machine gets no orders", n.Name)
+	}
+	on, err := Addressee(d, n)
+	if err != nil {
+		return nil, err
+	}
+	s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
+	if err != nil {
+		return nil, nil //nolint:nilerr,nilnil // there is none
+	}
+	o, err := s.Genuine(owner, on)
+	if err != nil || now.After(o.NotAfter) {
+		return nil, nil //nolint:nilerr,nilnil // whoever wrote it: no machine executes it
+	}
+	if r := n.Status.Order; r != nil && r.Digest == s.Digest() && r.State != v1alpha1.OrderRunning {
+		return nil, nil //nolint:nilnil // it is over
+	}
+	return &s, nil
+}
+
+// Executing returns the node's order if it is ours, and the machine says that it executes it: a machine goes on with an order for a day after its expiry.
+// Otherwise it returns nil.
+func Executing(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
+	var none ownerorder.MachineOrder
+	on, err := Addressee(d, n)
+	if err != nil {
+		return nil, none
+	}
+	s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
+	if err != nil {
+		return nil, none
+	}
+	o, err := s.Genuine(owner, on)
+	if r := n.Status.Order; err != nil || now.Sub(o.NotAfter) >= ownerorder.MaxMachineLife || r == nil || r.Digest != s.Digest() || r.State != v1alpha1.OrderRunning {
+		return nil, none
+	}
+	return &s, o
+}
+
+// Underway returns the node's order that its machine may still begin, or executes; nil: there is none.
+func Underway(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
+	if s, o := Executing(d, owner, n, now); s != nil {
+		return s, o
+	}
+	s, err := Pending(d, owner, n, now)
+	if err != nil || s == nil { // a machine that is shut out or has not joined gets no orders
+		return nil, ownerorder.MachineOrder{}
+	}
+	o, err := ownerorder.ParseMachineOrder(s.Text)
+	if err != nil {
+		return nil, o
+	}
+	return s, o
+}
+
+// Addressee returns the machine and the disk that an order to a node is for; NOT_ENROLLED if no machine has joined as the node yet.
+func Addressee(d *ownerdir.Dir, n *v1alpha1.AttestedNode) (on ownerorder.Addressee, err error) {
+	id, err := access.FolderCluster(d)
+	if err != nil {
+		return on, err
+	}
+	on = ownerorder.Addressee{Cluster: id, Node: n.Name, Disk: n.Spec.DiskID}
+	if on.Machine, err = attest.ParseMachineID(n.Spec.MachineID); err != nil {
+		return on, err
+	}
+	if on.Disk == "" {
+		return on, attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "no machine has joined as %s yet", n.Name)
+	}
+	return on, nil
+}
+
+// NewOrder signs an order to a node's machine, which is valid from now for [OrderLife].
+func NewOrder(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Action, args map[string]string, now time.Time, key ed25519.PrivateKey) (ownerorder.SignedMachineOrder, error) {
+	on, err := Addressee(d, n)
+	if err != nil {
+		return ownerorder.SignedMachineOrder{}, err
+	}
+	now = now.UTC()
+	s, err := ownerorder.MachineOrder{
+		Cluster: on.Cluster.String(), Node: on.Node, Machine: on.Machine, Disk: on.Disk, Action: action, Args: args, SignedAt: now, NotAfter: now.Add(OrderLife).Truncate(time.Second),
+	}.Sign(key)
+	if err == nil && len(s.Text) > ownerorder.MaxMachineOrder {
+		err = fmt.Errorf("the order %q to %s has %d bytes, and a machine reads at most %d", action, n.Name, len(s.Text), ownerorder.MaxMachineOrder)
+	}
+	return s, err
+}
+
+func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) error {
+	switch r.State {
+	case v1alpha1.OrderDone:
+		return nil
+	case v1alpha1.OrderRefused:
+		return problem.WithRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, RefusalOf(r.Message)), "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
+	default:
+		return problem.WithRemedy(fmt.Errorf("%s: %s failed: %s", name, action, r.Message), "muster doctor --node "+name+" shows what is wrong on the machine.")
+	}
+}
+
+// RefusalOf returns a machine's message about a refusal, with its reason code if it begins with one (R1).
+func RefusalOf(message string) error {
+	name, rest, _ := strings.Cut(message, ": ")
+	if reason, known := attestv1.Reason_value["REASON_"+name]; known {
+		return attest.Refuse(attestv1.Reason(reason), "%s", rest)
+	}
+	return errors.New(message)
+}
+
+func noReport(name string, last *v1alpha1.OrderReport) string {
+	if last != nil {
+		return "The machine has begun. `muster status` shows when it attested last; the same command waits on."
+	}
+	return fmt.Sprintf("The machine may still begin, until %s after the order; the same command waits on. It gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there, which images of an earlier version do not have.", OrderLife, name)
+}
+
+// Findings reads what a machine found on itself. Root on that machine can have written anything: the texts are shown on one
+// line each, without control characters, and an empty report is an error.
+func Findings(output string) (*checkup.Report, error) {
+	var r checkup.Report
+	if err := json.Unmarshal([]byte(output), &r); err != nil {
+		return nil, err
+	}
+	for i, f := range r.Findings {
+		switch f.Level {
+		case checkup.OK, checkup.Warn, checkup.Fail:
+		default:
+			return nil, fmt.Errorf("finding %d has the level %q", i+1, f.Level)
+		}
+		r.Findings[i] = checkup.Finding{Check: problem.Printable(f.Check), Level: f.Level, Detail: problem.Printable(f.Detail), Remedy: problem.Printable(f.Remedy)}
+	}
+	if len(r.Findings) == 0 {
+		return nil, errors.New("there is no finding in it")
+	}
+	return &r, nil
+}

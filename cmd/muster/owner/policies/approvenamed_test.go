@@ -1,0 +1,131 @@
+package policies
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	waitlist "github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// A root of a TPM vendor certifies everybody's TPMs.
+func TestAMachineWhoseTPMAnybodyCanBuyIsNamed(t *testing.T) {
+	own := attesttest.NewCA(t)
+	a := newApproval(t, func(p *attestv1.Policy) {
+		p.Tpm2.EkRoots[0].Operator = false
+		p.Tpm2.EkRoots = append(p.Tpm2.EkRoots, &attestv1.EkRoot{Pem: own.PEM(), Operator: true, Key: p.GetTpm2().GetEkRoots()[0].GetKey()})
+	})
+	m := a.boot(t, "192.0.2.1", attesttest.Options{})
+	vendor := a.ca
+	a.ca = own
+	mine := a.boot(t, "192.0.2.3", attesttest.Options{})
+	a.ca = vendor
+	rented := a.boot(t, "192.0.2.2", attesttest.Options{Platform: &attesttest.Platform{CA: a.cloud, Project: "ours", Zone: "a"}})
+	a.lists(t, waits(m, "192.0.2.1", machineIDs), waits(rented, "192.0.2.2", platformIDs), waits(mine, "192.0.2.3", machineIDs))
+	refused := func(c Candidate, want bool) {
+		t.Helper()
+		if (c.Problem != nil) != want || want && !strings.Contains(c.Problem.Message, "anybody who bought one") {
+			t.Errorf("machine %s: problem %+v", c.Machine, c.Problem)
+		}
+	}
+	for _, allow := range []bool{false, true} {
+		ap := a.approver(t, ApproveConfig{AnyTPM: allow, AnyAccount: true, BareEK: true, TrustCluster: true})
+		all, err := ap.Candidates(t.Context())
+		if err != nil || len(all) != 3 {
+			t.Fatalf("%d candidates, %v", len(all), err)
+		}
+		for _, c := range all {
+			refused(c, !allow && c.Machine == m.ID().String())
+		}
+		c, err := ap.Host(t.Context(), "192.0.2.1:9000")
+		if err != nil {
+			t.Fatal(err)
+		}
+		refused(c, !allow)
+		if c, err = ap.Machine(t.Context(), m.ID()); err != nil {
+			t.Fatal(err)
+		}
+		refused(c, false)
+	}
+}
+
+// Otherwise a machine that its owner has put out would come back with the next approval of a whole network.
+func TestAMachineThatWasPutOutIsNamed(t *testing.T) {
+	for name, record := range map[string]func(t *testing.T, id string, k *ownerdir.Known){
+		"banned": func(_ *testing.T, id string, k *ownerdir.Known) { k.BannedMachines = map[string]string{"uid": id} },
+		"forgotten": func(_ *testing.T, id string, k *ownerdir.Known) {
+			k.Disks = []ownerdir.KnownFormer{{KnownDisk: ownerdir.KnownDisk{ID: "6d6b5c1e-0000-4000-8000-000000000001"}, MachineID: id}}
+		},
+		"a node": func(_ *testing.T, id string, k *ownerdir.Known) {
+			k.Nodes = map[string]ownerdir.KnownNode{"w9": {MachineID: id, Role: "worker"}}
+		},
+		"replaced": func(_ *testing.T, id string, k *ownerdir.Known) {
+			k.Nodes = map[string]ownerdir.KnownNode{"w9": {UID: "uid", MachineID: id, Role: "worker"}}
+			*k = *k.Keep(&ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{"w9": {UID: "uid", MachineID: someone.String(), Role: "worker"}}})
+		},
+		"forgotten with its disk erased": func(_ *testing.T, id string, k *ownerdir.Known) {
+			k.Nodes = map[string]ownerdir.KnownNode{"w9": {UID: "uid", MachineID: id, Role: "worker"}}
+			*k = *k.Keep(&ownerdir.Known{})
+		},
+		"a node that the folder does not know": func(t *testing.T, id string, _ *ownerdir.Known) {
+			n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w9"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: id, Role: v1alpha1.RoleWorker}}
+			if err := ownertest.Shared.Client.Create(t.Context(), n); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { ownertest.Unenroll(context.WithoutCancel(t.Context()), "w9") })
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a := newApproval(t)
+			m, other := a.boot(t, "192.0.2.1", attesttest.Options{}), a.boot(t, "192.0.2.2", attesttest.Options{})
+			a.lists(t, waits(m, "192.0.2.1", machineIDs), waits(other, "192.0.2.2", machineIDs))
+			had, err := a.Known()
+			if err != nil {
+				t.Fatal(err)
+			}
+			k := *had
+			record(t, m.ID().String(), &k)
+			if err := a.RememberAfter(had, &k); err != nil {
+				t.Fatal(err)
+			}
+			ap := a.approver(t, ApproveConfig{AnyTPM: true})
+			all, err := ap.Candidates(t.Context())
+			if err != nil || len(all) != 2 {
+				t.Fatalf("%d candidates, %v", len(all), err)
+			}
+			for _, c := range all {
+				if (c.Problem != nil) != (c.Machine == m.ID().String()) {
+					t.Errorf("machine %s: problem %+v", c.Machine, c.Problem)
+				}
+			}
+			if c, err := ap.Host(t.Context(), "192.0.2.1:9000"); err != nil || c.Problem == nil || !strings.Contains(c.Problem.Remedy, "muster approve "+m.ID().String()) {
+				t.Errorf("by its address: problem %+v, %v", c.Problem, err)
+			}
+			if c, err := ap.Machine(t.Context(), m.ID()); err != nil || c.Problem != nil {
+				t.Errorf("by its ID: problem %+v, %v", c.Problem, err)
+			}
+		})
+	}
+}
+
+// Whoever writes the list can't make the command ask more machines than joinservice lists.
+func TestNoMoreMachinesAreAskedThanJoinserviceLists(t *testing.T) {
+	a := newApproval(t)
+	var entries []waitlist.Entry
+	for i := range 200 {
+		entries = append(entries, waitlist.Entry{Machine: attest.MachineID{1, byte(i)}.String(), Reason: "POLICY_REFUSED", Address: "192.0.2.1"})
+	}
+	a.lists(t, entries...)
+	all, err := a.approver(t, ApproveConfig{}).Candidates(t.Context())
+	if want := waitlist.Max + waitlist.MaxUnlisted; err != nil || len(all) != want || all[0].Machine != entries[0].Machine || all[want-1].Machine != entries[want-1].Machine {
+		t.Errorf("%d candidates, %v, want the oldest %d", len(all), err, want)
+	}
+}

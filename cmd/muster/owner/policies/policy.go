@@ -1,0 +1,107 @@
+// Package policies changes and compares the owner's signed policy: what it lists, what a new one would refuse, whom to approve, collateral.
+package policies
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// Enroll enrolls a machine under a name before it joins, as control planes need it. It first lists a control plane in
+// the owner's policy (A7): from the enrollment on it may join, and its services are then trusted. After an
+// interruption the same call finishes. Each step is reported to report.
+func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, report func(string)) (created bool, err error) {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return false, err
+	}
+	if err := kube.Free(ctx, name, spec); err != nil {
+		return false, err
+	}
+	l, err := enrollListing(d, name, spec)
+	if err != nil {
+		return false, err
+	}
+	if err := l.Apply(ctx, d, kube, report); err != nil {
+		return false, err
+	}
+	for _, c := range l.Add {
+		if err := d.RecordControlPlane(name, &c.Machine); err != nil {
+			return false, err
+		}
+	}
+	return kube.Enroll(ctx, name, spec, keys.DiskSalt{})
+}
+
+// SignedPolicy signs the current policy of an owner's folder.
+func SignedPolicy(d *ownerdir.Dir) (*attest.Policy, *attestv1.SignedPolicy, error) {
+	text, err := d.Read(ownerdir.PolicyFile)
+	if err != nil {
+		return nil, nil, err
+	}
+	return signText(d, text)
+}
+
+func signText(d *ownerdir.Dir, text []byte) (*attest.Policy, *attestv1.SignedPolicy, error) {
+	p, json, err := policyfile.Parse(text)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.PolicyFile), err)
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return nil, nil, err
+	}
+	return p, attest.SignPolicy(key, json), nil
+}
+
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
+// refuses a policy that running nodes do not match. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
+// folder's policy in force as well. leaveOut are names that the cluster has as control planes, and that are none of the owner's.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
+	var err error
+	replaces := text != nil
+	if !replaces {
+		if text, err = d.Read(ownerdir.PolicyFile); err != nil {
+			return nil, err
+		}
+	}
+	p, signed, err := signText(d, text)
+	if err != nil {
+		return nil, err
+	}
+	kube, err := access.Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	have, err := kube.Policy(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := Higher(d, have, p, string(signed.GetPolicy())); err != nil {
+		return nil, err
+	}
+	if err := MustList(ctx, d, kube, p, leaveOut); err != nil {
+		return nil, err
+	}
+	if !expel {
+		if err := expelsNobody(ctx, kube, p); err != nil {
+			return nil, err
+		}
+	}
+	if replaces {
+		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
+			return nil, err
+		}
+	}
+	if err := kube.PutPolicy(ctx, signed); err != nil {
+		return nil, err
+	}
+	return kube.PolicyInForce(ctx)
+}

@@ -1,0 +1,186 @@
+package policies
+
+import (
+	"context"
+	"encoding/base64"
+	"fmt"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Current refuses a policy of the folder that is older than the cluster's last known one, or differs from it under
+// the same serial.
+func Current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []byte) error {
+	if known.Version == 0 {
+		return nil
+	}
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return err
+	}
+	last, err := known.Policy.Open(public)
+	if err != nil {
+		return fmt.Errorf("known.json: %w", err)
+	}
+	if p.Serial() > last.Serial() || p.Serial() == last.Serial() && string(json) == known.Policy.JSON {
+		return nil
+	}
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the one that the cluster had last, of serial %d, says something else", p.Serial(), last.Serial()),
+		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last.Serial()+1))
+}
+
+// InForceTimeout limits the wait until the services apply a changed policy.
+const InForceTimeout = 20 * time.Second
+
+// FolderPolicy reads the policy of an owner's folder.
+func FolderPolicy(d *ownerdir.Dir) (text []byte, p *attest.Policy, json []byte, err error) {
+	if text, err = d.Read(ownerdir.PolicyFile); err != nil {
+		return nil, nil, nil, err
+	}
+	if p, json, err = policyfile.Parse(text); err != nil {
+		return nil, nil, nil, fmt.Errorf("%s: %w", d.File(ownerdir.PolicyFile), err)
+	}
+	return text, p, json, nil
+}
+
+// policyChange is a change of the owner's policy that a command makes.
+type policyChange struct {
+	// done reports whether a policy has the change already; text is nil if the cluster has no policy.
+	done func(text []byte, p *attest.Policy) (bool, error)
+	// edit returns the policy with the change and that serial.
+	edit func(text []byte, serial uint64) ([]byte, error)
+	// what describes the changed policy.
+	what func(p *attest.Policy) string
+}
+
+// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an
+// interruption between the two, the same call finishes: the folder's policy then has the change, and is put into the
+// cluster unchanged.
+func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, report func(string)) error {
+	text, p, json, err := FolderPolicy(d)
+	if err != nil {
+		return err
+	}
+	have, err := kube.Policy(ctx)
+	if clusterapi.Absent(err) {
+		have, err = &v1alpha1.AttestationPolicy{}, nil
+	}
+	if err != nil {
+		return err
+	}
+	theirs := &attest.Policy{} // lists no control plane
+	if have.Spec.Policy != "" {
+		if theirs, err = attest.ParsePolicy([]byte(have.Spec.Policy)); err != nil {
+			return fmt.Errorf("the cluster's policy: %w", err)
+		}
+	}
+	ours, err := c.done(text, p)
+	if err != nil {
+		return err
+	}
+	sent, err := c.done([]byte(have.Spec.Policy), theirs)
+	if err != nil || ours && sent {
+		return err
+	}
+	if !ours {
+		if have.Spec.Policy != string(json) && have.Spec.Policy != "" {
+			return problem.WithRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed by this command", d.File(ownerdir.PolicyFile)),
+				"Run muster policy apply first, if you have finished editing it, or undo what you have edited.")
+		}
+		signed, err := SignedSerial(d, have)
+		if err != nil {
+			return err
+		}
+		serial := max(p.Serial(), signed) + 1
+		if text, err = c.edit(text, serial); err != nil {
+			return err
+		}
+		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
+			return err
+		}
+	}
+	p, signed, err := SignedPolicy(d)
+	if err != nil {
+		return err
+	}
+	if err := Higher(d, have, p, string(signed.GetPolicy())); err != nil {
+		return err
+	}
+	if err := kube.PutPolicy(ctx, signed); err != nil {
+		return err
+	}
+	report(fmt.Sprintf("policy of serial %d signed: %s", p.Serial(), c.what(p)))
+	if have.Status.ObservedGeneration == 0 {
+		return nil // no service checks policies yet
+	}
+	waiting, cancel := context.WithTimeout(ctx, InForceTimeout)
+	defer cancel()
+	if _, err := kube.PolicyInForce(waiting); err != nil && (waiting.Err() == nil || ctx.Err() != nil) {
+		return err
+	} else if err != nil {
+		report("no joinservice applies it yet: muster status shows when one does")
+	}
+	return nil
+}
+
+// Higher refuses a policy whose serial the services would refuse.
+func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json string) error {
+	if have.Spec.Policy == json {
+		return nil
+	}
+	signed, err := SignedSerial(d, have)
+	if err != nil || signed < p.Serial() {
+		return err
+	}
+	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), signed)
+	return problem.WithRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", signed+1, d.File(ownerdir.PolicyFile)))
+}
+
+// SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. The status of the
+// cluster's policy is not signed: if a serial from there were signed, it could be the highest of all, and no policy could follow.
+func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return 0, err
+	}
+	var serial uint64
+	if p, err := OpenPolicy(have, public); err == nil {
+		serial = p.Serial()
+	}
+	known, err := d.Known()
+	if err != nil {
+		return 0, err
+	}
+	if p, err := known.Policy.Open(public); err == nil {
+		serial = max(serial, p.Serial())
+	}
+	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
+		return 0, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status says that a policy of serial %d was in force, and the newest with the owner's signature, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
+			fmt.Sprintf("If there is a newer copy of this folder, use that one: compare the serial in policy.yaml and known.json of every copy, and lowestPolicySerial of your images. Only if none is above %[1]d, somebody has written the status: correct it (kubectl edit attestationpolicy default --subresource status, serial: %[1]d), and restart the services, which then accept a policy that is older than the status says: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
+	}
+	return serial, nil
+}
+
+// OpenPolicy verifies the owner's signature of the cluster's policy.
+func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy, error) {
+	signature, err := base64.StdEncoding.DecodeString(have.Spec.Signature)
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "spec.signature of the cluster's policy is no base64: %w", err)
+	}
+	return attest.OpenPolicy(owner, &attestv1.SignedPolicy{Policy: []byte(have.Spec.Policy), Signature: signature})
+}
+
+// PolicyOf describes the policy of an epoch.
+func PolicyOf(serial uint64) string {
+	if serial == 0 {
+		return "no policy yet"
+	}
+	return fmt.Sprintf("the policy of serial %d", serial)
+}

@@ -1,0 +1,210 @@
+package policies
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/orders"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+const (
+	// attests is the longest pause between two attestations of a running node, with a margin.
+	Attests = 15 * time.Minute
+	// maxNamedNodes is how many nodes an error names.
+	maxNamedNodes = 10
+)
+
+// Running reports whether the node's machine has been accepted lately, and is not shut out.
+func Running(n *v1alpha1.AttestedNode, now time.Time) bool {
+	return attested(n, now) && n.Status.LastVerdict.Accepted
+}
+
+// attested reports whether the node's machine has sent genuine evidence lately, and is not shut out.
+func attested(n *v1alpha1.AttestedNode, now time.Time) bool {
+	v := n.Status.LastVerdict
+	return !n.ShutOut() && v != nil && now.Sub(v.Time.Time) < Attests
+}
+
+// expelsNobody returns an error that names the running nodes whose last evidence does not match the policy.
+func expelsNobody(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) error {
+	all, err := kube.Enrollments(ctx)
+	if err != nil {
+		return err
+	}
+	var expelled []string
+	for i := range all {
+		n := &all[i]
+		if !Running(n, time.Now()) {
+			continue
+		}
+		if err := mayMatch(p, n); err != nil {
+			expelled = append(expelled, n.Name+": "+err.Error())
+		}
+	}
+	if len(expelled) == 0 {
+		return nil
+	}
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%d running nodes do not match the policy: %s", len(expelled), strings.Join(expelled[:min(len(expelled), maxNamedNodes)], "; ")),
+		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them; muster status shows who does. To shut them out, repeat the command with --expel.")
+}
+
+// mayMatch compares what the cluster has stored of the node's last evidence with the policy.
+func mayMatch(p *attest.Policy, n *v1alpha1.AttestedNode) error {
+	m, err := attest.ParseMachineID(n.Spec.MachineID)
+	if err != nil {
+		return err
+	}
+	values, err := StoredPCRs(n)
+	if err != nil {
+		return err
+	}
+	return p.MayMatch(m, values)
+}
+
+// StoredPCRs returns the PCR values of the node's last evidence.
+func StoredPCRs(n *v1alpha1.AttestedNode) (map[int][]byte, error) {
+	values := map[int][]byte{}
+	for number, digits := range n.Status.PCRs {
+		i, err := strconv.Atoi(number)
+		if err != nil {
+			return nil, fmt.Errorf("PCR %q: %w", number, err)
+		}
+		if values[i], err = hex.DecodeString(digits); err != nil {
+			return nil, fmt.Errorf("PCR %d: %w", i, err)
+		}
+	}
+	return values, nil
+}
+
+// Preview is what a policy says of a running node.
+type Preview struct {
+	Node string `json:"node"`
+	// Answered is false if its machine has not attested while Preview waited.
+	Answered bool   `json:"answered"`
+	Accepted bool   `json:"accepted"`
+	Reason   string `json:"reason,omitempty"`
+	Message  string `json:"message,omitempty"`
+	// InForce is the reason for which the policy in force refuses the node; empty if it accepts it.
+	InForce string `json:"inForce,omitempty"`
+}
+
+// String returns the result in words.
+func (p Preview) String() string {
+	switch {
+	case !p.Answered && p.InForce != "":
+		return "unknown: refused by the policy in force with " + p.InForce + ", and its machine has not attested in time"
+	case !p.Answered:
+		return "unknown: its machine has not attested in time"
+	case p.Accepted:
+		return "accepted"
+	}
+	return "refused with " + p.Reason + ": " + p.Message
+}
+
+// DiffPolicy returns how the policy in a file differs from the one in force: a unified diff in YAML, empty if they are the same.
+func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, error) {
+	_, next, err := policyfile.Parse(text)
+	if err != nil {
+		return "", err
+	}
+	kube, err := access.Connect(d)
+	if err != nil {
+		return "", err
+	}
+	have, err := kube.Policy(ctx)
+	if err != nil {
+		return "", err
+	}
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return "", err
+	}
+	if _, err := OpenPolicy(have, public); err != nil {
+		return "", fmt.Errorf("the cluster's policy: %w", err)
+	}
+	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
+}
+
+// PreviewPolicy has the cluster appraise its running nodes, also those that the policy in force refuses, by one that is not in force,
+// as they attest, until each has or ctx ends. It reports each node to report. It decides nothing and leaves nothing in the cluster: the signature is good for a preview only.
+func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) (out []Preview, err error) {
+	_, json, err := policyfile.Parse(text)
+	if err != nil {
+		return nil, err
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return nil, err
+	}
+	kube, err := access.Connect(d)
+	if err != nil {
+		return nil, err
+	}
+	signed := attest.SignCandidate(key, json)
+	sum := sha256.Sum256(signed.GetPolicy())
+	digest := hex.EncodeToString(sum[:])
+	began := time.Now()
+	if err := kube.SetCandidate(ctx, base64.StdEncoding.EncodeToString(signed.GetSignature())+" "+string(signed.GetPolicy())); err != nil {
+		return nil, err
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
+		defer cancel()
+		err = errors.Join(err, kube.SetCandidate(ctx, ""))
+	}()
+	seen, pause := map[string]bool{}, retry.Backoff{Min: orders.FirstPoll, Max: orders.ReportPoll}
+	for {
+		all, err := kube.Enrollments(ctx)
+		if err != nil {
+			return out, err
+		}
+		var waits []Preview
+		for i := range all {
+			n := &all[i]
+			if seen[n.Name] || !attested(n, began) {
+				continue
+			}
+			p := Preview{Node: n.Name}
+			if v := n.Status.LastVerdict; !v.Accepted {
+				p.InForce = problem.Printable(v.Reason)
+			}
+			switch c := n.Status.Candidate; {
+			case c == nil || c.Digest != digest:
+				waits = append(waits, p)
+			default:
+				seen[n.Name] = true
+				p.Answered, p.Accepted, p.Reason, p.Message = true, c.Accepted, problem.Printable(c.Reason), problem.Printable(c.Message)
+				out = append(out, p)
+				report(p)
+			}
+		}
+		if len(waits) == 0 {
+			return out, nil
+		}
+		if retry.Wait(ctx, pause.Next(0)) != nil {
+			slices.SortFunc(waits, func(a, b Preview) int { return strings.Compare(a.Node, b.Node) })
+			for _, p := range waits {
+				out = append(out, p)
+				report(p)
+			}
+			return out, nil
+		}
+	}
+}

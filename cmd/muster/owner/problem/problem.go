@@ -1,0 +1,114 @@
+// Package problem puts errors into the form that is shown to a person: reason code, message, and what to do.
+package problem
+
+import (
+	"context"
+	"errors"
+	"net"
+
+	"connectrpc.com/connect"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// Problem is an error in the form that is shown to a person.
+type Problem struct {
+	// Reason is the reason code; empty for an error without one.
+	Reason string `json:"reason,omitempty"`
+	// Message describes the failure.
+	Message string `json:"message"`
+	// Remedy is what to do; empty if it is not known.
+	Remedy string `json:"remedy,omitempty"`
+}
+
+// Explain converts an error to a Problem.
+func Explain(err error) Problem {
+	p := Problem{Message: err.Error()}
+	switch reason := rpc.ReasonFrom(err); reason {
+	case attestv1.Reason_REASON_UNSPECIFIED, attestv1.Reason_REASON_ACCEPTED:
+	default:
+		p.Reason, p.Remedy = attest.ReasonName(reason), rpc.RemedyFrom(err)
+	}
+	if own := Remedy(err); own != "" {
+		p.Remedy = own
+	}
+	return p
+}
+
+// Remedy returns a more specific remedy for the owner than the table of reasons.
+func Remedy(err error) string {
+	if r, ok := errors.AsType[*remedied](err); ok {
+		return r.remedy
+	}
+	if len(attest.MismatchesOf(err)) > 0 {
+		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy; if not, what it boots was changed."
+	}
+	if _, hardware := errors.AsType[*attest.HardwareError](err); hardware && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_REFUSED {
+		return "All else of the machine is accepted. If it sent no hardware report: docs/hardware-reports.md says which machines and images send one. If it is a machine of yours, correct the values of hardware in the policy, then muster policy apply."
+	}
+	op, dial := errors.AsType[*net.OpError](err)
+	switch {
+	case dial && op.Op == "dial":
+		return "Check the address, and whether this computer reaches it. Connection refused: nothing listens on that port; a machine that is a node has closed port 9000, and `muster verify NODE` verifies it. A timeout: the machine is off, or a firewall drops packets. Then run the same command again."
+	case errors.Is(err, ownerdir.ErrOtherCluster):
+		return "Nothing was sent or changed."
+	case errors.Is(err, context.DeadlineExceeded):
+		return "Look at the last lines above; running the same command again goes on where it stopped, and --timeout gives it longer if the command has that flag."
+	case errors.Is(err, context.Canceled):
+		return "Running the same command again goes on where it stopped."
+	}
+	return ""
+}
+
+// remedied is an error with its remedy.
+type remedied struct {
+	err    error
+	remedy string
+}
+
+func (r *remedied) Error() string { return r.err.Error() }
+func (r *remedied) Unwrap() error { return r.err }
+
+// WithRemedy adds to an error what to do.
+func WithRemedy(err error, remedy string) error { return &remedied{err, remedy} }
+
+// Unreachable reports whether the other side did not answer, or was not ready: the same command may succeed later.
+func Unreachable(err error) bool {
+	switch rpc.ReasonFrom(err) {
+	case attestv1.Reason_REASON_UNSPECIFIED:
+	case attestv1.Reason_REASON_API_UNAVAILABLE, attestv1.Reason_REASON_KMS_UNAVAILABLE, attestv1.Reason_REASON_BUSY, attestv1.Reason_REASON_NOT_READY, attestv1.Reason_REASON_DEADLINE:
+		return true
+	default:
+		return false
+	}
+	if _, network := errors.AsType[*net.OpError](err); network {
+		return true
+	}
+	return errors.Is(err, context.DeadlineExceeded) || connect.IsWireError(err) && connect.CodeOf(err) == connect.CodeUnavailable
+}
+
+// Final reports whether an error is a decision, so that another attempt would give the same result.
+func Final(err error) bool {
+	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		// Either this program's, and then it is over, or one of a single request, which the reasons below cover.
+		if rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED {
+			return false
+		}
+	}
+	if rpc.RetryAfterFrom(err) > 0 {
+		return false
+	}
+	switch rpc.ReasonFrom(err) {
+	case attestv1.Reason_REASON_UNSPECIFIED:
+		// No reason: a connection that broke or was never made. A server that answers without one is not Muster's,
+		// unless it is a proxy without a backend.
+		return connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable
+	case attestv1.Reason_REASON_BUSY, attestv1.Reason_REASON_DEADLINE, attestv1.Reason_REASON_NOT_READY:
+		return false
+	default:
+		return true
+	}
+}

@@ -1,0 +1,147 @@
+package recovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// ErrBehind is returned if the cluster is older than its last recorded state.
+var ErrBehind = errors.New("the cluster is older than what it said before")
+
+// Remember records the cluster's current state in the owner's folder, as the reference for a recovery. It does so
+// only if the owner signed the cluster's policy. If the state is older than the folder's, or than the epoch that
+// control planes' machines know, it writes nothing, and the error wraps [ErrBehind].
+//
+// While a restore is not at its end it does nothing: what is known of the lost cluster is still needed.
+func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) error {
+	if d.Cluster().Restore != nil {
+		return nil
+	}
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return err
+	}
+	had, err := d.Known()
+	if err != nil {
+		return err
+	}
+	seen, err := access.See(ctx, kube)
+	if err != nil {
+		return err
+	}
+	// The epoch comes last. The changes that it counts are then at least as new as those that were read, and a copy
+	// with a higher epoch was made after them.
+	machines, err := kube.Knowledge(ctx)
+	if err != nil {
+		return err
+	}
+	seen.Epoch, seen.EpochID, seen.History = machines.Epoch, machines.History.ID(machines.Epoch), machines.History
+	older, err := had.Older(seen, public)
+	if err != nil {
+		return err
+	}
+	if behind := machines.Behind(); behind != "" {
+		older = append(older, behind)
+	}
+	if len(older) > 0 { // B7: its state does not replace what the folder knows
+		return fmt.Errorf("%w: %s", ErrBehind, strings.Join(older, "; "))
+	}
+	if _, err := seen.Policy.Open(public); err != nil {
+		return fmt.Errorf("the cluster's policy: %w", err)
+	}
+	if next := had.Keep(seen); !reflect.DeepEqual(next, had) {
+		return d.RememberAfter(had, next)
+	}
+	return nil
+}
+
+// diskOf refuses a disk that is not the machine's by the cluster's last known state (J2). named is the disk that the
+// owner names; nil: none.
+func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, disk keys.DiskID, named *keys.DiskID) error {
+	wayOut := fmt.Sprintf("If it is this machine's disk all the same, since the folder is older than the disk, compare it with your records and name it: --disk %s.", disk)
+	if named != nil {
+		if *named != disk {
+			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, and --disk names %s", disk, *named)
+		}
+		return nil
+	}
+	for name, n := range known.Nodes {
+		if n.Disk.ID == disk.String() && n.MachineID != machine.String() {
+			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, which is that of machine %s (%s)", disk, n.MachineID, name),
+				"Put the disk back into its machine. "+wayOut)
+		}
+	}
+	if name, n, ok := known.OfMachine(machine); ok && n.Banned {
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) was banned when the cluster was asked last", machine, name),
+			"Recover another control plane. If you trust it again, name its disk: --disk "+disk.String()+".")
+	}
+	want := KnownDisk(d, known, machine)
+	if want == "" {
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the folder knows no disk of machine %s, and the machine has %s", machine, disk),
+			wayOut+" muster status notes the disks of a cluster that is well.")
+	}
+	if want != disk.String() {
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, and its disk is %s", disk, want),
+			"Put that disk back. "+wayOut)
+	}
+	return nil
+}
+
+// KnownDisk returns the machine's disk by the cluster's last known state; empty: the folder knows none.
+func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID) string {
+	if _, n, ok := known.OfMachine(machine); ok {
+		return n.Disk.ID
+	}
+	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.ID == machine {
+		return c.FirstMachine.DiskID
+	}
+	return ""
+}
+
+// KnownSalt returns the salt of an enrolled disk by the cluster's last known state (K4), and none for a removed node.
+// The folder has only the first version of the root secret.
+func KnownSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.DiskSalt, error) {
+	none := func(err error) (keys.DiskSalt, error) {
+		return keys.DiskSalt{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the folder has no salt of disk %s: %w", disk, err),
+			"Without its salt a disk has no key. If it was not erased, use the newest copy of the folder: muster status with the cluster well would have noted it in known.json.")
+	}
+	for _, n := range known.Nodes {
+		if n.Disk.ID != disk.String() || n.Disk.Salt == "" {
+			continue
+		}
+		if n.Disk.RootVersion != int32(keys.FirstVersion) {
+			return none(fmt.Errorf("its key follows from version %d of the root secret, and the folder has version %d", n.Disk.RootVersion, keys.FirstVersion))
+		}
+		salt, err := keys.ParseDiskSalt(n.Disk.Salt)
+		if err != nil {
+			return none(fmt.Errorf("known.json: %w", err))
+		}
+		return salt, nil
+	}
+	if slices.Contains(known.Erased, disk.String()) { // K4
+		return none(errors.New("it was erased"))
+	}
+	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.DiskID == disk.String() && c.FirstMachine.DiskSalt != "" {
+		salt, err := keys.ParseDiskSalt(c.FirstMachine.DiskSalt)
+		if err != nil {
+			return none(fmt.Errorf("cluster.json: %w", err))
+		}
+		return salt, nil
+	}
+	if slices.ContainsFunc(known.Disks, func(d ownerdir.KnownFormer) bool { return d.ID == disk.String() }) {
+		return none(errors.New("no enrolled node has it any more; known.json has its salt only to be put back into the cluster, as docs/leaving.md says"))
+	}
+	return none(errors.New("neither known.json nor cluster.json has it"))
+}

@@ -1,0 +1,293 @@
+// Package recovery opens the disk of a control plane while no joinservice can, and records the cluster's state, with which a recovery is compared.
+package recovery
+
+import (
+	"context"
+	"crypto/ed25519"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"syscall"
+
+	"connectrpc.com/connect"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
+	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/keys"
+)
+
+// RecoverConfig configures [Recover].
+type RecoverConfig struct {
+	// Dir is the owner's folder; nothing in it is changed.
+	Dir *ownerdir.Dir
+	// Addr is HOST:PORT of the machine's recovery server.
+	Addr string
+	// Machine is the expected one; nil: the one in the folder, on which the cluster was initialized.
+	Machine *attest.MachineID
+	// Disk is the disk that the machine must have; nil: the one in the cluster's last known state.
+	Disk *keys.DiskID
+	// AcceptEpoch is the epoch that the owner has already accepted, for a machine whose disk is an older copy; nil:
+	// none.
+	AcceptEpoch *uint64
+	// Ask lets the owner decide whether a machine continues with the state of its disk; nil: there is no interactive
+	// user.
+	Ask func(Revival) (bool, error)
+	// Report receives each step.
+	Report progress.Reporter
+	// DialContext opens TCP connections; nil: a [net.Dialer].
+	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// RecoverSteps is the number of steps that [Recover] reports.
+const RecoverSteps = 2
+
+// Recovery is the result.
+type Recovery struct {
+	// Machine and DiskID identify the disk that is open now.
+	Machine string `json:"machine"`
+	DiskID  string `json:"diskID"`
+	// Already reports that the disk was open before this key was sent.
+	Already bool `json:"already"`
+	// Revived is the state with which a machine continues whose disk, open already, is an older copy; nil: it is the
+	// newest.
+	Revived *Revival `json:"revived,omitempty"`
+}
+
+// Recover sends the key of its disk to a control plane that waits for it, and no secret from which other keys follow.
+// Before that, it appraises the machine by the folder's policy, on the same connection (A6), and compares the disk
+// with the cluster's last known state (J2).
+func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
+	if cfg.Dir == nil || cfg.Addr == "" || cfg.Report == nil {
+		return nil, errors.New("owner: Recover needs Dir, Addr and Report")
+	}
+	r := &recoverer{RecoverConfig: cfg}
+	if err := r.load(); err != nil {
+		return nil, err
+	}
+	if err := progress.Step(cfg.Report, "verify the machine", func() (string, error) { return r.appraise(ctx) }); err != nil {
+		return nil, err
+	}
+	if r.revival != nil {
+		err := progress.Step(cfg.Report, "accept what its state disk has", func() (string, error) { return r.revive(ctx) })
+		return &Recovery{Machine: r.Machine.String(), Already: true, Revived: r.revival}, err
+	}
+	var out *Recovery
+	err := progress.Step(cfg.Report, "open its state disk", func() (_ string, err error) {
+		if out, err = r.open(ctx); err != nil {
+			return "", err
+		}
+		if out.Already {
+			return "disk " + out.DiskID + " was open already", nil
+		}
+		return "disk " + out.DiskID + " is open", nil
+	})
+	return out, err
+}
+
+type recoverer struct {
+	RecoverConfig
+
+	root    *keys.Root
+	cluster keys.ClusterID
+	key     ed25519.PrivateKey
+	known   *ownerdir.Known
+	target  peerdial.Target
+	// older is the target if the machine's disk is open, and an older copy by its TPM; revival is its state, nil if
+	// it waits for its disk's key.
+	older   peerdial.Target
+	revival *Revival
+	// disk is the one that the machine named last; empty: none.
+	disk string
+	// trying reports that the machine was testing a key in its last answer.
+	trying bool
+}
+
+func (r *recoverer) load() error {
+	c := r.Dir.Cluster()
+	if r.Machine == nil {
+		if c.FirstMachine == nil {
+			return problem.WithRemedy(fmt.Errorf("%s knows no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder.")
+		}
+		r.Machine = &c.FirstMachine.ID
+	}
+	_, policy, json, err := policies.FolderPolicy(r.Dir)
+	if err != nil {
+		return err
+	}
+	if r.known, err = r.Dir.Known(); err != nil {
+		return err
+	}
+	if err := policies.Current(r.Dir, r.known, policy, json); err != nil {
+		return err
+	}
+	if r.key, err = r.Dir.OwnerKey(); err != nil {
+		return err
+	}
+	secrets, err := r.Dir.Secrets()
+	if err != nil {
+		return err
+	}
+	r.root = keys.NewRoot(secrets.Root, secrets.Salt)
+	r.cluster = r.root.ClusterID(secrets.MeasurementSalt)
+	// A6: exactly this machine, unlocked, as it is before its state is open.
+	r.target = peerdial.Target{
+		Addr: r.Addr, Purpose: attest.PurposeMachine, Policy: policy, Locks: []attest.Lock{attest.Unlocked()}, Only: r.Machine, DialContext: r.dial,
+	}
+	r.older = r.target
+	r.older.Locks = []attest.Lock{attest.LockedTo(r.cluster)}
+	return nil
+}
+
+// dial reports whether there is a connection; the appraisal of the machine follows.
+func (r *recoverer) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	dial := r.DialContext
+	if dial == nil {
+		dial = new(net.Dialer).DialContext
+	}
+	c, err := dial(ctx, network, addr)
+	if err == nil {
+		r.Report.Update("connected: " + addr)
+	}
+	return c, err
+}
+
+func (r *recoverer) appraise(ctx context.Context) (string, error) {
+	err := progress.Again(ctx, r.Report, func() error {
+		s, err := peerdial.Open(r.target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		_, err = s.Exchange(ctx)
+		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+			return err
+		}
+		if lerr := r.look(ctx); lerr != nil { // it is locked: to this cluster, perhaps, with an older disk
+			return errors.Join(err, lerr)
+		}
+		return nil
+	})
+	if err != nil {
+		return "", r.explain(err)
+	}
+	return "appraised: machine " + r.Machine.String(), nil
+}
+
+// open sends the key until the disk is open, or until a final error.
+func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
+	var out *Recovery
+	var gone error
+	err := progress.Again(ctx, r.Report, func() error {
+		s, err := peerdial.Open(r.target)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = s.Close() }()
+		if out, err = r.call(ctx, s); err != nil && r.trying && errors.Is(err, syscall.ECONNREFUSED) {
+			gone = err
+			return nil
+		}
+		return err
+	})
+	if gone != nil {
+		return nil, problem.WithRemedy(fmt.Errorf("the machine tried the key, and then the connection broke: %w", gone),
+			"It listens no longer, so its disk is probably open. Wait for its node (kubectl get nodes); if the machine's console says that it still waits, run the same command again.")
+	}
+	if err != nil {
+		return nil, r.explain(err)
+	}
+	return out, nil
+}
+
+// call makes one call and follows its stream. The transport appraises before it sends the request (A6).
+func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, error) {
+	client := recoverv1connect.NewRecoverServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...)
+	described, err := client.Describe(ctx, &recoverv1.DescribeRequest{})
+	if err != nil {
+		return nil, err
+	}
+	disk, err := keys.ParseDiskID(described.GetDiskId())
+	if err != nil {
+		return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer: %w", err)
+	}
+	nonce, err := ownerorder.ParseNonce(described.GetNonce())
+	if err != nil {
+		return nil, err
+	}
+	if err := diskOf(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
+		return nil, err
+	}
+	salt, err := KnownSalt(r.Dir, r.known, disk)
+	if err != nil {
+		return nil, err
+	}
+	key, err := r.root.Disk(disk, salt)
+	if err != nil {
+		return nil, err
+	}
+	stream, err := client.Recover(ctx, ownerorder.Recovery{Cluster: r.cluster, Disk: disk, Key: key, Nonce: nonce}.Wire(r.key))
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = stream.Close() }()
+	for stream.Receive() {
+		m := stream.Msg()
+		if m.GetDiskId() != disk.String() {
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer is of another disk than %s", disk)
+		}
+		r.disk, r.trying = disk.String(), m.GetState() == recoverv1.State_STATE_TRYING
+		r.Report.Update(stateText(m.GetState(), r.disk))
+		if s := m.GetState(); s == recoverv1.State_STATE_OPENED || s == recoverv1.State_STATE_OPEN_ALREADY {
+			return &Recovery{Machine: r.Machine.String(), DiskID: r.disk, Already: s == recoverv1.State_STATE_OPEN_ALREADY}, nil
+		}
+	}
+	if err := stream.Err(); err != nil {
+		return nil, err
+	}
+	return nil, errors.New("the machine ended the stream without a result")
+}
+
+// stateText returns a state with its explanation.
+func stateText(s recoverv1.State, disk string) string {
+	name := strings.ToLower(strings.TrimPrefix(s.String(), "STATE_"))
+	switch s {
+	case recoverv1.State_STATE_RECEIVED:
+		return name + ": the machine has the key"
+	case recoverv1.State_STATE_WAITING:
+		return name + ": others go first"
+	case recoverv1.State_STATE_TRYING:
+		return name + ": the key of disk " + disk
+	case recoverv1.State_STATE_OPENED, recoverv1.State_STATE_OPEN_ALREADY:
+		return name + ": disk " + disk
+	case recoverv1.State_STATE_UNSPECIFIED:
+	}
+	return name
+}
+
+// explain names this owner's files where a refusal's general remedy cannot.
+func (r *recoverer) explain(err error) error {
+	reason := rpc.ReasonFrom(err)
+	switch {
+	case reason == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0:
+		return problem.WithRemedy(err, "Look whether the address is right. If the machine there is another control plane of this cluster, name it by --machine-id: muster recover --drill listed them when the cluster was well.")
+	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
+		return problem.WithRemedy(err, "A machine that waits for its disk's key is not locked yet, and this one is: it has its state, and needs no recovery. If it does not become a node, look at its console.")
+	case reason == attestv1.Reason_REASON_OWNER_SIGNATURE:
+		return problem.WithRemedy(err, "The machine's image has another owner's key than this folder: use the folder of the owner whose key is in the image.")
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return problem.WithRemedy(err, "Nothing waits for a recovery there: the machine is a node, is not a control plane, or has not booted. Its console says which. The port of recovery is 9999.")
+	case connect.CodeOf(err) == connect.CodeUnimplemented:
+		return problem.WithRemedy(err, "Something else than a machine that waits for its recovery answers there; the port of recovery is 9999.")
+	}
+	return err
+}

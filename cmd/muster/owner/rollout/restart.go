@@ -1,0 +1,311 @@
+package rollout
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"os"
+	"os/user"
+	"strings"
+	"time"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
+	"github.com/muster-k8s/muster/cmd/muster/owner/orders"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	"github.com/muster-k8s/muster/internal/ownerorder"
+)
+
+// Restarts are nodes that [RebootInTurn] restarts, and how.
+type Restarts struct {
+	// Nodes are restarted in their order. Held are made schedulable before that: their machines have restarted already.
+	Nodes, Held []string
+	// Again is the command that goes on after a failure; empty: one with the nodes that are left.
+	Again string
+	// Drain and DrainFor say how a node is drained, and for how long at most.
+	Drain    clusterapi.DrainOptions
+	DrainFor time.Duration
+	// Unchecked restarts nodes whether or not control planes and Muster's services are well, before and afterwards.
+	Unchecked bool
+	// Report is called for each step.
+	Report func(node, step string)
+}
+
+// RebootInTurn drains and restarts nodes one after another. Each must be Ready, and all control planes with Muster's services well, before the next. It ends at
+// the first node that fails, and restarts none if a control plane is not well, or if one of the nodes can't be drained. A node that was unschedulable before
+// stays so. Of two at the same time, the second is refused.
+func RebootInTurn(ctx context.Context, d *ownerdir.Dir, r Restarts) error {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return err
+	}
+	ctx, end, err := kube.Hold(ctx, whoami())
+	if held, is := errors.AsType[*clusterapi.HeldError](err); is {
+		return problem.WithRemedy(err, fmt.Sprintf("Nothing was changed. Wait for its end. If it was ended by force or its computer is off, it is over at %s, and the same command goes on then.", held.Until.Local().Format(time.TimeOnly)))
+	} else if err != nil {
+		return fmt.Errorf("take the lease %s/%s: %w", clusterapi.Namespace, clusterapi.RolloutLease, err)
+	}
+	defer end()
+	if err := r.drainable(ctx, kube); err != nil {
+		return err
+	}
+	for _, name := range r.Held {
+		if _, err := r.one(ctx, d, kube, name, true); err != nil {
+			return problem.WithRemedy(fmt.Errorf("%s: %w", name, err), "No node was restarted. "+problem.Remedy(err))
+		}
+	}
+	done := 0
+	for i, name := range r.Nodes {
+		var restarted bool
+		err := context.Cause(ctx)
+		if err == nil && !r.Unchecked {
+			err = mayBegin(ctx, kube, name)
+		}
+		if err == nil {
+			restarted, err = r.one(ctx, d, kube, name, false)
+		}
+		left := r.Nodes[i:]
+		if restarted {
+			done, left = done+1, left[1:]
+		}
+		if err == nil {
+			continue
+		}
+		if cause := context.Cause(ctx); cause != nil && !errors.Is(err, cause) {
+			err = errors.Join(cause, err)
+		}
+		text := fmt.Sprintf("%d of %d nodes have restarted; the others were not restarted. %s", done, len(r.Nodes), problem.Remedy(err))
+		switch {
+		case len(left) > 0 && r.Again != "":
+			text += "\nTo go on: " + r.Again
+		case len(left) > 0:
+			text += "\nTo go on: muster rollout reboot " + strings.Join(left, " ")
+		}
+		return problem.WithRemedy(fmt.Errorf("%s: %w", name, err), text)
+	}
+	return nil
+}
+
+// whoami names this run for others.
+func whoami() string {
+	who, where := "unknown user", "unknown host"
+	if u, err := user.Current(); err == nil {
+		who = u.Username
+	}
+	if name, err := os.Hostname(); err == nil {
+		where = name
+	}
+	return fmt.Sprintf("%s on %s (process %d, %s)", who, where, os.Getpid(), rand.Text()[:8]) // two containers can have the same of all but the last
+}
+
+// drainable returns an error that names all nodes that can't be drained.
+func (r *Restarts) drainable(ctx context.Context, kube *clusterapi.Client) error {
+	var problems []error
+	how := ""
+	for _, name := range r.Nodes {
+		err := kube.Undrainable(ctx, name, r.Drain)
+		if err == nil {
+			continue
+		}
+		problems = append(problems, fmt.Errorf("%s can't be drained: %w", name, err))
+		if _, is := errors.AsType[*clusterapi.BudgetError](err); is {
+			how = lifecycle.BudgetRemedy
+		}
+	}
+	if len(problems) == 0 {
+		return nil
+	}
+	if how == "" {
+		how = "--force drains pods that no controller makes again, --delete-emptydir-data those with emptyDir volumes: both lose what the error names."
+	}
+	return problem.WithRemedy(errors.Join(problems...), "Nothing was changed. "+how)
+}
+
+// MayRestart returns an error if a node is a control plane and another one is not well, or there is none: without a majority of etcd's members no machine
+// gets the key of its disk, not even the one that has restarted.
+func MayRestart(ctx context.Context, d *ownerdir.Dir, name string) error {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return err
+	}
+	p, err := kube.Presence(ctx, name)
+	if err != nil || !p.ControlPlane {
+		return err
+	}
+	return othersWell(ctx, kube, name, true)
+}
+
+// mayBegin is [MayRestart] for one node of several. It also returns an error for a worker if a control plane or Muster's services are not well: the wait for them
+// after its restart would fail, and each repetition would take a node more.
+func mayBegin(ctx context.Context, kube *clusterapi.Client, name string) error {
+	p, err := kube.Presence(ctx, name)
+	if err != nil {
+		return err
+	}
+	if err := othersWell(ctx, kube, name, p.ControlPlane); err != nil {
+		return err
+	}
+	problems, err := kube.ServicesElsewhere(ctx, name)
+	if err == nil && len(problems) > 0 {
+		return problem.WithRemedy(fmt.Errorf("services of Muster are not well: %s", strings.Join(problems, "; ")), repairFirst)
+	}
+	return err
+}
+
+const repairFirst = "Wait until they are, or repair them (muster status, muster doctor). A control plane that is gone for good: muster forget NAME. With --unchecked the node is restarted anyway."
+
+// othersWell returns an error if other control planes than a node are not well.
+func othersWell(ctx context.Context, kube *clusterapi.Client, name string, controlPlane bool) error {
+	others, problems, err := kube.OtherControlPlanes(ctx, name)
+	switch {
+	case err != nil:
+		return err
+	case controlPlane && others == 0:
+		return problem.WithRemedy(fmt.Errorf("%s is the only control plane", name), "While it restarts there is no API server, and if its disk is encrypted, it waits until you run muster recover. With --unchecked it is restarted.")
+	case len(problems) > 0 && controlPlane:
+		return problem.WithRemedy(fmt.Errorf("other control planes are not well: %s", strings.Join(problems, "; ")), "Wait until they are, or repair them: if "+name+" restarts as well, etcd may lose its majority, and encrypted control planes wait for muster recover. With --unchecked it is restarted.")
+	case len(problems) > 0:
+		return problem.WithRemedy(fmt.Errorf("control planes are not well: %s", strings.Join(problems, "; ")), repairFirst)
+	}
+	return nil
+}
+
+// one restarts a node, or with held, completes what an interrupted run has begun. restarted reports that its machine has executed the order.
+func (r *Restarts) one(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, held bool) (restarted bool, err error) {
+	report := func(s string) { r.Report(name, s) }
+	boot, err := kube.Boot(ctx, name)
+	if err != nil {
+		return false, err
+	}
+	not := boot.ID
+	u := outage{drain: r.Drain, drainFor: r.DrainFor, wait: lifecycle.OrderTimeout, action: ownerorder.ActionReboot, done: "restarted"}
+	if held {
+		u.action, u.undrained, u.returns, not = "", true, true, boot.In
+	} else {
+		n, err := kube.Enrollment(ctx, name)
+		if err != nil {
+			return false, err
+		}
+		public, err := d.OwnerKeys()
+		if err != nil {
+			return false, err
+		}
+		if s, o := orders.Underway(d, public, n, time.Now()); s != nil && o.Action == u.action && boot.In != "" {
+			// An earlier run has ordered this, and the machine may have restarted since: what counts is the boot from before.
+			u.joins, not = s, boot.In
+			u.undrained, u.returns = boot.Restarted() || !boot.Ready, true
+		} else if why := unordered(n, time.Now()); why != "" {
+			return false, problem.WithRemedy(fmt.Errorf("its machine gets no orders: %s", why), "Nothing was changed on it. muster doctor and its console show what is wrong. Leave it out, or remove it if it is gone for good: muster forget "+name+".")
+		}
+	}
+	u.ready = func(ctx context.Context) error { return kube.AwaitReady(ctx, name, not) }
+	if !r.Unchecked {
+		if !u.undrained { // the drain can take long
+			u.may = func() error { return mayBegin(ctx, kube, name) }
+		}
+		u.others = func(ctx context.Context, report func(string)) error {
+			if err := kube.ServicesReady(ctx, report); err != nil {
+				return err
+			}
+			return kube.ControlPlanesReady(ctx, report)
+		}
+	}
+	err = u.of(ctx, d, kube, name, report)
+	return u.executed, err
+}
+
+// outage is an order for which a node is drained, and after which it must be Ready before it takes pods again.
+type outage struct {
+	drain    clusterapi.DrainOptions
+	drainFor time.Duration
+	// undrained leaves the pods on the node; returns says that it is unschedulable by an earlier outage that was interrupted.
+	undrained, returns bool
+
+	action ownerorder.Action // empty: it has been executed already
+	args   map[string]string
+	// joins is the order if the machine has it already; nil: one is signed, unless it is there.
+	joins *ownerorder.SignedMachineOrder
+	// wait is how long the machine has for the order, and again until ready returns nil.
+	wait  time.Duration
+	ready func(context.Context) error
+	// may returns why the order must not be given now; nil: it may.
+	may func() error
+	// others waits until the rest of the cluster is well; nil: that does not matter.
+	others func(context.Context, func(string)) error
+	// done is what the order has done to the node, as in "restarted".
+	done string
+
+	executed bool // set by of: the machine has executed the order
+}
+
+// of executes an outage of a node.
+func (u *outage) of(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, report func(string)) error {
+	cordoned := u.returns
+	if !u.undrained {
+		u.drain.Returns = true
+		drain, cancel := context.WithTimeout(ctx, u.drainFor)
+		defer cancel()
+		var err error
+		if cordoned, err = lifecycle.Drain(drain, d, name, u.drain, report); err != nil {
+			return err
+		}
+	}
+	if u.may != nil {
+		if err := u.may(); err != nil {
+			return problem.WithRemedy(err, problem.Remedy(err)+" "+name+" has no pods and takes none until kubectl uncordon "+name+"; the same command goes on with it.")
+		}
+	}
+	if u.action != "" {
+		output, err := u.order(ctx, d, kube, name, report)
+		if err != nil {
+			return err
+		}
+		report(strings.TrimSpace(u.done + " " + output))
+	}
+	u.executed = true
+	waiting, cancel := context.WithTimeout(ctx, u.wait)
+	defer cancel()
+	if err := u.ready(waiting); err != nil {
+		return problem.WithRemedy(fmt.Errorf("it has %s and is not Ready: %w", u.done, err), "muster doctor --node "+name+" shows what is wrong. It takes no pods until kubectl uncordon "+name+".")
+	}
+	if cordoned { // before the wait for others: it is well
+		if err := kube.Uncordon(ctx, name); err != nil {
+			return problem.WithRemedy(err, "It has "+u.done+", and takes no pods until kubectl uncordon "+name+".")
+		}
+	}
+	report("Ready")
+	if u.others == nil {
+		return nil
+	}
+	last := ""
+	if err := u.others(waiting, func(s string) {
+		if s != last {
+			last = s
+			report("waits: " + s)
+		}
+	}); err != nil {
+		return problem.WithRemedy(fmt.Errorf("it has %s and is Ready, and the cluster is not well: %w", u.done, err), "muster status and muster doctor show what is wrong. Repair that, or remove a control plane that is gone for good: muster forget NAME.")
+	}
+	return nil
+}
+
+// order gives the machine the order and waits for its end, or waits for the one that the machine has.
+func (u *outage) order(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, report func(string)) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, u.wait)
+	defer cancel()
+	if u.joins == nil {
+		r, err := orders.Order(ctx, d, name, u.action, u.args, report)
+		if err != nil {
+			return "", err
+		}
+		return r.Output, nil
+	}
+	r, err := orders.Await(ctx, kube, name, orders.Asked{Action: u.action}, *u.joins, report)
+	if err != nil {
+		return "", err
+	}
+	return r.Output, nil
+}
