@@ -381,7 +381,7 @@ func (u *upgrades) downgrade(t *testing.T) {
 // restored executes the commands of docs/upgrade.md after the definitions, and with them all their objects, are
 // deleted.
 func (u *upgrades) restored(t *testing.T) {
-	page, err := os.ReadFile(filepath.Join("..", "..", "..", "docs", "upgrade.md"))
+	page, err := os.ReadFile(filepath.Join("..", "..", "..", "..", "docs", "upgrade.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
