@@ -123,5 +123,18 @@ func (c *cluster) restores(t *testing.T) {
 	if err != nil || len(voters) != 1 || voters[0] != first || len(learners) > 0 {
 		t.Errorf("etcd has voters %v, learners %v: %v", voters, learners, err)
 	}
+	// Further control planes join it as they join any cluster (docs/backup.md).
+	second := node(c.planes + 3)
+	c.Add(t, driver.Node{Name: second, Role: "control-plane", JoinEndpoints: []string{address(c.planes+2) + ":30090"}})
+	c.Muster(t, "enroll", second, "--role", "control-plane", "--machine-id", c.MachineID(t, address(c.planes+3)), "--timeout", "20m")
+	c.ready(t, second)
+	labtest.Eventually(t, func(ctx context.Context) error {
+		voters, learners, err := c.Members(ctx, second)
+		if err == nil && (len(voters) != 2 || len(learners) > 0) {
+			err = fmt.Errorf("etcd has voters %v, learners %v", voters, learners)
+		}
+		return err
+	})
+	c.say(t, "%s is a control plane of the restored cluster", second)
 	c.Muster(t, "status")
 }
