@@ -28,6 +28,7 @@ func Authorities(d *ownerdir.Dir) ([]*x509.Certificate, error) {
 	return append(out, former...), err
 }
 
+// FormerAuthorities returns the authorities of the cluster that the folder trusted before its present ones.
 func FormerAuthorities(d *ownerdir.Dir) ([]*x509.Certificate, error) {
 	text, err := d.Read(ownerdir.FormerAuthorities)
 	if errors.Is(err, fs.ErrNotExist) {

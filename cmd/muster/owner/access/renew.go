@@ -97,6 +97,7 @@ type Holder struct {
 	Old       *x509.Certificate
 }
 
+// ReadHolder reads the identity of the folder's kubeconfig.
 func ReadHolder(d *ownerdir.Dir) (*Holder, error) {
 	text, err := d.Read(ownerdir.AdminConf)
 	if err != nil {
@@ -238,7 +239,7 @@ func renewed(text []byte, key *ecdsa.PrivateKey, old *x509.Certificate, authorit
 	return leaf, nil
 }
 
-// trust writes the kubeconfig with these authorities.
+// Trust writes the kubeconfig with these authorities.
 func (h *Holder) Trust(d *ownerdir.Dir, list []*x509.Certificate) error {
 	text, err := cert.EncodeCertificates(list...)
 	if err != nil {

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
@@ -118,18 +119,29 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 			s.Remedy = rpc.RemedyUnproven
 		}
 	}
-	s.Since, s.LastAttempt, s.NextAttempt = problem.At(r.GetSince()), problem.At(r.GetLastAttempt()), problem.At(r.GetNextAttempt())
+	s.Since, s.LastAttempt, s.NextAttempt = at(r.GetSince()), at(r.GetLastAttempt()), at(r.GetNextAttempt())
 	s.FailedAttempts, s.InitAllowed = r.GetFailedAttempts(), r.GetInitAllowed()
 	s.JoinEndpoints = make([]string, 0, len(r.GetJoinEndpoints()))
-	for _, e := range r.GetJoinEndpoints()[:min(len(r.GetJoinEndpoints()), problem.MaxEndpoints)] {
+	for _, e := range r.GetJoinEndpoints()[:min(len(r.GetJoinEndpoints()), maxEndpoints)] {
 		s.JoinEndpoints = append(s.JoinEndpoints, problem.Printable(e))
 	}
 	s.Version, s.Machine = problem.Printable(r.GetVersion()), hex.EncodeToString(r.GetMachineId()[:min(len(r.GetMachineId()), 32)])
 	s.NodeName, s.Role, s.Disk = problem.Printable(r.GetNodeName()), problem.Printable(r.GetRole()), problem.Printable(r.GetDiskId())
-	if now := problem.At(r.GetNow()); now != nil {
+	if now := at(r.GetNow()); now != nil {
 		// The middle between request and answer is the best estimate of the machine's time.
 		s.Skew = now.Sub(began.Add(time.Since(began) / 2)).Round(time.Millisecond)
 	}
+}
+
+const maxEndpoints = 64 // addresses of joinservices that are shown
+
+// at returns a time; nil if there is none, or it is not valid.
+func at(t *timestamppb.Timestamp) *time.Time {
+	if t == nil || t.CheckValid() != nil {
+		return nil
+	}
+	v := t.AsTime()
+	return &v
 }
 
 // SkewWarn is the clock difference from which it is shown. Certificates are valid from five minutes before they are

@@ -129,6 +129,7 @@ func look(ctx context.Context, cfg VerifyConfig) (*Report, peerdial.Result, erro
 	return out, j, nil
 }
 
+// Show takes over what an appraisal has found.
 func (s *Report) Show(j peerdial.Result, cfg VerifyConfig) {
 	c := j.Claims
 	s.claims = c
@@ -239,7 +240,7 @@ func lockText(c attest.Claims, clusterID *[32]byte) string {
 	}
 }
 
-// refused returns the report with the reason of a refusal.
+// Refused returns the report with the reason of a refusal.
 func (s *Report) Refused(err error) *Report {
 	p := problem.Explain(err)
 	s.Err, s.Problem = err, &p

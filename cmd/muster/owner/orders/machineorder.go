@@ -33,9 +33,9 @@ func Unfinished(name string, o ownerorder.MachineOrder) error {
 const OrderLife = 15 * time.Minute
 
 const (
-	// firstPoll and reportPoll are the first and the longest pause before the machine's report is read again.
+	// FirstPoll and reportPoll are the first and the longest pause before the machine's report is read again.
 	FirstPoll, ReportPoll = 100 * time.Millisecond, 2 * time.Second
-	// maxReport bounds a report's output, in bytes.
+	// MaxReport bounds a report's output, in bytes.
 	MaxReport = 4 << 10
 )
 
@@ -50,11 +50,11 @@ func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.
 // Asked is what [follow] orders.
 type Asked struct {
 	Action ownerorder.Action
-	// args returns the arguments for the machine that has the node.
+	// Args returns the arguments for the machine that has the node.
 	Args func(*v1alpha1.AttestedNode) (map[string]string, error)
-	// anew: each order has other arguments, and replaces one with the action that is not over.
+	// Anew: each order has other arguments, and replaces one with the action that is not over.
 	Anew bool
-	// begun: the beginning of the order is waited for, and not its end.
+	// Begun: the beginning of the order is waited for, and not its end.
 	Begun bool
 }
 

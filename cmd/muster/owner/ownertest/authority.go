@@ -52,6 +52,7 @@ func NewAuthority(t *testing.T) Authority {
 	return a
 }
 
+// Sign signs a certificate for a public key.
 func (a Authority) Sign(t *testing.T, c *x509.Certificate, public any) *x509.Certificate {
 	t.Helper()
 	der, err := x509.CreateCertificate(rand.Reader, c, a.Cert, public, a.Key)
@@ -65,6 +66,7 @@ func (a Authority) Sign(t *testing.T, c *x509.Certificate, public any) *x509.Cer
 	return out
 }
 
+// Client returns a certificate for a client, valid until end.
 func (a Authority) Client(t *testing.T, name pkix.Name, public any, end time.Time) *x509.Certificate {
 	return a.Sign(t, &x509.Certificate{
 		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: name, NotBefore: time.Now().Add(-time.Hour), NotAfter: end, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
@@ -81,7 +83,7 @@ type APIServer struct {
 	CA      Authority
 	Answer  func(request *x509.CertificateRequest) (cert []byte, denied string)
 	Accepts bool // the renewed certificate
-	// before is the authority that the folder's kubeconfig trusts and has its certificate of, cross what the server sends after its own certificate; nil: ca, and
+	// Before is the authority that the folder's kubeconfig trusts and has its certificate of, cross what the server sends after its own certificate; nil: ca, and
 	// nothing.
 	Before  *Authority
 	Cross   *x509.Certificate
@@ -190,7 +192,7 @@ func Administered(t *testing.T, api *APIServer, holder pkix.Name, end time.Time,
 	return o
 }
 
-// cross returns the cross certificate of another authority.
+// Cross returns the cross certificate of another authority.
 func (a Authority) Cross(t *testing.T, next Authority) *x509.Certificate {
 	t.Helper()
 	return a.Sign(t, &x509.Certificate{

@@ -186,7 +186,7 @@ func NewLifecycle(t *testing.T) *Lifecycle {
 	return l
 }
 
-// node makes a Node that is ready, and its enrollment.
+// Node makes a Node that is ready, and its enrollment.
 func (l *Lifecycle) Node(t *testing.T, name string, id byte, role v1alpha1.Role) ownerorder.Addressee {
 	t.Helper()
 	on := ownerorder.Addressee{Cluster: l.ID, Node: name, Machine: attest.MachineID{id}, Disk: "5f0c95b6-2a3d-4c7e-9f10-0000000000" + string("0123456789"[id/10]) + string("0123456789"[id%10])}
@@ -213,21 +213,21 @@ func (l *Lifecycle) Node(t *testing.T, name string, id byte, role v1alpha1.Role)
 	return on
 }
 
-// obeys has a machine report the states for its next order.
+// Obeys has a machine report the states for its next order.
 func (l *Lifecycle) Obeys(ctx context.Context, t *testing.T, on ownerorder.Addressee, states ...v1alpha1.OrderState) {
 	done := make(chan struct{})
 	go func() { defer close(done); Obey(ctx, t, on.Node, on, l.Public, time.Time{}, states) }()
 	t.Cleanup(func() { <-done })
 }
 
-// next is [lifecycle.obeys] for an order that is yet to be signed, of a machine that has had one.
+// Next is [lifecycle.obeys] for an order that is yet to be signed, of a machine that has had one.
 func (l *Lifecycle) Next(ctx context.Context, t *testing.T, on ownerorder.Addressee, states ...v1alpha1.OrderState) {
 	now, done := time.Now(), make(chan struct{})
 	go func() { defer close(done); Obey(ctx, t, on.Node, on, l.Public, now, states) }()
 	t.Cleanup(func() { <-done })
 }
 
-// through puts a proxy before the API server that the folder names, which changes requests.
+// Through puts a proxy before the API server that the folder names, which changes requests.
 func (l *Lifecycle) Through(t *testing.T, change func(*http.Request)) {
 	t.Helper()
 	transport, err := rest.TransportFor(Shared.Admin)
@@ -311,10 +311,13 @@ type Expiring struct {
 	Over chan struct{}
 }
 
+// Expire ends the context.
 func (e *Expiring) Expire(string) { e.once.Do(func() { close(e.Over) }) }
 
+// Done implements [context.Context].
 func (e *Expiring) Done() <-chan struct{} { return e.Over }
 
+// Err implements [context.Context].
 func (e *Expiring) Err() error {
 	select {
 	case <-e.Over:
@@ -407,7 +410,7 @@ func Rules(ctx context.Context, t *testing.T, kube *clusterapi.Client, policy []
 	return o
 }
 
-// services makes Muster's DaemonSets look ready, as their controller reports them.
+// Services makes Muster's DaemonSets look ready, as their controller reports them.
 func (l *Lifecycle) Services(t *testing.T) {
 	t.Helper()
 	for _, name := range clusterapi.Services {

@@ -65,6 +65,7 @@ func NewLost(t *testing.T) *Lost {
 	return &Lost{o, key}
 }
 
+// Manifest returns the manifest of a backup of the cluster.
 func (o *Lost) Manifest(t *testing.T) backup.Manifest {
 	t.Helper()
 	info := clusterinfo.Info{ClusterID: o.ClusterID(), KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "127.0.0.1:1"}
@@ -78,6 +79,7 @@ func (o *Lost) Manifest(t *testing.T) backup.Manifest {
 	}
 }
 
+// BackupFile writes a backup that the owner of the folder can read, and returns its path.
 func (o *Lost) BackupFile(t *testing.T, m backup.Manifest) string {
 	t.Helper()
 	key, err := o.OwnerKey()

@@ -31,7 +31,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// remembers writes known.json as a command does that has connected to the cluster.
+// Remembers writes known.json as a command does that has connected to the cluster.
 func (o *Owned) Remembers(t *testing.T, policy []byte, by ed25519.PrivateKey, nodes map[string]ownerdir.KnownNode) {
 	t.Helper()
 	_, json, err := policyfile.Parse(policy)
@@ -44,7 +44,7 @@ func (o *Owned) Remembers(t *testing.T, policy []byte, by ed25519.PrivateKey, no
 	}
 }
 
-// adminConf reads the folder's kubeconfig, and the private key in it.
+// AdminConf reads the folder's kubeconfig, and the private key in it.
 func (o *Owned) AdminConf(t *testing.T) (text, private string) {
 	t.Helper()
 	b, err := o.Read(ownerdir.AdminConf)
@@ -58,6 +58,7 @@ func (o *Owned) AdminConf(t *testing.T) (text, private string) {
 	return string(b), base64.StdEncoding.EncodeToString(conf.AuthInfos["u"].ClientKeyData)
 }
 
+// Report returns a reporter that writes to the output of o.
 func (o *Owned) Report(steps int) progress.Reporter {
 	return progress.New(progress.Config{Out: io.Writer(o.Out), Format: progress.Plain, Steps: steps})
 }
@@ -74,7 +75,7 @@ type FirstMachine struct {
 	*attesttest.Machine
 	Addr string
 	Drop func()
-	// adopted reports that the machine is a control plane already: it is adopted, and not initialized.
+	// Adopted reports that the machine is a control plane already: it is adopted, and not initialized.
 	Adopted bool
 
 	mu       sync.Mutex
@@ -110,6 +111,7 @@ func (f *FirstMachine) next(req *initv1.InitRequest, adopt bool, send func(*init
 	return next(req, send)
 }
 
+// Calls returns the requests that came.
 func (f *FirstMachine) Calls() []*initv1.InitRequest {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -170,6 +172,7 @@ func Listen(t *testing.T) *Droppable {
 	return &Droppable{Listener: l}
 }
 
+// Accept implements [net.Listener].
 func (d *Droppable) Accept() (net.Conn, error) {
 	c, err := d.Listener.Accept()
 	if err == nil {
@@ -180,6 +183,7 @@ func (d *Droppable) Accept() (net.Conn, error) {
 	return c, err
 }
 
+// Drop cuts all connections.
 func (d *Droppable) Drop() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -196,6 +200,7 @@ type Owned struct {
 	Out     *lockedBuffer
 }
 
+// ClusterID returns the cluster ID of the folder's secrets.
 func (o *Owned) ClusterID() keys.ClusterID {
 	return keys.NewRoot(o.Secrets.Root, o.Secrets.Salt).ClusterID(o.Secrets.MeasurementSalt)
 }
@@ -225,7 +230,7 @@ func Own(t *testing.T, f *FirstMachine, endpoint string, policy []byte) *Owned {
 	return o
 }
 
-// holds reports whether the text shows a secret of o, as bytes or as digits.
+// Leaks reports whether the text shows a secret of o, as bytes or as digits.
 func (o *Owned) Leaks(text []byte) bool {
 	for _, s := range [][]byte{o.Secrets.Root[:], o.Secrets.Salt[:], o.Secrets.Init[:]} {
 		if bytes.Contains(text, s) || bytes.Contains(text, hexOf(s)) {

@@ -24,6 +24,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
+// The releases from which and to which an [Upgrading] cluster goes.
 const (
 	Before = "1.35.4"
 	After  = "1.36.1"
@@ -172,17 +173,19 @@ func Change(ctx context.Context, t *testing.T, status bool, key types.Namespaced
 	}
 }
 
+// Kubelet sets the version of a node's kubelet.
 func (u *Upgrading) Kubelet(ctx context.Context, t *testing.T, node, version string) {
 	n := &corev1.Node{}
 	Change(ctx, t, true, types.NamespacedName{Name: node}, n, func() { n.Status.NodeInfo.KubeletVersion = version })
 }
 
+// Image sets the image of a static pod.
 func (u *Upgrading) Image(ctx context.Context, t *testing.T, node, name, image string) {
 	p := &corev1.Pod{}
 	Change(ctx, t, false, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: name + "-" + node}, p, func() { p.Spec.Containers[0].Image = image })
 }
 
-// becomes has a node run the new release.
+// Becomes has a node run the new release.
 func (u *Upgrading) Becomes(ctx context.Context, t *testing.T, node string) {
 	if strings.HasPrefix(node, "c") {
 		for _, p := range []string{versions.Etcd, versions.APIServer, versions.ControllerManager, versions.Scheduler} {
@@ -192,7 +195,7 @@ func (u *Upgrading) Becomes(ctx context.Context, t *testing.T, node string) {
 	u.Kubelet(ctx, t, node, "v"+After)
 }
 
-// run has the machines execute orders until the test ends.
+// Run has the machines execute orders until the test ends.
 func (u *Upgrading) Run(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -248,19 +251,21 @@ func (u *Upgrading) Run(t *testing.T) {
 	t.Cleanup(func() { cancel(); all.Wait() })
 }
 
+// Acts sets what a machine does with an order; nil: it is upgraded.
 func (u *Upgrading) Acts(f func(node, part string) v1alpha1.OrderState) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.act = f
 }
 
+// Ordered returns the orders that machines have begun: NODE PART.
 func (u *Upgrading) Ordered() []string {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	return slices.Clone(u.orders)
 }
 
-// info reads the cluster's description.
+// Info reads the cluster's description.
 func (u *Upgrading) Info(ctx context.Context, t *testing.T) *clusterinfo.Info {
 	m := &corev1.ConfigMap{}
 	if err := Shared.Client.Get(ctx, types.NamespacedName{Namespace: clusterinfo.Namespace, Name: clusterinfo.ConfigMap}, m); err != nil {
@@ -275,7 +280,7 @@ func (u *Upgrading) Info(ctx context.Context, t *testing.T) *clusterinfo.Info {
 	return i
 }
 
-// describes writes the cluster's description.
+// Describes writes the cluster's description.
 func (u *Upgrading) Describes(t *testing.T, how func(*clusterinfo.Info)) {
 	t.Helper()
 	i := u.Info(t.Context(), t)
@@ -288,7 +293,7 @@ func (u *Upgrading) Describes(t *testing.T, how func(*clusterinfo.Info)) {
 	Change(t.Context(), t, false, types.NamespacedName{Namespace: clusterinfo.Namespace, Name: clusterinfo.ConfigMap}, m, func() { m.Data[clusterinfo.Key] = string(text) })
 }
 
-// addons makes kube-proxy and CoreDNS with the old images.
+// Addons makes kube-proxy and CoreDNS with the old images.
 func (u *Upgrading) Addons(t *testing.T) {
 	t.Helper()
 	apps := kubernetes.NewForConfigOrDie(Shared.Admin).AppsV1()
@@ -312,7 +317,7 @@ func (u *Upgrading) Addons(t *testing.T) {
 	})
 }
 
-// setAddons sets their images as the last control plane does, and what their controllers report.
+// SetAddons sets their images as the last control plane does, and what their controllers report.
 func (u *Upgrading) SetAddons(ctx context.Context, t *testing.T) {
 	apps := kubernetes.NewForConfigOrDie(Shared.Admin).AppsV1()
 	sets, deployments := apps.DaemonSets(metav1.NamespaceSystem), apps.Deployments(metav1.NamespaceSystem)

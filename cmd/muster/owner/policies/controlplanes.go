@@ -55,7 +55,7 @@ func (l Listing) done(p *attest.Policy) bool {
 	return true
 }
 
-// plan describes what apply would do; empty: nothing.
+// Plan describes what apply would do; empty: nothing.
 func (l Listing) Plan(p *attest.Policy) string {
 	if l.done(p) {
 		return ""
@@ -70,7 +70,7 @@ func (l Listing) Plan(p *attest.Policy) string {
 	return "sign a policy with the next serial that " + strings.Join(parts, " and ") + " as a control plane: no machine believes a joinservice or kms on one that is not listed"
 }
 
-// apply lists and removes control planes; see [policyChange.apply].
+// Apply lists and removes control planes; see [policyChange.apply].
 func (l Listing) Apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, report func(string)) error {
 	if len(l.Add)+len(l.Remove) == 0 {
 		return nil
@@ -262,4 +262,5 @@ func RecordIt(name string) string {
 	return "If it is a control plane of yours, read its machine ID from its console or from your own records, not from the cluster, and record it: muster enroll " + name + " --role control-plane --machine-id ID."
 }
 
+// ErrNoFirst is returned for a folder that does not know its first machine.
 var ErrNoFirst = errors.New("cluster.json names no first machine")

@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	// attests is the longest pause between two attestations of a running node, with a margin.
+	// Attests is the longest pause between two attestations of a running node, with a margin.
 	Attests = 15 * time.Minute
 	// maxNamedNodes is how many nodes an error names.
 	maxNamedNodes = 10

@@ -4,9 +4,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"time"
-
-	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 )
@@ -34,22 +31,10 @@ func Some(names []string) string {
 	return strings.Join(names, ", ")
 }
 
-const (
-	MaxEndpoints = 64
-	maxShown     = 300 // characters of a text that a machine chose
-)
+const maxShown = 300 // characters of a text that a machine chose
 
 // Printable prevents a machine from writing more than text to the terminal.
 func Printable(s string) string { return clusterapi.Printable(s, maxShown) }
-
-// At returns a time; nil if there is none, or it is not valid.
-func At(t *timestamppb.Timestamp) *time.Time {
-	if t == nil || t.CheckValid() != nil {
-		return nil
-	}
-	v := t.AsTime()
-	return &v
-}
 
 // MaxNamed is the number of nodes or disks that a line names.
 const MaxNamed = 100

@@ -124,7 +124,7 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 				key = ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
 			}
 			o.Remembers(t, tt.last, key, nil)
-			_, err = recover(t, o, w, nil)
+			_, err = recoverFrom(t, o, w, nil)
 			if got := rpc.ReasonFrom(err); err == nil != (tt.want == attestv1.Reason_REASON_UNSPECIFIED) || err != nil && got != tt.want {
 				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
 			}
@@ -141,11 +141,11 @@ func TestAMachineOfAnotherClassGetsNoKey(t *testing.T) {
 	m := attesttest.NewMachine(t, ca, attesttest.Options{Drivers: []string{"Driver0000"}})
 	w := serveWaiting(t, m, opens)
 	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}))
-	if _, err := recover(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED || w.calls() != 0 || w.described != 0 {
+	if _, err := recoverFrom(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED || w.calls() != 0 || w.described != 0 {
 		t.Errorf("%v, asked %d times", err, w.calls())
 	}
 	o = knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
-	if _, err := recover(t, o, w, nil); err != nil {
+	if _, err := recoverFrom(t, o, w, nil); err != nil {
 		t.Errorf("its class is accepted: %v", err)
 	}
 }
@@ -312,7 +312,7 @@ func TestAnErasedDiskIsNotRecovered(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := recover(t, o, w, nil); err != nil {
+	if _, err := recoverFrom(t, o, w, nil); err != nil {
 		t.Fatal(err)
 	}
 	calls := w.calls()
@@ -325,7 +325,7 @@ func TestAnErasedDiskIsNotRecovered(t *testing.T) {
 			t.Errorf("%s has the salt, %v", file, err)
 		}
 	}
-	if _, err := recover(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_ERASED || w.calls() != calls {
+	if _, err := recoverFrom(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_ERASED || w.calls() != calls {
 		t.Errorf("%v, want DISK_ERASED", err)
 	}
 	known, err := o.Known()

@@ -132,7 +132,7 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 	return o
 }
 
-func recover(t *testing.T, o *ownertest.Owned, w *waitingMachine, machine *attest.MachineID) (*Recovery, error) {
+func recoverFrom(t *testing.T, o *ownertest.Owned, w *waitingMachine, machine *attest.MachineID) (*Recovery, error) {
 	t.Helper()
 	return recoverDisk(t, o, w, machine, "")
 }
@@ -166,7 +166,7 @@ func TestRecoverNamesEachStateAndWhoseDiskIsOpen(t *testing.T) {
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m, opens, func(send func(recoverv1.State) error) error { return send(recoverv1.State_STATE_OPEN_ALREADY) })
 	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
-	r, err := recover(t, o, w, nil)
+	r, err := recoverFrom(t, o, w, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -184,7 +184,7 @@ func TestRecoverNamesEachStateAndWhoseDiskIsOpen(t *testing.T) {
 	if o.Leaks([]byte(o.Out.String())) {
 		t.Error("a secret is in the report")
 	}
-	if r, err = recover(t, o, w, nil); err != nil || !r.Already {
+	if r, err = recoverFrom(t, o, w, nil); err != nil || !r.Already {
 		t.Errorf("%+v %v, want that it was open already", r, err)
 	}
 }
@@ -217,7 +217,7 @@ func TestAMachineThatIsNotTheExpectedOneGetsNoSecrets(t *testing.T) {
 				id := tt.expected.ID()
 				expected = &id
 			}
-			_, err := recover(t, o, w, expected)
+			_, err := recoverFrom(t, o, w, expected)
 			if got := rpc.ReasonFrom(err); got != tt.want {
 				t.Fatalf("%s: %v", attest.ReasonName(got), err)
 			}
@@ -250,14 +250,14 @@ func TestWhatAWaitingMachineRefusesSaysWhatToDo(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := serveWaiting(t, m, tt.answer, opens)
 			o := knows(t, w, m, tt.known, policy)
-			_, err := recover(t, o, w, nil)
+			_, err := recoverFrom(t, o, w, nil)
 			if err == nil || !strings.Contains(problem.Explain(err).Remedy, tt.remedy) {
 				t.Errorf("%v; the remedy is %q", err, problem.Explain(err).Remedy)
 			}
 			if w.calls() != 1 {
 				t.Errorf("asked %d times", w.calls())
 			}
-			if _, err := recover(t, o, w, nil); err != nil {
+			if _, err := recoverFrom(t, o, w, nil); err != nil {
 				t.Errorf("repaired: %v", err)
 			}
 		})
@@ -275,7 +275,7 @@ func TestRecoverComesBack(t *testing.T) {
 		return err
 	}, opens)
 	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
-	if _, err := recover(t, o, w, nil); err != nil {
+	if _, err := recoverFrom(t, o, w, nil); err != nil {
 		t.Fatal(err)
 	}
 	if w.calls() != 4 {
@@ -296,7 +296,7 @@ func TestAMachineThatIsGoneAfterTryingWasProbablyRecovered(t *testing.T) {
 		w.l.Drop()
 		return err
 	}}
-	_, err := recover(t, o, w, nil)
+	_, err := recoverFrom(t, o, w, nil)
 	if err == nil || !strings.Contains(err.Error(), "tried the key") || !strings.Contains(problem.Explain(err).Remedy, "kubectl get nodes") {
 		t.Errorf("%v: %s", err, problem.Explain(err).Remedy)
 	}
@@ -310,7 +310,7 @@ func TestAMachineThatSaysNonsenseIsNotBelieved(t *testing.T) {
 	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
 	refused := func() {
 		t.Helper()
-		if _, err := recover(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID || w.calls() != 0 {
+		if _, err := recoverFrom(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID || w.calls() != 0 {
 			t.Errorf("%v, asked %d times", err, w.calls())
 		}
 	}
@@ -318,7 +318,7 @@ func TestAMachineThatSaysNonsenseIsNotBelieved(t *testing.T) {
 	w.disk, w.nonce = waitingDisk, w.nonce[1:]
 	refused()
 	w.nonce = append(w.nonce, 0)
-	if _, err := recover(t, o, w, nil); err != nil {
+	if _, err := recoverFrom(t, o, w, nil); err != nil {
 		t.Errorf("repaired: %v", err)
 	}
 }
@@ -328,11 +328,11 @@ func TestAFolderThatKnowsNoMachineRecoversNoneUnnamed(t *testing.T) {
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m, opens)
 	o := ownertest.Own(t, &ownertest.FirstMachine{Addr: w.addr}, "192.0.2.1:6443", attesttest.Policy(t, ca, []*attesttest.Machine{m}))
-	if _, err := recover(t, o, w, nil); err == nil || w.calls() != 0 {
+	if _, err := recoverFrom(t, o, w, nil); err == nil || w.calls() != 0 {
 		t.Errorf("%v, asked %d times", err, w.calls())
 	}
 	id := m.ID()
-	if _, err := recover(t, o, w, &id); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_MISMATCH || w.calls() != 0 {
+	if _, err := recoverFrom(t, o, w, &id); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_MISMATCH || w.calls() != 0 {
 		t.Errorf("named, with a disk that nobody knows: %v", err)
 	}
 	if _, err := recoverDisk(t, o, w, &id, waitingDisk); rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_ERASED || w.calls() != 0 { // K4
