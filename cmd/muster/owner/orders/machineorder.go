@@ -33,8 +33,10 @@ func Unfinished(name string, o ownerorder.MachineOrder) error {
 const OrderLife = 15 * time.Minute
 
 const (
-	// FirstPoll and reportPoll are the first and the longest pause before the machine's report is read again.
-	FirstPoll, ReportPoll = 100 * time.Millisecond, 2 * time.Second
+	// FirstPoll is the first pause before a machine's report is read again.
+	FirstPoll = 100 * time.Millisecond
+	// ReportPoll is the longest one.
+	ReportPoll = 2 * time.Second
 	// MaxReport bounds a report's output, in bytes.
 	MaxReport = 4 << 10
 )

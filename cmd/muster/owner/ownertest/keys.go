@@ -14,11 +14,8 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// oldKey is an ID, newKey that of a key of service accounts with the public part publicPart.
-var (
-	OldKey             = strings.Repeat("0", 64)
-	NewKey, PublicPart = MadeKey(clusterinfo.ServiceAccountKey)
-)
+// OldKey is the ID of a key.
+var OldKey = strings.Repeat("0", 64)
 
 // MadeKey returns the ID and the public part of a new key.
 func MadeKey(key clusterinfo.RotatedKey) (id, public string) {

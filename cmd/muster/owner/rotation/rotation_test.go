@@ -32,6 +32,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
+// newKey is the ID of a key of service accounts with the public part publicPart.
+var newKey, publicPart = ownertest.MadeKey(clusterinfo.ServiceAccountKey)
+
 // keyRotation is a cluster whose control planes rotate keys by orders. What they do with the key is in memory, and in their Nodes.
 type keyRotation struct {
 	*ownertest.Upgrading
@@ -453,11 +456,11 @@ func TestAPlanNamesTheTokensThatStopWorking(t *testing.T) {
 	defer cancel()
 	k := newKeyRotation(t, clusterinfo.ServiceAccountKey, "c1")
 	k.Describes(t, func(i *clusterinfo.Info) {
-		i.Rotation = &clusterinfo.Rotation{Key: k.key, Phase: clusterinfo.RotationSettled, ID: ownertest.NewKey, Public: ownertest.PublicPart, Since: k.at.Add(-48 * time.Hour)}
+		i.Rotation = &clusterinfo.Rotation{Key: k.key, Phase: clusterinfo.RotationSettled, ID: newKey, Public: publicPart, Since: k.at.Add(-48 * time.Hour)}
 	})
-	k.becomesKey(ctx, t, "c1", clusterinfo.KeyState{Accepts: []string{ownertest.NewKey, ownertest.OldKey}, Uses: ownertest.NewKey})
+	k.becomesKey(ctx, t, "c1", clusterinfo.KeyState{Accepts: []string{newKey, ownertest.OldKey}, Uses: newKey})
 	ownertest.Create(t, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "robot"}})
-	for name, id := range map[string]string{"of-the-old-key": ownertest.OldKey, "of-the-new-key": ownertest.NewKey} {
+	for name, id := range map[string]string{"of-the-old-key": ownertest.OldKey, "of-the-new-key": newKey} {
 		var raw []byte
 		if _, err := fmt.Sscanf(id, "%x", &raw); err != nil {
 			t.Fatal(err)

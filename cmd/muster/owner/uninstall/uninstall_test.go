@@ -312,7 +312,8 @@ func (r *removal) refusals(t *testing.T) {
 	rotates := func(phase clusterinfo.RotationPhase) func(*testing.T) {
 		return describe(func(i *clusterinfo.Info) {
 			if i.Rotation = nil; phase != "" {
-				i.Rotation = &clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: phase, ID: ownertest.NewKey, Public: ownertest.PublicPart, Since: time.Now()}
+				id, public := ownertest.MadeKey(clusterinfo.ServiceAccountKey)
+				i.Rotation = &clusterinfo.Rotation{Key: clusterinfo.ServiceAccountKey, Phase: phase, ID: id, Public: public, Since: time.Now()}
 			}
 		})
 	}
