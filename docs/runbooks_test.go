@@ -64,8 +64,8 @@ func TestTheRunbooksHaveAllTheirParts(t *testing.T) {
 			}
 		}
 	}
-	if len(books) != 10 {
-		t.Errorf("%d runbooks, want ten", len(books))
+	if len(books) != 11 {
+		t.Errorf("%d runbooks, want eleven", len(books))
 	}
 }
 

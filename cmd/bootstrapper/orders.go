@@ -33,19 +33,26 @@ const bootID = "/proc/sys/kernel/random/boot_id"
 // loopback is where this machine's etcd listens for its own.
 var loopback = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 
+// etcdAuthority reads the authority of this machine's etcd, PEM.
+func etcdAuthority() (caCert, caKey []byte, err error) {
+	for name, to := range map[string]*[]byte{"etcd/ca.crt": &caCert, "etcd/ca.key": &caKey} {
+		*to, err = os.ReadFile(filepath.Join(machine.PKIFolder, name))
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, nil, errors.New("this machine is no control plane with an etcd of its own")
+		} else if err != nil {
+			return nil, nil, err
+		}
+	}
+	return caCert, caKey, nil
+}
+
 // removeMember asks this machine's etcd to remove the member of another node.
 func removeMember(ctx context.Context, member string) ([]string, error) {
-	files := map[string][]byte{"etcd/ca.crt": nil, "etcd/ca.key": nil}
-	for name := range files {
-		b, err := os.ReadFile(filepath.Join(machine.PKIFolder, name))
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, errors.New("this machine is no control plane with an etcd of its own")
-		} else if err != nil {
-			return nil, err
-		}
-		files[name] = b
+	caCert, caKey, err := etcdAuthority()
+	if err != nil {
+		return nil, err
 	}
-	removed, err := etcd.RemoveNode(ctx, []netip.Addr{loopback}, files["etcd/ca.crt"], files["etcd/ca.key"], member)
+	removed, err := etcd.RemoveNode(ctx, []netip.Addr{loopback}, caCert, caKey, member)
 	var out []string
 	for _, m := range removed {
 		out = append(out, "removed "+m.String())

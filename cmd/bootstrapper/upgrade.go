@@ -7,6 +7,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -45,7 +46,14 @@ func upgradeNode(ctx context.Context, root string, img *metadata.Image, order ow
 	}
 	u, err := upgrade.New(upgrade.Config{
 		Root: root, Kubeadm: conf, CRISocket: k.CRISocket, Machine: machine.Real{}, Version: machine.Version, Healthy: upgrade.KubeletHealthy,
-		Connect:    func() (upgrade.Cluster, error) { return upgrade.Connect(root, order.Node, log) },
+		Connect: func() (upgrade.Cluster, error) { return upgrade.Connect(root, order.Node, log) },
+		Etcd: func(ctx context.Context) error {
+			caCert, caKey, err := etcdAuthority()
+			if err != nil {
+				return err
+			}
+			return etcd.Healthy(ctx, loopback, caCert, caKey)
+		},
 		Components: component.DefaultLimits, Timing: upgrade.DefaultTiming, Log: log,
 	})
 	if err != nil {

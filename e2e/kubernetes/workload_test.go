@@ -57,9 +57,9 @@ spec:
   ports: [{port: 80, targetPort: 8080, nodePort: 30888}]
 `
 
-// longestGap bounds the time without an answer: a node that loses its power is asked for a second at most before the next one, but two processors
-// run six machines, of which one compiles nothing and boots.
-const longestGap = 90 * time.Second
+// longestGap bounds the time without an answer. One pod is always Ready, and no node that has one loses its power. A round over five nodes takes ten
+// seconds at most, for those that boot or whose rules still name a pod that ends: three rounds, since two processors run six machines.
+const longestGap = 30 * time.Second
 
 // asks asks the workload all the time, as a load balancer would: a node that does not answer within a second is passed over for the next one. A line
 // per round has the time in seconds and what was answered.

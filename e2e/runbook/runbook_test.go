@@ -42,6 +42,7 @@ func TestTheRunbooks(t *testing.T) {
 		{"etcd is full", w.etcdIsFull},
 		{"lost TPM", func(t *testing.T) { w.lostTPM(t, "node4") }},
 		{"cleared TPM", func(t *testing.T) { w.clearedTPM(t, "node5") }},
+		{"exchanged disk", func(t *testing.T) { w.exchangedDisk(t, "node4") }},
 		{"lost worker", w.lostWorker},
 		{"lost control plane", w.lostControlPlane},
 		{"lost quorum", w.lostQuorum},

@@ -135,7 +135,17 @@ func TestAStateDiskInOtherHandsStaysShut(t *testing.T) {
 	})
 
 	w.boot(t, "node7", w.image) // the disk as it was, in its own machine
-	w.ready(t, "node7", first)
+	second := w.ready(t, "node7", first)
+	t.Run("another disk, which is blank, becomes its machine's by the owner's command", func(t *testing.T) {
+		if err := errors.Join(w.KillVM(t.Context(), "node7"), os.Truncate(disk, 0), os.Truncate(disk, stateMiB<<20)); err != nil {
+			t.Fatal(err)
+		}
+		w.boot(t, "node7", w.image)
+		line := strings.Fields(driver.CleanLine(w.says(t, "node7", "the state disk has the UUID", joinTime)))
+		w.says(t, "node7", "DISK_MISMATCH", joinTime)
+		w.Block(t, driver.Owner, "disk-replace", "NODE=node7", "DISK="+line[len(line)-1]) // of docs/runbooks.md
+		w.ready(t, "node7", second)
+	})
 }
 
 // checkHeader reads a disk's header as `bootstrapper unlock` does.

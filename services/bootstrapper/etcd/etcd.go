@@ -1,4 +1,4 @@
-// Package etcd makes snapshots of a cluster's etcd, and removes members from it: one that its owner names, and those that an unfinished join of a control plane has left: kubeadm's own
+// Package etcd makes snapshots of a cluster's etcd, checks its members, and removes members from it: one that its owner names, and those that an unfinished join of a control plane has left: kubeadm's own
 // reset does so only if it got far enough to read the cluster's configuration, and never for a machine that did not come back.
 //
 // Before `kubeadm join` adds a member, etcd must have no member of this machine, and no learner of any machine. etcd takes one learner at a time, so an
@@ -107,11 +107,15 @@ func remove(ctx context.Context, at []netip.Addr, caCert, caKey []byte, which fu
 }
 
 func connect(ctx context.Context, at []netip.Addr, caCert, caKey []byte) (*clientv3.Client, error) {
+	return dial(ctx, urls(at, clientPort), caCert, caKey)
+}
+
+func dial(ctx context.Context, endpoints []string, caCert, caKey []byte) (*clientv3.Client, error) {
 	conf, err := clientTLS(caCert, caKey)
 	if err != nil {
 		return nil, err
 	}
-	c, err := clientv3.New(clientv3.Config{Context: ctx, Endpoints: urls(at, clientPort), TLS: conf, DialTimeout: dialTimeout, Logger: zap.NewNop()})
+	c, err := clientv3.New(clientv3.Config{Context: ctx, Endpoints: endpoints, TLS: conf, DialTimeout: dialTimeout, Logger: zap.NewNop()})
 	if err != nil {
 		return nil, fmt.Errorf("etcd: %w", err)
 	}

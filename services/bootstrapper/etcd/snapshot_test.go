@@ -17,6 +17,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -25,8 +26,12 @@ import (
 	"github.com/muster-k8s/muster/internal/envtest"
 )
 
-// host is an address that no other etcd of this computer uses.
-const host = "127.0.20.79"
+// These are addresses that no other etcd of this computer uses.
+const (
+	host       = "127.0.20.79"
+	secondHost = "127.0.20.80"
+	thirdHost  = "127.0.20.81"
+)
 
 // process is a real etcd as kubeadm configures it, with an authority of its own.
 type process struct {
@@ -48,7 +53,7 @@ func newProcess(t *testing.T) *process {
 		t.Fatal(err)
 	}
 	leaf, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
-		SerialNumber: big.NewInt(2), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IPAddresses: []net.IP{net.ParseIP(host)},
+		SerialNumber: big.NewInt(2), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1), net.ParseIP(host), net.ParseIP(secondHost), net.ParseIP(thirdHost)},
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 	}, ca.Leaf, server.Public(), ca.PrivateKey)
 	if err != nil {
@@ -74,6 +79,18 @@ func encode(t *testing.T, key *ecdsa.PrivateKey) []byte {
 // run runs etcd on a folder while do does, with the process's name.
 func (r *process) run(data, name string, do func(*clientv3.Client)) {
 	r.t.Helper()
+	defer r.start(data, name, host, name+"=https://"+net.JoinHostPort(host, peerPort))()
+	c, err := connect(r.t.Context(), []netip.Addr{netip.MustParseAddr(host)}, r.cert, r.key)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	defer func() { _ = c.Close() }()
+	do(c)
+}
+
+// start starts a member of a new cluster. stop kills it.
+func (r *process) start(data, name, host, cluster string) (stop func()) {
+	r.t.Helper()
 	bin, err := envtest.Binaries()
 	if err != nil {
 		r.t.Fatal(err)
@@ -82,26 +99,20 @@ func (r *process) run(data, name string, do func(*clientv3.Client)) {
 	client, peer := "https://"+net.JoinHostPort(host, clientPort), "https://"+net.JoinHostPort(host, peerPort)
 	at := func(name string) string { return filepath.Join(r.folder, name) }
 	cmd := exec.Command(filepath.Join(bin, "etcd"), "--name="+name, "--data-dir="+data, "--unsafe-no-fsync", "--log-level=warn",
-		"--listen-client-urls="+client, "--advertise-client-urls="+client, "--listen-peer-urls="+peer, "--initial-advertise-peer-urls="+peer, "--initial-cluster="+name+"="+peer,
+		"--listen-client-urls="+client, "--advertise-client-urls="+client, "--listen-peer-urls="+peer, "--initial-advertise-peer-urls="+peer, "--initial-cluster="+cluster,
 		"--client-cert-auth", "--trusted-ca-file="+at("ca.crt"), "--cert-file="+at("server.crt"), "--key-file="+at("server.key"),
 		"--peer-client-cert-auth", "--peer-trusted-ca-file="+at("ca.crt"), "--peer-cert-file="+at("server.crt"), "--peer-key-file="+at("server.key"))
 	cmd.Stdout, cmd.Stderr = &log, &log
 	if err := cmd.Start(); err != nil {
 		r.t.Fatal(err)
 	}
-	defer func() {
+	return sync.OnceFunc(func() {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
 		if r.t.Failed() {
-			r.t.Logf("etcd: %s", &log)
+			r.t.Logf("etcd %s: %s", name, &log)
 		}
-	}()
-	c, err := connect(r.t.Context(), []netip.Addr{netip.MustParseAddr(host)}, r.cert, r.key)
-	if err != nil {
-		r.t.Fatal(err)
-	}
-	defer func() { _ = c.Close() }()
-	do(c)
+	})
 }
 
 // must repeats a call until etcd serves it.

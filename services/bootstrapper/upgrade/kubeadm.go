@@ -45,13 +45,16 @@ func (u *Upgrader) controlPlane(ctx, waiting context.Context, begin func() error
 				}
 			})
 			defer stop()
-			// etcd must not lose two members at a time.
+			// etcd must not lose two members at a time. It can have one whose control plane the cluster does not know.
 			err := u.await(ctx, "not begun, since not all control planes are well", func(ctx context.Context) error {
 				bad, err := c.Unhealthy(ctx)
-				if err == nil && len(bad) > 0 {
-					err = fmt.Errorf("these are not Ready: %s", strings.Join(bad, ", "))
+				switch {
+				case err != nil:
+					return err
+				case len(bad) > 0:
+					return fmt.Errorf("these are not Ready: %s", strings.Join(bad, ", "))
 				}
-				return err
+				return u.Etcd(ctx)
 			})
 			if err != nil {
 				return err

@@ -79,7 +79,9 @@ type Config struct {
 	// Healthy returns nil if the kubelet runs: [KubeletHealthy].
 	Healthy func(ctx context.Context) error
 	// Connect returns the cluster, on a control plane.
-	Connect    func() (Cluster, error)
+	Connect func() (Cluster, error)
+	// Etcd returns nil if each member of this control plane's etcd is a voter that runs.
+	Etcd       func(ctx context.Context) error
 	Components component.Limits
 	Timing     Timing
 	Log        *slog.Logger

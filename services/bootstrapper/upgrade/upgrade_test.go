@@ -45,6 +45,7 @@ type node struct {
 	mirror       *httptest.Server
 	fetched      atomic.Int32
 	down         atomic.Bool // the mirror
+	etcd         error
 	crash        func(what string) error
 	ready, begin time.Duration
 }
@@ -233,6 +234,7 @@ func (n *node) process() *Upgrader {
 			return nil
 		},
 		Connect: func() (Cluster, error) { return n.cluster, nil },
+		Etcd:    func(context.Context) error { return n.etcd },
 		Timing:  Timing{Poll: time.Millisecond, Ready: n.ready, Begin: n.begin}, Log: slog.New(slog.NewTextHandler(n.t.Output(), nil)),
 	})
 	if err != nil {
@@ -416,6 +418,7 @@ func TestAnUpgradeThatCannotEndDoesNotBegin(t *testing.T) {
 			a[ownerorder.ArgList] = strings.Replace(a[ownerorder.ArgList], "/kubectl/1.36.1", "/kubectl/1.36.0", 1)
 		}, func(*node) {}, "SHA-256"},
 		"another control plane is not well": {func(n *node, _ map[string]string) { n.cluster.unhealthy = []string{"etcd-node2"} }, func(n *node) { n.cluster.unhealthy = nil }, "etcd-node2"},
+		"a member of etcd does not run":     {func(n *node, _ map[string]string) { n.etcd = errors.New("etcd: member node3: it does not answer") }, func(n *node) { n.etcd = nil }, "member node3"},
 		"an image is not there": {func(n *node, _ map[string]string) {
 			n.crash = func(what string) error {
 				if what == "an image is pulled" {

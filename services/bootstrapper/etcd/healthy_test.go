@@ -1,0 +1,92 @@
+package etcd
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+// Between two control planes of an upgrade: with one member that does not vote or run, the next one that stops takes the quorum.
+func TestAnEtcdIsHealthyOnlyIfAllItsMembersAre(t *testing.T) {
+	r := newProcess(t)
+	var cluster []string
+	hosts := []string{host, secondHost, thirdHost}
+	for i, h := range hosts {
+		cluster = append(cluster, fmt.Sprintf("node%d=https://%s", i+1, net.JoinHostPort(h, peerPort)))
+	}
+	start := func(i int) func() {
+		name := fmt.Sprintf("node%d", i+1)
+		return r.start(filepath.Join(r.folder, name), name, hosts[i], strings.Join(cluster, ","))
+	}
+	var stops []func()
+	for i := range hosts {
+		stops = append(stops, start(i))
+	}
+	defer func() {
+		for _, stop := range stops {
+			stop()
+		}
+	}()
+	at := netip.MustParseAddr(host)
+	c, err := connect(t.Context(), []netip.Addr{at}, r.cert, r.key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = c.Close() }()
+	healthy := func(ctx context.Context) error { return Healthy(ctx, at, r.cert, r.key) }
+	refused := func(want string) {
+		t.Helper()
+		if err := healthy(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %q", err, want)
+		}
+	}
+	r.must(healthy)
+
+	var learner uint64
+	r.must(func(ctx context.Context) error {
+		a, err := c.MemberAddAsLearner(ctx, []string{"https://127.0.20.82:2380"})
+		if err == nil {
+			learner = a.Member.GetID()
+		}
+		return err
+	})
+	refused("127.0.20.82:2380: it is a learner")
+	r.must(func(ctx context.Context) error { _, err := c.MemberRemove(ctx, learner); return err })
+	r.must(healthy)
+
+	var voter uint64
+	r.must(func(ctx context.Context) error {
+		a, err := c.MemberAdd(ctx, []string{"https://127.0.20.82:2380"})
+		if err == nil {
+			voter = a.Member.GetID()
+		}
+		return err
+	})
+	refused("127.0.20.82:2380: it has never started")
+	r.must(func(ctx context.Context) error { _, err := c.MemberRemove(ctx, voter); return err })
+	r.must(healthy)
+
+	r.must(func(ctx context.Context) error {
+		_, err := etcdserverpb.NewMaintenanceClient(c.ActiveConnection()).Alarm(ctx, &etcdserverpb.AlarmRequest{Action: etcdserverpb.AlarmRequest_ACTIVATE, Alarm: etcdserverpb.AlarmType_NOSPACE})
+		return err
+	})
+	refused("NOSPACE")
+	r.must(func(ctx context.Context) error { _, err := c.AlarmDisarm(ctx, &clientv3.AlarmMember{}); return err })
+	r.must(healthy)
+
+	stops[2]()
+	refused("member node3: it does not answer")
+	stops[2] = start(2)
+	r.must(healthy)
+
+	stops[1]()
+	stops[2]()
+	refused("list members")
+}
