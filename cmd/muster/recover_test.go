@@ -19,6 +19,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	ownerrecovery "github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -52,7 +53,7 @@ func (w *waitingMachine) logged() string {
 	return w.log.String()
 }
 
-func (w *waitingMachine) try(_ context.Context, key keys.Disk, _ keys.ClusterID) error {
+func (w *waitingMachine) try(_ context.Context, key keys.Disk, _ keys.ClusterID, _ component.Desired) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {

@@ -67,6 +67,9 @@ func (c Config) OfImage(img Image) ([]byte, error) {
 	})
 	d.relate("DOCUMENT", "DESCRIBES", d.root)
 	for _, p := range img.Debian {
+		if p.SHA256 == [sha256.Size]byte{} {
+			return nil, fmt.Errorf("the SHA-256 of Debian's package %s %s is unknown", p.Name, p.Version)
+		}
 		d.debian(p)
 	}
 	seen := map[common.ElementID]bool{}

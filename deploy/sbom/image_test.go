@@ -37,6 +37,8 @@ func TestAnImagesDocumentHasDebiansPackagesAndEachProgram(t *testing.T) {
 		t.Fatalf("%v, %v", packages, err)
 	}
 	packages[0].SHA256 = sha256.Sum256([]byte("bash's .deb"))
+	unknown := Image{Name: "disk.raw", SHA256: sha256.Sum256(nil), Debian: slices.Clone(packages)}
+	packages[1].SHA256 = sha256.Sum256([]byte("zlib1g's .deb"))
 	program := filepath.Join(t.TempDir(), "kms")
 	goTool(t, "build", "-trimpath", "-buildvcs=false", "-o", program, "./cmd/kms")
 	gofmt := filepath.Join(goTool(t, "env", "GOROOT"), "bin", "gofmt")
@@ -50,6 +52,9 @@ func TestAnImagesDocumentHasDebiansPackagesAndEachProgram(t *testing.T) {
 	if again, err := c.OfImage(img); err != nil || !bytes.Equal(b, again) {
 		t.Errorf("the same image gives another document: %v", err)
 	}
+	if _, err := c.OfImage(unknown); err == nil || !strings.Contains(err.Error(), "zlib1g") {
+		t.Errorf("%v: a package whose hash nobody has set is in the document", err)
+	}
 	d, err := json.Read(bytes.NewReader(b))
 	if err != nil {
 		t.Fatal(err)
@@ -57,6 +62,7 @@ func TestAnImagesDocumentHasDebiansPackagesAndEachProgram(t *testing.T) {
 	if err := spdxlib.ValidateDocument(d); err != nil {
 		t.Error(err)
 	}
+	modulesHaveTheirSums(t, program, d)
 	have := map[string]string{}
 	for _, p := range d.Packages {
 		have[p.PackageName] = p.PackageVersion + " " + p.PackageFileName

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"debug/buildinfo"
+	"encoding/base64"
+	"encoding/hex"
 	"fmt"
 	"os"
 	"os/exec"
@@ -14,6 +16,8 @@ import (
 	"time"
 
 	"github.com/spdx/tools-golang/json"
+	"github.com/spdx/tools-golang/spdx/v2/common"
+	spdx "github.com/spdx/tools-golang/spdx/v2/v2_3"
 	"github.com/spdx/tools-golang/spdxlib"
 	"go.uber.org/goleak"
 )
@@ -99,10 +103,48 @@ func TestADocumentHasEachModuleOfAProgramWithItsLicense(t *testing.T) {
 			t.Errorf("%s: %q, want %q", name, license[name], want)
 		}
 	}
+	modulesHaveTheirSums(t, program, d)
 	t.Logf("%d modules, %d bytes", len(info.Deps), len(b))
 	c.ModuleCache = t.TempDir()
 	if _, err := c.Of(program, "v1"); err == nil || !strings.Contains(err.Error(), "go mod download") {
 		t.Errorf("%v: documents must not depend on what a cache lacks", err)
+	}
+}
+
+// modulesHaveTheirSums checks that the document has the hash of each module of the program, as Go has recorded it, and no hash that nobody has set.
+func modulesHaveTheirSums(t *testing.T, program string, d *spdx.Document) {
+	t.Helper()
+	info, err := buildinfo.ReadFile(program)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sums := map[string]string{}
+	for _, p := range d.Packages {
+		for _, c := range p.PackageChecksums {
+			if c.Value == strings.Repeat("0", 64) {
+				t.Errorf("%s has the hash %s", p.PackageName, c.Value)
+			}
+			if c.Algorithm == common.SHA256 {
+				sums[p.PackageName+" "+p.PackageVersion] = c.Value
+			}
+		}
+	}
+	checked := 0
+	for _, m := range info.Deps {
+		for m.Replace != nil {
+			m = m.Replace
+		}
+		if m.Sum == "" { // one of the checkout
+			continue
+		}
+		checked++
+		sum, err := base64.StdEncoding.DecodeString(strings.TrimPrefix(m.Sum, "h1:"))
+		if got := sums[m.Path+" "+m.Version]; err != nil || len(sum) != sha256.Size || got != hex.EncodeToString(sum) {
+			t.Errorf("%s %s has the hash %q, want that of %s (%v)", m.Path, m.Version, got, m.Sum, err)
+		}
+	}
+	if checked < 20 {
+		t.Errorf("%d modules have a hash", checked)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"encoding/base64"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -159,5 +160,37 @@ func TestArgumentsThatDontGoTogetherAreRefused(t *testing.T) {
 		if err := run(t.Context(), tt.args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), tt.says) {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+}
+
+// Whoever trusts the builder's key learns by it which packages and modules an image has (S2).
+func TestTheBuilderSignsLockFileAndBill(t *testing.T) {
+	dir, keys := t.TempDir(), t.TempDir()
+	files := []string{diskFile, ukiFile, measuredFile, measuredSBFile, billFile, lockFile}
+	for _, f := range files {
+		place(t, dir, f, "the content of "+f)
+	}
+	key := filepath.Join(keys, "builder")
+	if out, err := exec.CommandContext(t.Context(), "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if err := report(options{out: dir, builderKey: key}, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	check := func() error { // the commands of docs/image.md
+		return exec.CommandContext(t.Context(), "sh", "-euc", `cd "$1"
+			{ printf 'builder '; cat "$2.pub"; } > "$2.signers"
+			ssh-keygen -Y verify -f "$2.signers" -I builder -n muster-image -s SHA256SUMS.sig < SHA256SUMS
+			sha256sum -c SHA256SUMS`, "sh", dir, key).Run()
+	}
+	if err := check(); err != nil {
+		t.Error(err)
+	}
+	for _, f := range files {
+		place(t, dir, f, "other content")
+		if check() == nil {
+			t.Errorf("another %s has the builder's signature", f)
+		}
+		place(t, dir, f, "the content of "+f)
 	}
 }

@@ -9,9 +9,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/yaml"
 
 	"github.com/muster-k8s/muster/lab/driver"
 )
@@ -81,13 +85,54 @@ echo done
 	})
 
 	// A firmware update: the machine that has the new firmware becomes the second class, and both are accepted.
+	rules := w.rulesOnly(t, node7)
 	w.addClass(t, "updated", node7)
 	w.Muster(t, "policy", "apply")
 	boot = w.ready(t, "node7", boot)
 	if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Hardware: new(driver.Hardware)}); err != nil {
 		t.Fatal(err)
 	}
+	boot = w.ready(t, "node7", boot)
+
+	// Rules over the event log in place of class vm, taken from the machine with the other firmware: a driver is refused by its digest, and the firmware's
+	// own code is open.
+	w.Muster(t, "policy", "apply", rules)
+	t.Run("a driver that the rules do not list", func(t *testing.T) {
+		refused(t, driver.Hardware{OptionROM: write("rules.rom", optionROM(efi))}, driverText, "class rules, differs", "PCR 2: EV_EFI_BOOT_SERVICES_DRIVER", "is not listed")
+	})
+	if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Hardware: new(driver.Hardware)}); err != nil {
+		t.Fatal(err)
+	}
 	w.ready(t, "node7", boot)
+}
+
+// rulesOnly makes a later policy, by which a virtual machine is accepted if its event log follows rules: no driver but those that the machine at
+// the address has now. It returns the file's name in the owner's folder.
+func (w *fixture) rulesOnly(t *testing.T, address string) string {
+	t.Helper()
+	const file = "rules.yaml"
+	text, err := os.ReadFile(filepath.Join(w.OwnerDir(), "muster-vm", "policy.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var policy map[string]any
+	if err := yaml.Unmarshal(text, &policy); err != nil {
+		t.Fatal(err)
+	}
+	classes, _, err := unstructured.NestedSlice(policy, "tpm2", "classes")
+	kept := slices.DeleteFunc(classes, func(c any) bool { return c.(map[string]any)["name"] == "vm" })
+	if err := errors.Join(err, unstructured.SetNestedSlice(policy, kept, "tpm2", "classes")); err != nil {
+		t.Fatal(err)
+	}
+	policy["serial"] = policy["serial"].(float64) + 10 // add-class adds 1
+	if text, err = yaml.Marshal(policy); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(w.OwnerDir(), file), text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	w.addClass(t, "rules", address, "--event-log", "--policy", file)
+	return file
 }
 
 // A policy demands Secure Boot with these keys (A9). With the same firmware, and Secure Boot off, the same machine is refused.
@@ -99,9 +144,10 @@ func TestAMachineWithSecureBootOffIsRefusedWhereItIsRequired(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// One image has two sets of values: with Secure Boot on and off.
-	w.Muster(t, "policy", "from-measurements", w.MeasurementsPath(), filepath.Join(filepath.Dir(image), measurementsFile), filepath.Join(filepath.Dir(image), "measurements-secureboot.json"),
+	// One image has two sets of values: with Secure Boot on and off. The owner's program computes them from the disk image, and finds those of the build.
+	w.Muster(t, "policy", "from-image", image, "--secure-boot", "both", "--measurements", filepath.Join(filepath.Dir(image), measurementsFile), "--measurements", filepath.Join(filepath.Dir(image), "measurements-secureboot.json"),
 		"--ek-root", "ek-roots.pem", "--ek-key", "ecc-p384", "--operator", "--node-cidr", driver.NodeSubnet, "--allow-plain-state", "--serial", "9", "-o", "both.yaml")
+	w.Muster(t, "policy", "add-image", w.MeasurementsPath(), "--policy", "both.yaml") // of the lab's own machines
 	w.Muster(t, "policy", "apply", "both.yaml")
 	v := w.worker("node7")
 	v.Image, v.SecureBoot = image, true

@@ -1,8 +1,7 @@
 // Package vm runs the real image through a machine's life, in a virtual machine with measured boot, on the network of
 // a cluster whose control plane is made of namespaces: it boots, joins, reboots, and is tampered with.
 //
-// `make test` runs the files without a build tag, with one virtual machine, in ten to fifteen minutes; `make test-vm`
-// also runs the others. The state of a machine is read from its console, as a person would read it.
+// `make test-vm` runs the tests; they have the build tag vm. The state of a machine is read from its console, as a person would read it.
 package vm
 
 import (
@@ -224,8 +223,9 @@ func (w *fixture) buildImage(t *testing.T, more ...string) (image string, predic
 	args := append([]string{"-bin", filepath.Join(w.Root, "bin"), "-containerd", containerd, "-config", config, "-add", filepath.Join(dir, "add"), "-o", out}, more...)
 	said, err := build(args...)
 	if err != nil && strings.Contains(said, "make vm-lock") {
-		// Debian's mirror or this host's tools are newer than the lock file. Machines behave as with any other.
-		t.Logf("the lock file is not of today: %s", said)
+		// Debian's mirror or this host's tools are newer than the lock file. Machines behave as with any other, so these tests go on; `make vm-image` and
+		// `make test-image` fail.
+		t.Logf("THE COMMITTED LOCK FILE DOES NOT FIT: the image is built with a new one of now, which is not what `make vm-image` builds.\n%s", said)
 		lock := filepath.Join(dir, "packages.lock")
 		if said, err = build("lock", "-containerd", containerd, "-lock", lock); err == nil {
 			said, err = build(append(args, "-lock", lock)...)

@@ -53,6 +53,16 @@ func TestEachKeyOfTheImageSignsForTheOwner(t *testing.T) {
 			_, err := ownerorder.ParseRecovery(w, disk, nonce, owner)
 			return err
 		},
+		"a recovery with lists": func(by ed25519.PrivateKey, owner attest.OwnerKeys) error {
+			r := ownerorder.Recovery{Cluster: cluster, Disk: disk, Key: diskKey, Nonce: nonce, Software: &ownerorder.Software{List: "list", Other: "other", Endpoint: "192.0.2.1:6443", Adopted: true, Replace: true}}
+			w := r.Wire(by)
+			w.DiskKey = bytes.Clone(w.GetDiskKey())
+			got, err := ownerorder.ParseRecovery(w, disk, nonce, owner)
+			if err == nil && *got.Software != *r.Software {
+				t.Errorf("%+v", got.Software)
+			}
+			return err
+		},
 		"an accepted epoch": func(by ed25519.PrivateKey, owner attest.OwnerKeys) error {
 			e := ownerorder.Epoch{Cluster: cluster, Machine: machine, Epoch: 5, Nonce: nonce}
 			return e.Verify(e.Wire(by), owner)

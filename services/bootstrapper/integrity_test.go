@@ -130,14 +130,16 @@ func TestAnUnchangedStateDiskIsLeftAlone(t *testing.T) {
 	w.sandbox(t)
 }
 
-// B8: a file that an attacker with root rights left does not run at the next boot.
-func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
+// leftFile is a file that an attacker with root rights left on the state disk.
+type leftFile struct {
+	file, content string
+	gone          bool   // or else as in want
+	want          string // the expected content
+}
+
+func leftByRoot() map[string]leftFile {
 	images := machinetest.Images()
-	for name, tt := range map[string]struct {
-		file, content string
-		gone          bool   // or else as in want
-		want          string // the expected content
-	}{
+	return map[string]leftFile{
 		"a replaced program":                {file: "usr/local/bin/kubeadm", content: "#!evil", want: string(kubeadmBinary)},
 		"a program in the path":             {file: "usr/local/bin/apparmor_parser", content: "#!evil", gone: true},
 		"a CNI program":                     {file: "opt/cni/bin/evil", content: "#!evil", gone: true},
@@ -160,18 +162,26 @@ func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
 		"a variable for the loader":         {file: "var/lib/kubelet/kubeadm-flags.env", content: kubeletEnv + "LD_PRELOAD=/var/evil.so\n", want: kubeletEnv},
 		"a flag for the kubelet":            {file: "var/lib/kubelet/kubeadm-flags.env", content: strings.Replace(kubeletEnv, "--node", "--image-credential-provider-bin-dir=/var/evil --node", 1), want: kubeletEnv},
 		"a configuration to start over":     {file: "etc/kubernetes/bootstrap-kubelet.conf", content: "evil", gone: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			w := rebooted(t)
-			w.put(t, tt.file, tt.content)
-			w.startAgain(t)
-			if w.exists(tt.file) == tt.gone || !tt.gone && w.get(tt.file) != tt.want {
-				t.Errorf("%s is %q", tt.file, w.get(tt.file))
-			}
-			if logged := strings.Contains(w.logged.String(), tampered); logged == strings.HasSuffix(tt.file, "checkpoint") {
-				t.Errorf("logged: %t", logged)
-			}
-		})
+	}
+}
+
+// B8: a file that an attacker with root rights left does not run at the next boot, whether a joinservice or the owner's recovery opens the disk.
+func TestWhatRootLeftOnTheStateDiskDoesNotRun(t *testing.T) {
+	for by, desires := range map[string]func(*component.Desired){"a joinservice": func(*component.Desired) {}, "a recovery": byRecovery} {
+		for name, tt := range leftByRoot() {
+			t.Run(by+": "+name, func(t *testing.T) {
+				w := rebooted(t)
+				w.desires(t, desires)
+				w.put(t, tt.file, tt.content)
+				w.startAgain(t)
+				if w.exists(tt.file) == tt.gone || !tt.gone && w.get(tt.file) != tt.want {
+					t.Errorf("%s is %q", tt.file, w.get(tt.file))
+				}
+				if logged := strings.Contains(w.logged.String(), tampered); logged == strings.HasSuffix(tt.file, "checkpoint") {
+					t.Errorf("logged: %t", logged)
+				}
+			})
+		}
 	}
 }
 

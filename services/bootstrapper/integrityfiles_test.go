@@ -96,7 +96,7 @@ func TestAFileThatIsTooLargeIsPutRight(t *testing.T) {
 	}
 }
 
-// The owner's recovery must bring the machine up, too. Nothing else is compared then.
+// The owner's recovery must bring the machine up, too. Without a list, nothing else is compared.
 func TestNoFileThatRootLeftKeepsAMachineFromItsRecovery(t *testing.T) {
 	for _, at := range []string{"var/lib/muster/components.json", "var/lib/kubelet/config.yaml"} {
 		w := rebooted(t)

@@ -50,6 +50,10 @@ func Same(a, b versions.List) bool {
 type Desired struct {
 	// Uncompared is why there is nothing to compare the disk with; empty: the other fields are set.
 	Uncompared string `json:"uncompared,omitempty"`
+	// Recovered means that the list is of the owner's folder, whose recovery opened the disk. There are no Authorities and no Rotation then.
+	Recovered bool `json:"recovered,omitempty"`
+	// Replace means that the owner has decided that List and Other are newer than what the disk lists as installed.
+	Replace bool `json:"replace,omitempty"`
 	// List is the required software.
 	List versions.List `json:"list"`
 	// Other is the software of the second release that nodes may run while the cluster is upgraded; nil: there is none.
@@ -76,7 +80,7 @@ type Rotation struct {
 // Values of [Desired.Uncompared].
 const (
 	UncomparedNew      = "it was formatted in this boot"
-	UncomparedRecovery = "its owner's recovery opened it"
+	UncomparedRecovery = "its owner's recovery opened it, without a list of software"
 )
 
 // CA is the only one of [Authorities] that every node has: the cluster's certificate authority.

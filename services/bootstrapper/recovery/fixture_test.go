@@ -4,11 +4,13 @@ import (
 	"bytes"
 	"context"
 	"crypto/ed25519"
+	"encoding/json"
 	"errors"
 	"log/slog"
 	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -23,6 +25,9 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -44,19 +49,20 @@ type lock struct {
 
 	mu    sync.Mutex
 	open  bool
-	to    []keys.ClusterID // the cluster of each key that was tried
+	to    []keys.ClusterID  // the cluster of each key that was tried
+	with  component.Desired // what came with the last one
 	tried int
 	trial bool
 }
 
-func (l *lock) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
+func (l *lock) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error {
 	l.mu.Lock()
 	if l.trial {
 		panic("two keys are tried at one time")
 	}
 	l.trial = true
 	l.tried++
-	l.to = append(l.to, cluster)
+	l.to, l.with = append(l.to, cluster), desired
 	open := l.open
 	l.mu.Unlock()
 	defer func() {
@@ -140,7 +146,26 @@ func signedFor(boot ownerorder.Nonce, key []byte, id string, cluster keys.Cluste
 	if err != nil {
 		panic(err)
 	}
-	return ownerorder.Recovery{Cluster: cluster, Disk: d, Key: k, Nonce: boot}.Wire(owner)
+	return ownerorder.Recovery{Cluster: cluster, Disk: d, Key: k, Nonce: boot, Software: software()}.Wire(owner)
+}
+
+// software returns what the owner's folder lists.
+func software() *ownerorder.Software {
+	return &ownerorder.Software{List: listOf("kubelet"), Endpoint: "192.168.77.1:6443"}
+}
+
+// listOf returns a list with these programs.
+func listOf(names ...string) string {
+	l := versions.NewList()
+	for _, n := range names {
+		l.Components = append(l.Components, versions.Component{URL: "http://mirror/" + n, SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/" + n, Mode: 0o755})
+	}
+	l.Images = machinetest.Images().References()
+	text, err := json.Marshal(l)
+	if err != nil {
+		panic(err)
+	}
+	return string(text)
 }
 
 func request() *recoverv1.RecoverRequest { return signed(rightKey, diskID, cluster, ownerKey) }

@@ -2,7 +2,8 @@
 //
 // The caller appraises this machine, and does not attest. It sends the key of this machine's disk and the ID of the disk's cluster, signed with the
 // owner's key, whose public key the image measured. The signature binds disk, key and cluster, so that an attacker's own disk can't pass for this
-// cluster's (PCR 15). The key is valid if it opens the disk, so an attacker would have to guess 256 bits.
+// cluster's (PCR 15). The key is valid if it opens the disk, so an attacker would have to guess 256 bits. The request also has the lists of software that the
+// running system compares the disk with (B8), under the same signature.
 //
 // Unattested clients must not keep the owner out. So no address is locked out for good: each has a number of attempts a minute, one at a time, and keeps
 // its place in the queue when it is refused for lack of a place; see queue. The machine's own attempts to rejoin continue meanwhile, and both use the
@@ -11,6 +12,7 @@ package recovery
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -26,6 +28,9 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -41,8 +46,8 @@ var (
 )
 
 const (
-	// maxRequest bounds a request, in bytes: a key, an ID and a signature with their tags are 134.
-	maxRequest = 1 << 10
+	// maxRequest bounds a request, in bytes: two lists of software, an endpoint, and 134 for a key, an ID and a signature with their tags.
+	maxRequest = 2*ownerorder.MaxList + 1<<10
 	// requestTimeout bounds the time for receiving a request.
 	requestTimeout = 10 * time.Second
 	// tryTimeout bounds one attempt with a key.
@@ -56,8 +61,12 @@ const (
 	callTimeout = 3 * time.Minute
 )
 
-// Limits have lower rates than those of a service in the cluster: the only caller is the machine's owner.
-var Limits = atls.Limits{SetUp: 256, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20, ConnBytes: 16 << 10}
+// Limits have lower rates than those of a service in the cluster: the only caller is the machine's owner. Only a request with long lists needs one of the
+// large sessions.
+var Limits = atls.Limits{
+	SetUp: 256, SetUpPerSource: 4, Open: 256, OpenPerSource: 8, Rate: 2, Burst: 16, Total: 32, Bytes: 12 << 20, BytesPerSource: 3 << 20, ConnBytes: 16 << 10,
+	Large: 16, LargePerSource: 4, LargeBytes: 64 << 10,
+}
 
 // Config lists what a Server needs. All fields but one of OwnerKeys and NoOwnerKey are required.
 type Config struct {
@@ -71,8 +80,8 @@ type Config struct {
 	// disk. This package never calls it twice at a time; it has to order calls from elsewhere itself.
 	//
 	// The machine locks itself to the cluster (PCR 15) before anything of the opened disk is used, so that an attacker's disk never runs in an unlocked
-	// machine.
-	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
+	// machine. Before that, it notes what the disk is to be compared with (B8).
+	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
 	// Challenges shares the TPM among callers, also those of the process's other servers.
@@ -167,13 +176,17 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, not
 	if err != nil {
 		return err
 	}
+	desired, err := desiredOf(r.Software)
+	if err != nil {
+		return err
+	}
 	ctx, hangUp := context.WithCancel(ctx)
 	defer hangUp()
 	states := make(chan recoverv1.State, len(recoverv1.State_name)) // each state is sent once: it is never full
 	var outcome error
 	go func() {
 		defer close(states)
-		outcome = s.serve(ctx, r, func(state recoverv1.State) { states <- state })
+		outcome = s.serve(ctx, r, desired, func(state recoverv1.State) { states <- state })
 	}()
 	var failed error
 	for state := range states {
@@ -193,7 +206,7 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, not
 }
 
 // serve waits for the call's place in the queue and tries its key.
-func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, notify func(recoverv1.State)) error {
+func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, desired component.Desired, notify func(recoverv1.State)) error {
 	// A call that is tried or waits keeps its connection: the queue bounds how many do.
 	if session, ok := atls.SessionFrom(ctx); ok {
 		defer session.Keep()()
@@ -208,7 +221,7 @@ func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, notify func(r
 		return err
 	}
 	notify(recoverv1.State_STATE_TRYING)
-	err = s.try(ctx, r.Key, r.Cluster)
+	err = s.try(ctx, r, desired)
 	done(errors.Is(err, ErrWrongKey))
 	switch {
 	case err == nil:
@@ -232,10 +245,49 @@ func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, notify func(r
 func (s *Server) opened() { s.once.Do(func() { close(s.recovered) }) }
 
 // try tries the key to its end, whether or not its caller waits: no other call would finish a half-done opening.
-func (s *Server) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
+func (s *Server) try(ctx context.Context, r ownerorder.Recovery, desired component.Desired) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), tryTimeout)
 	defer cancel()
-	return s.cfg.Try(ctx, key, cluster)
+	return s.cfg.Try(ctx, r.Key, r.Cluster, desired)
+}
+
+// desiredOf returns what the disk is compared with (B8): REQUEST_INVALID. An owner's program that sends no software is older than the field: its owner
+// still has to open the disk, which is then not compared.
+func desiredOf(s *ownerorder.Software) (component.Desired, error) {
+	if s == nil {
+		return component.Desired{Uncompared: component.UncomparedRecovery}, nil
+	}
+	refuse := func(field string, err error) (component.Desired, error) {
+		return component.Desired{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "software.%s: %w", field, err)
+	}
+	d := component.Desired{Recovered: true, Replace: s.Replace, Adopted: s.Adopted, Endpoint: s.Endpoint}
+	if err := metadata.CheckHostPort(s.Endpoint); err != nil {
+		return refuse("endpoint", err)
+	}
+	var err error
+	if d.List, err = parseList(s.List); err != nil {
+		return refuse("list", err)
+	}
+	if s.Other != "" {
+		other, err := parseList(s.Other)
+		if err != nil {
+			return refuse("other", err)
+		}
+		d.Other = &other
+	}
+	return d, nil
+}
+
+func parseList(text string) (versions.List, error) {
+	if !json.Valid([]byte(text)) { // YAML has aliases, and without an owner's key anybody may send it
+		return versions.List{}, errors.New("it is no JSON")
+	}
+	list, err := versions.Parse([]byte(text))
+	if err != nil {
+		return versions.List{}, err
+	}
+	_, err = component.ParseSoftware(list.Wire(), list.Images) // B8, B9
+	return list, err
 }
 
 // remoteOf returns the caller's address; empty: it has none.

@@ -81,6 +81,17 @@ func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
 		"with a policy's signature": with(func(r *recoverv1.RecoverRequest) {
 			r.Signature = attest.SignPolicy(ownerKey, []byte("{}")).GetSignature()
 		}),
+		"with another list than signed":    with(func(r *recoverv1.RecoverRequest) { r.Software.List = listOf("kubelet", "evil") }),
+		"with a second list":               with(func(r *recoverv1.RecoverRequest) { r.Software.Other = listOf("evil") }),
+		"with another endpoint":            with(func(r *recoverv1.RecoverRequest) { r.Software.Endpoint = "evil:6443" }),
+		"as of an adopted cluster":         with(func(r *recoverv1.RecoverRequest) { r.Software.Adopted = true }),
+		"with a decision of nobody's":      with(func(r *recoverv1.RecoverRequest) { r.Software.Replace = true }),
+		"without the lists that it signed": with(func(r *recoverv1.RecoverRequest) { r.Software = nil }),
+		"with lists that it did not sign": func() *recoverv1.RecoverRequest {
+			r := unlisted()
+			r.Software = request().GetSoftware()
+			return r
+		}(),
 		"with a changed signature": with(func(r *recoverv1.RecoverRequest) { r.Signature[3] ^= 1 }),
 	} {
 		refusaltest.Refused(t, w.observations(), attestv1.Reason_REASON_OWNER_SIGNATURE, refusedPlaces(), func() error {
@@ -106,13 +117,14 @@ func TestWithoutAnOwnersKeyTheKeyAloneOpens(t *testing.T) {
 }
 
 // The machine receives one disk's key. A developer who adds a field explains here why it is no root of other keys.
+// The software is public: addresses and digests of programs.
 func TestARequestHoldsNoRootSecret(t *testing.T) {
 	var have []string
 	fields := (&recoverv1.RecoverRequest{}).ProtoReflect().Descriptor().Fields()
 	for i := range fields.Len() {
 		have = append(have, string(fields.Get(i).Name()))
 	}
-	if want := []string{"disk_key", "cluster_id", "signature"}; !slices.Equal(have, want) {
+	if want := []string{"disk_key", "cluster_id", "signature", "software"}; !slices.Equal(have, want) {
 		t.Errorf("the request has the fields %v, want %v", have, want)
 	}
 	root := keys.NewRoot([32]byte{0x51}, [32]byte{0x52})
@@ -186,15 +198,26 @@ func TestASourceMayTryAgainAfterAWhile(t *testing.T) {
 
 func TestARequestThatIsNoneIsRefusedBeforeAKeyIsTried(t *testing.T) {
 	for name, change := range map[string]func(*recoverv1.RecoverRequest){
-		"no key":             func(r *recoverv1.RecoverRequest) { r.DiskKey = nil },
-		"a short key":        func(r *recoverv1.RecoverRequest) { r.DiskKey = r.GetDiskKey()[:31] },
-		"a long key":         func(r *recoverv1.RecoverRequest) { r.DiskKey = append(r.DiskKey, 0) },
-		"no cluster ID":      func(r *recoverv1.RecoverRequest) { r.ClusterId = nil },
-		"a short cluster ID": func(r *recoverv1.RecoverRequest) { r.ClusterId = r.GetClusterId()[:31] },
-		"a long cluster ID":  func(r *recoverv1.RecoverRequest) { r.ClusterId = append(r.ClusterId, 0) },
-		"no signature":       func(r *recoverv1.RecoverRequest) { r.Signature = nil },
-		"a short signature":  func(r *recoverv1.RecoverRequest) { r.Signature = r.GetSignature()[:63] },
-		"a request of 4 KiB": func(r *recoverv1.RecoverRequest) { r.DiskKey = make([]byte, 4<<10) },
+		"no key":                            func(r *recoverv1.RecoverRequest) { r.DiskKey = nil },
+		"a short key":                       func(r *recoverv1.RecoverRequest) { r.DiskKey = r.GetDiskKey()[:31] },
+		"a long key":                        func(r *recoverv1.RecoverRequest) { r.DiskKey = append(r.DiskKey, 0) },
+		"no cluster ID":                     func(r *recoverv1.RecoverRequest) { r.ClusterId = nil },
+		"a short cluster ID":                func(r *recoverv1.RecoverRequest) { r.ClusterId = r.GetClusterId()[:31] },
+		"a long cluster ID":                 func(r *recoverv1.RecoverRequest) { r.ClusterId = append(r.ClusterId, 0) },
+		"no signature":                      func(r *recoverv1.RecoverRequest) { r.Signature = nil },
+		"a short signature":                 func(r *recoverv1.RecoverRequest) { r.Signature = r.GetSignature()[:63] },
+		"a large request":                   func(r *recoverv1.RecoverRequest) { r.DiskKey = make([]byte, maxRequest+1) },
+		"a long list":                       signs(func(s *ownerorder.Software) { s.List += strings.Repeat(" ", ownerorder.MaxList) }),
+		"a long second list":                signs(func(s *ownerorder.Software) { s.Other = s.List + strings.Repeat(" ", ownerorder.MaxList) }),
+		"no list":                           signs(func(s *ownerorder.Software) { s.List = "" }),
+		"a list of images":                  signs(func(s *ownerorder.Software) { s.List = strings.Replace(s.List, "ComponentList", "Images", 1) }),
+		"an image by its tag":               signs(func(s *ownerorder.Software) { s.List = strings.Replace(s.List, "@sha256:", "-", 1) }),
+		"a program elsewhere":               signs(func(s *ownerorder.Software) { s.List = strings.Replace(s.List, "/usr/local/bin/", "/etc/", 1) }),
+		"a second list that is none":        signs(func(s *ownerorder.Software) { s.Other = "{}" }),
+		"a second list's program elsewhere": signs(func(s *ownerorder.Software) { s.Other = strings.Replace(s.List, "/usr/local/bin/", "/etc/", 1) }),
+		"a list in YAML":                    signs(func(s *ownerorder.Software) { s.List = "# a comment\n" + s.List }),
+		"no endpoint":                       signs(func(s *ownerorder.Software) { s.Endpoint = "" }),
+		"an endpoint of a path":             signs(func(s *ownerorder.Software) { s.Endpoint = "x/y:1" }),
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newFixture(t)

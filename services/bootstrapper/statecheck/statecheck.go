@@ -39,9 +39,10 @@ const (
 )
 
 // Run compares all files of the state disk that run as root with the cluster's list, before any of them runs (B8): an attacker who had root rights once
-// may have left them, and may have replaced the journal by an earlier one as well. The list came from a joinservice with the disk key in this boot, and
-// is kept in memory, because root could have changed everything on the disk. A disk that a recovery opened, or that is not encrypted, is not compared; of the
-// first, containerd's store is renewed, and files are removed that are too large to be read, which needs no list.
+// may have left them, and may have replaced the journal by an earlier one as well. The list came from a joinservice with the disk key in this boot, or from
+// the owner's folder by a recovery, and is kept in memory, because root could have changed everything on the disk. A disk that a recovery without a list
+// opened, or that is not encrypted, is not compared; of the first, containerd's store is renewed, and files are removed that are too large to be read, which
+// needs no list.
 func Run(ctx context.Context, n *provision.Node) error {
 	ck := &check{Node: n, copies: maxCopies}
 	d, err := component.DesiredFile(ck.On(component.UnlockFile)).Load()
@@ -81,6 +82,9 @@ func Run(ctx context.Context, n *provision.Node) error {
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
+	if err := ck.newest(d, s, other); err != nil { // before anything is changed
+		return err
+	}
 	if err := ck.checkPrograms(ctx, s, other); err != nil {
 		return err
 	}
@@ -116,7 +120,11 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if err := ck.checkAuthorities(ctx, d.Authorities, d.Rotation); err != nil {
 		return err
 	}
-	if err := ck.checkStaged(ctx, d.Rotation); err != nil {
+	if d.Recovered {
+		if err := ck.ownAuthority(d); err != nil {
+			return err
+		}
+	} else if err := ck.checkStaged(ctx, d.Rotation); err != nil { // a recovery does not know whether one is in progress
 		return err
 	}
 	if err := ck.checkKubelet(ctx, meta, d); err != nil {
@@ -174,6 +182,33 @@ func (ck *check) software(d *component.Desired) (s, other *component.Software, e
 		s, other = other, s
 	}
 	return s, other, nil
+}
+
+// newest refuses the lists of a recovery if the disk lists other software as installed: the owner's folder may be a copy from before an upgrade of
+// Kubernetes, by which a control plane would lose its static pods. Root can have changed the disk's list, so the owner decides. A disk without a list that
+// can be read is compared.
+func (ck *check) newest(d *component.Desired, lists ...*component.Software) error {
+	if !d.Recovered || d.Replace {
+		return nil
+	}
+	kept, err := component.ListFile(ck.On(component.KeptList)).Load()
+	if err != nil || kept == nil || slices.ContainsFunc(lists, func(s *component.Software) bool { return s != nil && component.Same(*kept, s.List) }) {
+		return nil //nolint:nilerr // it is replaced
+	}
+	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the disk lists other software as installed than the owner's folder that recovered it, so nothing of it is started: reboot the machine and repeat `muster recover` with the newest copy of the folder, or with --replace-software if this one is the newest: root has then changed the disk's list")
+}
+
+// ownAuthority has the later steps go by the machine's own authority: the owner's folder has none, and who was root on a control plane has its key.
+func (ck *check) ownAuthority(d *component.Desired) error {
+	ca, err := ck.trusted(d)
+	if err != nil {
+		return err
+	}
+	if _, err := os.Lstat(ck.On(kubeadm.KubeletConf)); err == nil && len(ca) == 0 {
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s/%s has no certificate, so the state disk can't be compared: recover another control plane, and remove this one", machine.PKIFolder, component.CA)
+	}
+	d.Authorities = map[string][]byte{component.CA: ca}
+	return nil
 }
 
 // keepLists has the disk's lists of software be the cluster's: an upgrade, and a boot without a list, go by them (B8).

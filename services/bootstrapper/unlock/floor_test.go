@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -66,7 +67,7 @@ func TestThePolicyThatOpenedTheDiskIsKept(t *testing.T) {
 	j.script(gives(wrong))
 	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
 		eventually(t, "a wrong key was tried", func() bool { rec, err := w.appraisedBy.Load(); return err == nil && rec.Policy != nil })
-		return try(ctx, parsed(t, right), clusterID)
+		return try(ctx, parsed(t, right), clusterID, component.Desired{})
 	}
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)

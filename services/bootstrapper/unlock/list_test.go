@@ -150,12 +150,12 @@ func TestTheListOfWhoOpenedTheDiskIsKept(t *testing.T) {
 	w.cluster(w.like(), w.owner).script(gives(wrong))
 	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
 		eventually(t, "a wrong key was tried", func() bool { d, err := w.desired.Load(); return err == nil && d != nil })
-		return try(ctx, parsed(t, right), clusterID)
+		return try(ctx, parsed(t, right), clusterID, component.Desired{Recovered: true, Endpoint: "192.168.77.1:6443"})
 	}
 	if err := w.boot().end(t); err != nil {
 		t.Fatal(err)
 	}
-	if d, err := w.desired.Load(); err != nil || d == nil || d.Uncompared != component.UncomparedRecovery || len(d.List.Components) > 0 {
+	if d, err := w.desired.Load(); err != nil || d == nil || !d.Recovered || len(d.Authorities) > 0 {
 		t.Errorf("the owner opened it, and kept is %+v, %v", d, err)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"slices"
 	"strings"
@@ -17,7 +18,10 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -45,14 +49,14 @@ func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
 		if id.String() != diskID {
 			t.Errorf("recovery of %s", id)
 		}
-		if err := try(ctx, parsed(t, wrong), clusterID); !errors.Is(err, disk.ErrWrongKey) {
+		if err := try(ctx, parsed(t, wrong), clusterID, component.Desired{}); !errors.Is(err, disk.ErrWrongKey) {
 			t.Errorf("a wrong key: %v", err)
 		}
 		eventually(t, "rejoining goes on", func() bool { return j.asked() > 3 })
-		if err := try(ctx, parsed(t, right), clusterID); err != nil {
+		if err := try(ctx, parsed(t, right), clusterID, component.Desired{}); err != nil {
 			t.Errorf("the right key: %v", err)
 		}
-		if err := try(ctx, parsed(t, right), clusterID); !errors.Is(err, unlock.ErrOpen) {
+		if err := try(ctx, parsed(t, right), clusterID, component.Desired{}); !errors.Is(err, unlock.ErrOpen) {
 			t.Errorf("once more: %v", err)
 		}
 		<-ctx.Done()
@@ -74,7 +78,7 @@ func TestRecoveryThatEndsOrIsLateChangesNothing(t *testing.T) {
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
 	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
 		<-ctx.Done()
-		if err := try(context.WithoutCancel(ctx), parsed(t, right), clusterID); !errors.Is(err, unlock.ErrOpen) {
+		if err := try(context.WithoutCancel(ctx), parsed(t, right), clusterID, component.Desired{}); !errors.Is(err, unlock.ErrOpen) {
 			t.Errorf("a key that comes late: %v", err)
 		}
 		return nil
@@ -133,7 +137,7 @@ func TestManyKeysAtOnceOpenTheDiskOnce(t *testing.T) {
 				if i%2 == 0 {
 					key = wrong
 				}
-				_ = try(ctx, parsed(t, key), clusterID)
+				_ = try(ctx, parsed(t, key), clusterID, component.Desired{})
 			})
 		}
 		all.Wait()
@@ -172,12 +176,19 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 	defer func() { _ = transport.Close() }()
 	client := recoverv1connect.NewRecoverServiceClient(rpc.HTTPClient(transport), "https://"+w.logged("recover"), rpc.ClientOptions()...)
 	cluster := keys.NewRoot([32]byte(root), [32]byte(salt)).ClusterID([32]byte(salt))
+	list := versions.NewList(versions.Component{URL: "http://mirror/kubelet", SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755})
+	list.Images = machinetest.Images().References()
+	text, err := json.Marshal(list)
+	if err != nil {
+		t.Fatal(err)
+	}
+	software := ownerorder.Software{List: string(text), Endpoint: "192.168.77.1:6443"}
 	open := func(key []byte, owner ed25519.PrivateKey) (last recoverv1.State, err error) {
 		d, err := client.Describe(t.Context(), &recoverv1.DescribeRequest{})
 		if err != nil {
 			return 0, err
 		}
-		stream, err := client.Recover(t.Context(), ownerorder.Recovery{Cluster: cluster, Disk: id, Key: parsed(t, key), Nonce: ownerorder.Nonce(d.GetNonce())}.Wire(owner))
+		stream, err := client.Recover(t.Context(), ownerorder.Recovery{Cluster: cluster, Disk: id, Key: parsed(t, key), Nonce: ownerorder.Nonce(d.GetNonce()), Software: &software}.Wire(owner))
 		if err != nil {
 			return 0, err
 		}
@@ -205,6 +216,9 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 			t.Errorf("%v, opened %d times", err, w.disk.opens)
 		}
 		w.lockedTo(cluster)
+		if d, err := w.desired.Load(); err != nil || d == nil || d.Uncompared != "" || !d.Recovered || !component.Same(d.List, list) || d.Endpoint != "192.168.77.1:6443" { // B8
+			t.Errorf("the disk is compared with %+v, %v", d, err)
+		}
 	case <-time.After(patience):
 		t.Fatal("it does not end")
 	}

@@ -274,8 +274,8 @@ func (s *search) serveRecovery(ctx context.Context, meta *metadata.Machine) {
 	}
 	s.serving = true
 	s.recovery.Go(func() {
-		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
-			err := s.try(ctx, key, cluster, nil, component.Desired{Uncompared: component.UncomparedRecovery})
+		err := s.cfg.Recovery(ctx, s.id, func(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error {
+			err := s.try(ctx, key, cluster, nil, desired)
 			if err == nil {
 				s.cfg.Log.InfoContext(ctx, "the state disk was opened by recovery")
 				s.end()

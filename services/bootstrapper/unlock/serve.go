@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/serve"
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/trust/admission"
@@ -70,8 +71,12 @@ func Serve(ctx context.Context, cfg Config) error {
 	)
 }
 
-// Limits bound the status server like the recovery server: only the owner's program uses them.
-var Limits = recovery.Limits
+// Limits bound the status server like the recovery server, but for the size of a request: only the owner's program uses them.
+var Limits = func() atls.Limits {
+	l := recovery.Limits
+	l.Large, l.LargePerSource, l.LargeBytes = 0, 0, 0
+	return l
+}()
 
 // grace is how long a running call may delay the boot of a machine whose disk is open.
 const grace = 2 * time.Second
@@ -81,8 +86,8 @@ func recoverBy(cfg Config, challenges *admission.Queue, calls *rpc.Metrics, regi
 	return func(ctx context.Context, id keys.DiskID, try Try) error {
 		s, err := recovery.New(recovery.Config{
 			DiskID: id, OwnerKeys: cfg.Image.OwnerKeys, NoOwnerKey: len(cfg.Image.OwnerKeys) == 0 && cfg.Image.NoOwnerKey, Attester: cfg.Attester, Challenges: challenges, Calls: calls, Metrics: registry, Log: cfg.Log,
-			Try: func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error {
-				err := try(ctx, key, cluster)
+			Try: func(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error {
+				err := try(ctx, key, cluster, desired)
 				switch {
 				case errors.Is(err, disk.ErrWrongKey):
 					return fmt.Errorf("%w: %w", recovery.ErrWrongKey, err)

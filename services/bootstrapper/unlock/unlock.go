@@ -82,8 +82,8 @@ type Policy interface {
 	Save(r journal.Record) error
 }
 
-// Try opens the disk with a key of a cluster, and locks the machine to that cluster.
-type Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID) error
+// Try opens the disk with a key of a cluster, and locks the machine to that cluster. Before that, it notes what the disk is to be compared with (B8).
+type Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error
 
 // ErrOpen means that a key was not tried, since the disk is already open.
 var ErrOpen = errors.New("the state disk is open already")

@@ -113,19 +113,19 @@ func TestTheFirstKeyThatOpensTheDiskDecidesTheCluster(t *testing.T) {
 	j := w.cluster(w.like(), w.owner)
 	j.script(refuses(attestv1.Reason_REASON_API_UNAVAILABLE, 0))
 	w.recovery = func(ctx context.Context, _ keys.DiskID, try unlock.Try) error {
-		if err := try(ctx, parsed(t, wrong), other); !errors.Is(err, disk.ErrWrongKey) {
+		if err := try(ctx, parsed(t, wrong), other, component.Desired{}); !errors.Is(err, disk.ErrWrongKey) {
 			t.Errorf("a wrong key: %v", err)
 		}
 		if !bytes.Equal(w.machine.PCRs()[attest.LockPCR], make([]byte, 32)) {
 			t.Error("a wrong key has locked the machine")
 		}
 		w.machine.SetPCR(attest.LockPCR, bytes.Repeat([]byte{1}, 32)) // the lock fails once the disk is open
-		if err := try(ctx, parsed(t, right), clusterID); attest.ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
+		if err := try(ctx, parsed(t, right), clusterID, component.Desired{}); attest.ReasonOf(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
 			t.Errorf("opened in a machine of another cluster: %v", err)
 		}
 		w.machine.SetPCR(attest.LockPCR, make([]byte, 32))
 		// No other cluster takes the open disk.
-		if err := try(ctx, parsed(t, wrong), other); err != nil {
+		if err := try(ctx, parsed(t, wrong), other, component.Desired{}); err != nil {
 			t.Errorf("the lock is not taken up: %v", err)
 		}
 		<-ctx.Done()

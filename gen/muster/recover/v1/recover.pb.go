@@ -185,8 +185,8 @@ func (x *DescribeResponse) GetNonce() []byte {
 }
 
 // RecoverRequest has the key of one disk, and nothing from which another key could be
-// derived. A field of another length is refused with REQUEST_INVALID before anything is
-// tried.
+// derived. A field of another length or form is refused with REQUEST_INVALID before
+// anything is tried.
 type RecoverRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Key of the disk that Describe returned, exactly 32 bytes.
@@ -200,7 +200,14 @@ type RecoverRequest struct {
 	// valid for one boot of the machine. Without it, an attacker who makes a
 	// disk could have a machine that uses it attest that it belongs to a cluster of the
 	// attacker's choice.
-	Signature     []byte `protobuf:"bytes,6,opt,name=signature,proto3" json:"signature,omitempty"`
+	//
+	// With software, of "muster recovery v3" and a zero byte instead, and after the nonce, with
+	// their lengths too: list, other, endpoint, and two bytes that are 1 if adopted and replace are
+	// set, and else 0.
+	Signature []byte `protobuf:"bytes,6,opt,name=signature,proto3" json:"signature,omitempty"`
+	// What the disk is compared with before anything of it runs (B8). Without it, as owner's
+	// programs without this field send, the disk is not compared.
+	Software      *Software `protobuf:"bytes,7,opt,name=software,proto3" json:"software,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -256,6 +263,99 @@ func (x *RecoverRequest) GetSignature() []byte {
 	return nil
 }
 
+func (x *RecoverRequest) GetSoftware() *Software {
+	if x != nil {
+		return x.Software
+	}
+	return nil
+}
+
+// Software is what the machine may run, as the owner's folder has it.
+type Software struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The components that the machine must run, and Kubernetes' own images by digest (B9): a
+	// ComponentList in JSON, as for muster init, of at most 16 KiB.
+	List string `protobuf:"bytes,1,opt,name=list,proto3" json:"list,omitempty"`
+	// The second release that nodes may run while Kubernetes is upgraded, in the same form: the
+	// machine runs the one that its disk lists as installed. Empty: there is none.
+	Other string `protobuf:"bytes,2,opt,name=other,proto3" json:"other,omitempty"`
+	// HOST:PORT of the API servers.
+	Endpoint string `protobuf:"bytes,3,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
+	// The cluster existed before Muster: its static pods are not compared.
+	Adopted bool `protobuf:"varint,4,opt,name=adopted,proto3" json:"adopted,omitempty"`
+	// A machine whose disk lists other software as installed than list and other starts nothing
+	// of it: the owner's folder may be an older copy, and root may have changed what the disk
+	// lists. True: the owner's folder is the newest, and the machine gets what it lists.
+	Replace       bool `protobuf:"varint,5,opt,name=replace,proto3" json:"replace,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Software) Reset() {
+	*x = Software{}
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Software) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Software) ProtoMessage() {}
+
+func (x *Software) ProtoReflect() protoreflect.Message {
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Software.ProtoReflect.Descriptor instead.
+func (*Software) Descriptor() ([]byte, []int) {
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Software) GetList() string {
+	if x != nil {
+		return x.List
+	}
+	return ""
+}
+
+func (x *Software) GetOther() string {
+	if x != nil {
+		return x.Other
+	}
+	return ""
+}
+
+func (x *Software) GetEndpoint() string {
+	if x != nil {
+		return x.Endpoint
+	}
+	return ""
+}
+
+func (x *Software) GetAdopted() bool {
+	if x != nil {
+		return x.Adopted
+	}
+	return false
+}
+
+func (x *Software) GetReplace() bool {
+	if x != nil {
+		return x.Replace
+	}
+	return false
+}
+
 // RecoverResponse is one message of the stream. States only increase.
 type RecoverResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -269,7 +369,7 @@ type RecoverResponse struct {
 
 func (x *RecoverResponse) Reset() {
 	*x = RecoverResponse{}
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[3]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -281,7 +381,7 @@ func (x *RecoverResponse) String() string {
 func (*RecoverResponse) ProtoMessage() {}
 
 func (x *RecoverResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[3]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -294,7 +394,7 @@ func (x *RecoverResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecoverResponse.ProtoReflect.Descriptor instead.
 func (*RecoverResponse) Descriptor() ([]byte, []int) {
-	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{3}
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *RecoverResponse) GetState() State {
@@ -320,7 +420,7 @@ type DescribeEpochRequest struct {
 
 func (x *DescribeEpochRequest) Reset() {
 	*x = DescribeEpochRequest{}
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[4]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -332,7 +432,7 @@ func (x *DescribeEpochRequest) String() string {
 func (*DescribeEpochRequest) ProtoMessage() {}
 
 func (x *DescribeEpochRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[4]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -345,7 +445,7 @@ func (x *DescribeEpochRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeEpochRequest.ProtoReflect.Descriptor instead.
 func (*DescribeEpochRequest) Descriptor() ([]byte, []int) {
-	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{4}
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{5}
 }
 
 // DescribeEpochResponse is the state of the disk and of the TPM.
@@ -371,7 +471,7 @@ type DescribeEpochResponse struct {
 
 func (x *DescribeEpochResponse) Reset() {
 	*x = DescribeEpochResponse{}
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[5]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -383,7 +483,7 @@ func (x *DescribeEpochResponse) String() string {
 func (*DescribeEpochResponse) ProtoMessage() {}
 
 func (x *DescribeEpochResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[5]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -396,7 +496,7 @@ func (x *DescribeEpochResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DescribeEpochResponse.ProtoReflect.Descriptor instead.
 func (*DescribeEpochResponse) Descriptor() ([]byte, []int) {
-	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{5}
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *DescribeEpochResponse) GetEpoch() uint64 {
@@ -464,7 +564,7 @@ type AcceptEpochRequest struct {
 
 func (x *AcceptEpochRequest) Reset() {
 	*x = AcceptEpochRequest{}
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[6]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -476,7 +576,7 @@ func (x *AcceptEpochRequest) String() string {
 func (*AcceptEpochRequest) ProtoMessage() {}
 
 func (x *AcceptEpochRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[6]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -489,7 +589,7 @@ func (x *AcceptEpochRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcceptEpochRequest.ProtoReflect.Descriptor instead.
 func (*AcceptEpochRequest) Descriptor() ([]byte, []int) {
-	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{6}
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *AcceptEpochRequest) GetEpoch() uint64 {
@@ -515,7 +615,7 @@ type AcceptEpochResponse struct {
 
 func (x *AcceptEpochResponse) Reset() {
 	*x = AcceptEpochResponse{}
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[7]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -527,7 +627,7 @@ func (x *AcceptEpochResponse) String() string {
 func (*AcceptEpochResponse) ProtoMessage() {}
 
 func (x *AcceptEpochResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_muster_recover_v1_recover_proto_msgTypes[7]
+	mi := &file_muster_recover_v1_recover_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -540,7 +640,7 @@ func (x *AcceptEpochResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AcceptEpochResponse.ProtoReflect.Descriptor instead.
 func (*AcceptEpochResponse) Descriptor() ([]byte, []int) {
-	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{7}
+	return file_muster_recover_v1_recover_proto_rawDescGZIP(), []int{8}
 }
 
 var File_muster_recover_v1_recover_proto protoreflect.FileDescriptor
@@ -551,12 +651,19 @@ const file_muster_recover_v1_recover_proto_rawDesc = "" +
 	"\x0fDescribeRequest\"A\n" +
 	"\x10DescribeResponse\x12\x17\n" +
 	"\adisk_id\x18\x01 \x01(\tR\x06diskId\x12\x14\n" +
-	"\x05nonce\x18\x02 \x01(\fR\x05nonce\"\x93\x01\n" +
+	"\x05nonce\x18\x02 \x01(\fR\x05nonce\"\xcc\x01\n" +
 	"\x0eRecoverRequest\x12\x19\n" +
 	"\bdisk_key\x18\x04 \x01(\fR\adiskKey\x12\x1d\n" +
 	"\n" +
 	"cluster_id\x18\x05 \x01(\fR\tclusterId\x12\x1c\n" +
-	"\tsignature\x18\x06 \x01(\fR\tsignatureJ\x04\b\x01\x10\x04R\vroot_secretR\x04saltR\x10measurement_salt\"Z\n" +
+	"\tsignature\x18\x06 \x01(\fR\tsignature\x127\n" +
+	"\bsoftware\x18\a \x01(\v2\x1b.muster.recover.v1.SoftwareR\bsoftwareJ\x04\b\x01\x10\x04R\vroot_secretR\x04saltR\x10measurement_salt\"\x84\x01\n" +
+	"\bSoftware\x12\x12\n" +
+	"\x04list\x18\x01 \x01(\tR\x04list\x12\x14\n" +
+	"\x05other\x18\x02 \x01(\tR\x05other\x12\x1a\n" +
+	"\bendpoint\x18\x03 \x01(\tR\bendpoint\x12\x18\n" +
+	"\aadopted\x18\x04 \x01(\bR\aadopted\x12\x18\n" +
+	"\areplace\x18\x05 \x01(\bR\areplace\"Z\n" +
 	"\x0fRecoverResponse\x12.\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x18.muster.recover.v1.StateR\x05state\x12\x17\n" +
 	"\adisk_id\x18\x02 \x01(\tR\x06diskId\"\x16\n" +
@@ -602,33 +709,35 @@ func file_muster_recover_v1_recover_proto_rawDescGZIP() []byte {
 }
 
 var file_muster_recover_v1_recover_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_muster_recover_v1_recover_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
+var file_muster_recover_v1_recover_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_muster_recover_v1_recover_proto_goTypes = []any{
 	(State)(0),                    // 0: muster.recover.v1.State
 	(*DescribeRequest)(nil),       // 1: muster.recover.v1.DescribeRequest
 	(*DescribeResponse)(nil),      // 2: muster.recover.v1.DescribeResponse
 	(*RecoverRequest)(nil),        // 3: muster.recover.v1.RecoverRequest
-	(*RecoverResponse)(nil),       // 4: muster.recover.v1.RecoverResponse
-	(*DescribeEpochRequest)(nil),  // 5: muster.recover.v1.DescribeEpochRequest
-	(*DescribeEpochResponse)(nil), // 6: muster.recover.v1.DescribeEpochResponse
-	(*AcceptEpochRequest)(nil),    // 7: muster.recover.v1.AcceptEpochRequest
-	(*AcceptEpochResponse)(nil),   // 8: muster.recover.v1.AcceptEpochResponse
+	(*Software)(nil),              // 4: muster.recover.v1.Software
+	(*RecoverResponse)(nil),       // 5: muster.recover.v1.RecoverResponse
+	(*DescribeEpochRequest)(nil),  // 6: muster.recover.v1.DescribeEpochRequest
+	(*DescribeEpochResponse)(nil), // 7: muster.recover.v1.DescribeEpochResponse
+	(*AcceptEpochRequest)(nil),    // 8: muster.recover.v1.AcceptEpochRequest
+	(*AcceptEpochResponse)(nil),   // 9: muster.recover.v1.AcceptEpochResponse
 }
 var file_muster_recover_v1_recover_proto_depIdxs = []int32{
-	0, // 0: muster.recover.v1.RecoverResponse.state:type_name -> muster.recover.v1.State
-	1, // 1: muster.recover.v1.RecoverService.Describe:input_type -> muster.recover.v1.DescribeRequest
-	3, // 2: muster.recover.v1.RecoverService.Recover:input_type -> muster.recover.v1.RecoverRequest
-	5, // 3: muster.recover.v1.EpochService.DescribeEpoch:input_type -> muster.recover.v1.DescribeEpochRequest
-	7, // 4: muster.recover.v1.EpochService.AcceptEpoch:input_type -> muster.recover.v1.AcceptEpochRequest
-	2, // 5: muster.recover.v1.RecoverService.Describe:output_type -> muster.recover.v1.DescribeResponse
-	4, // 6: muster.recover.v1.RecoverService.Recover:output_type -> muster.recover.v1.RecoverResponse
-	6, // 7: muster.recover.v1.EpochService.DescribeEpoch:output_type -> muster.recover.v1.DescribeEpochResponse
-	8, // 8: muster.recover.v1.EpochService.AcceptEpoch:output_type -> muster.recover.v1.AcceptEpochResponse
-	5, // [5:9] is the sub-list for method output_type
-	1, // [1:5] is the sub-list for method input_type
-	1, // [1:1] is the sub-list for extension type_name
-	1, // [1:1] is the sub-list for extension extendee
-	0, // [0:1] is the sub-list for field type_name
+	4, // 0: muster.recover.v1.RecoverRequest.software:type_name -> muster.recover.v1.Software
+	0, // 1: muster.recover.v1.RecoverResponse.state:type_name -> muster.recover.v1.State
+	1, // 2: muster.recover.v1.RecoverService.Describe:input_type -> muster.recover.v1.DescribeRequest
+	3, // 3: muster.recover.v1.RecoverService.Recover:input_type -> muster.recover.v1.RecoverRequest
+	6, // 4: muster.recover.v1.EpochService.DescribeEpoch:input_type -> muster.recover.v1.DescribeEpochRequest
+	8, // 5: muster.recover.v1.EpochService.AcceptEpoch:input_type -> muster.recover.v1.AcceptEpochRequest
+	2, // 6: muster.recover.v1.RecoverService.Describe:output_type -> muster.recover.v1.DescribeResponse
+	5, // 7: muster.recover.v1.RecoverService.Recover:output_type -> muster.recover.v1.RecoverResponse
+	7, // 8: muster.recover.v1.EpochService.DescribeEpoch:output_type -> muster.recover.v1.DescribeEpochResponse
+	9, // 9: muster.recover.v1.EpochService.AcceptEpoch:output_type -> muster.recover.v1.AcceptEpochResponse
+	6, // [6:10] is the sub-list for method output_type
+	2, // [2:6] is the sub-list for method input_type
+	2, // [2:2] is the sub-list for extension type_name
+	2, // [2:2] is the sub-list for extension extendee
+	0, // [0:2] is the sub-list for field type_name
 }
 
 func init() { file_muster_recover_v1_recover_proto_init() }
@@ -642,7 +751,7 @@ func file_muster_recover_v1_recover_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_muster_recover_v1_recover_proto_rawDesc), len(file_muster_recover_v1_recover_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   8,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
