@@ -23,6 +23,7 @@ func (a *app) recoverCommand() *cobra.Command {
 	var (
 		machine, disk string
 		drill         bool
+		replace, none bool
 		accept        uint64
 		timeout       time.Duration
 	)
@@ -37,6 +38,10 @@ owner's folder), or that --disk names. The machine tries the key before it answe
 A control plane whose disk was put back to an earlier copy, by what its TPM knows, starts nothing and waits at the same port. This command then shows
 what that copy would revive, and asks; without a terminal, --accept-epoch N accepts it.
 
+The machine compares the opened disk with the lists of software in the owner's folder. It starts nothing if its disk lists other software as installed:
+use the newest copy of the folder, or --replace-software if this is the newest. With --uncompared, it runs what its disk has, also what an attacker who
+was root on it has left there.
+
 With --drill, proves on a cluster that is well that the owner's folder would do all this, and changes nothing. Do so every month.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if drill && len(args) > 0 {
@@ -44,6 +49,9 @@ With --drill, proves on a cluster that is well that the owner's folder would do 
 			}
 			if drill && machine+disk != "" {
 				return usagef("--drill looks at the whole cluster: leave out --machine-id and --disk")
+			}
+			if replace && none {
+				return usagef("--replace-software and --uncompared exclude each other")
 			}
 			if drill {
 				return nil
@@ -65,24 +73,26 @@ With --drill, proves on a cluster that is well that the owner's folder would do 
 			if cmd.Flags().Changed("accept-epoch") {
 				accepted = &accept
 			}
-			return a.recover(ctx, args[0], machine, disk, accepted)
+			return a.recover(ctx, args[0], machine, disk, recovery.RecoverConfig{AcceptEpoch: accepted, ReplaceSoftware: replace, Uncompared: none})
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&machine, "machine-id", "", "the machine that is expected there (default: the one that the cluster was made on)")
 	f.StringVar(&disk, "disk", "", "UUID of its state disk, if the folder does not know it as the machine's")
 	f.Uint64Var(&accept, "accept-epoch", 0, "accept that the machine goes on with an older copy of its disk, of this epoch of the cluster")
+	f.BoolVar(&replace, "replace-software", false, "have the machine take the folder's lists of software, also if its disk lists other software: the folder is the newest")
+	f.BoolVar(&none, "uncompared", false, "have the machine run what its disk has, without a comparison: only if all newer copies of the folder are lost")
 	f.BoolVar(&drill, "drill", false, "prove on a cluster that is well that the owner's folder would recover it; changes nothing")
 	f.DurationVar(&timeout, "timeout", 10*time.Minute, "how long to wait for the machine, or for all checks together")
 	return cmd
 }
 
-func (a *app) recover(ctx context.Context, endpoint, machine, disk string, accepted *uint64) error {
+func (a *app) recover(ctx context.Context, endpoint, machine, disk string, cfg recovery.RecoverConfig) error {
 	addr, err := hostPort(endpoint, 9999)
 	if err != nil {
 		return usagef("endpoint: %w", err)
 	}
-	cfg := recovery.RecoverConfig{Addr: addr, AcceptEpoch: accepted, Ask: a.askRevival()}
+	cfg.Addr, cfg.Ask = addr, a.askRevival()
 	if machine != "" {
 		id, err := attest.ParseMachineID(machine)
 		if err != nil {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"net"
 	"os"
@@ -20,6 +21,7 @@ import (
 	ownerrecovery "github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -53,10 +55,12 @@ func (w *waitingMachine) logged() string {
 	return w.log.String()
 }
 
-func (w *waitingMachine) try(_ context.Context, key keys.Disk, _ keys.ClusterID, _ component.Desired) error {
+func (w *waitingMachine) try(_ context.Context, key keys.Disk, _ keys.ClusterID, desired component.Desired) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	switch {
+	case !desired.Recovered || desired.Uncompared != "": // B8
+		return errors.New("there is nothing to compare the disk with")
 	case w.open:
 		return recovery.ErrOpen
 	case !bytes.Equal(key.Expose(), w.key):
@@ -116,7 +120,7 @@ func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attestte
 	d, err := ownerdir.Create(path, ownerdir.New{
 		Cluster: ownerdir.Cluster{
 			Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443", PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"},
-			Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID(), DiskID: w.disk.String(), DiskSalt: keys.DiskSalt{3}.String()},
+			Images: machinetest.Images().References(), Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID(), DiskID: w.disk.String(), DiskSalt: keys.DiskSalt{3}.String()},
 		},
 		Secrets: secrets, OwnerKey: w.owner, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{w.tpm}),
 	})

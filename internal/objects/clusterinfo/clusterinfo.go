@@ -83,6 +83,14 @@ type Release struct {
 	Images     []string             `json:"images"`
 }
 
+// List returns the list of software that nodes compare theirs with, in JSON.
+func (r Release) List() (string, error) {
+	l := versions.NewList(r.Components...)
+	l.Images = r.Images
+	b, err := json.Marshal(l)
+	return string(b), err
+}
+
 // Current returns the release with which machines join.
 func (i *Info) Current() Release {
 	return Release{KubernetesVersion: i.KubernetesVersion, Components: i.Components, Images: i.Images}

@@ -25,6 +25,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
@@ -216,6 +217,7 @@ func Own(t *testing.T, f *FirstMachine, endpoint string, policy []byte) *Owned {
 		Cluster: ownerdir.Cluster{
 			Name: "prod", Endpoint: f.Addr, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: endpoint,
 			PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"}, Stage: ownerdir.StagePrepared, Adopted: f.Adopted,
+			Images: machinetest.Images().References(),
 		},
 		Secrets: ownerdir.NewSecrets([32]byte{7}), OwnerKey: key, Policy: policy,
 	})

@@ -20,8 +20,10 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -39,6 +41,10 @@ type RecoverConfig struct {
 	// AcceptEpoch is the epoch that the owner has already accepted, for a machine whose disk is an older copy; nil:
 	// none.
 	AcceptEpoch *uint64
+	// ReplaceSoftware has the machine take the folder's lists of software, also if its disk lists other software as installed.
+	ReplaceSoftware bool
+	// Uncompared has the machine run what its disk has: it gets no lists of software (B8).
+	Uncompared bool
 	// Ask lets the owner decide whether a machine continues with the state of its disk; nil: there is no interactive
 	// user.
 	Ask func(Revival) (bool, error)
@@ -101,7 +107,9 @@ type recoverer struct {
 	cluster keys.ClusterID
 	key     ed25519.PrivateKey
 	known   *ownerdir.Known
-	target  peerdial.Target
+	// software is what the machine compares its disk with (B8); nil: it does not compare it.
+	software *ownerorder.Software
+	target   peerdial.Target
 	// older is the target if the machine's disk is open, and an older copy by its TPM; revival is its state, nil if
 	// it waits for its disk's key.
 	older   peerdial.Target
@@ -130,6 +138,11 @@ func (r *recoverer) load() error {
 	if err := policies.Current(r.Dir, r.known, policy, json); err != nil {
 		return err
 	}
+	if !r.Uncompared {
+		if r.software, err = softwareOf(c, r.ReplaceSoftware); err != nil {
+			return err
+		}
+	}
 	if r.key, err = r.Dir.OwnerKey(); err != nil {
 		return err
 	}
@@ -146,6 +159,33 @@ func (r *recoverer) load() error {
 	r.older = r.target
 	r.older.Locks = []attest.Lock{attest.LockedTo(r.cluster)}
 	return nil
+}
+
+// softwareOf returns the lists of the folder: during an upgrade of Kubernetes both.
+func softwareOf(c ownerdir.Cluster, replace bool) (*ownerorder.Software, error) {
+	s := &ownerorder.Software{Endpoint: c.ControlPlaneEndpoint, Adopted: c.Adopted, Replace: replace}
+	var err error
+	if s.List, err = recoveryList(clusterinfo.Release{Components: c.Components, Images: c.Images}); err != nil || c.Upgrade == nil {
+		return s, err
+	}
+	if s.Other, err = recoveryList(*c.Upgrade); s.Other == s.List {
+		s.Other = "" // only workers are left
+	}
+	return s, err
+}
+
+func recoveryList(r clusterinfo.Release) (string, error) {
+	text, err := r.List()
+	if err == nil {
+		_, err = versions.Parse([]byte(text))
+	}
+	if err == nil && len(text) > ownerorder.MaxList {
+		err = fmt.Errorf("it has %d bytes, and a machine takes %d", len(text), ownerorder.MaxList)
+	}
+	if err != nil {
+		return "", problem.WithRemedy(fmt.Errorf("the list of software in the folder: %w", err), "Use the newest copy of the folder. With --uncompared, the machine runs what its disk has, also what an attacker has left there.")
+	}
+	return text, nil
 }
 
 // dial reports whether there is a connection; the appraisal of the machine follows.
@@ -235,7 +275,7 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	if err != nil {
 		return nil, err
 	}
-	stream, err := client.Recover(ctx, ownerorder.Recovery{Cluster: r.cluster, Disk: disk, Key: key, Nonce: nonce}.Wire(r.key))
+	stream, err := client.Recover(ctx, ownerorder.Recovery{Cluster: r.cluster, Disk: disk, Key: key, Nonce: nonce, Software: r.software}.Wire(r.key))
 	if err != nil {
 		return nil, err
 	}

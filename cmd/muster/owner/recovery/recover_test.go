@@ -24,8 +24,11 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	recoverv1 "github.com/muster-k8s/muster/gen/muster/recover/v1"
 	"github.com/muster-k8s/muster/gen/muster/recover/v1/recoverv1connect"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
+	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -127,7 +130,7 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 			return false
 		}
 		have, err := ownerorder.ParseRecovery(r, id, ownerorder.Nonce(w.nonce), attest.OwnerKeys{own.Public().(ed25519.PublicKey)})
-		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.ClusterID()
+		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.ClusterID() && have.Software != nil && have.Software.Endpoint == o.Dir.Cluster().ControlPlaneEndpoint
 	}
 	return o
 }
@@ -345,5 +348,62 @@ func TestEveryStateOfARecoveryHasAName(t *testing.T) {
 		if text := stateText(recoverv1.State(n), waitingDisk); text == "" || strings.Contains(text, "STATE") {
 			t.Errorf("%d: %q", n, text)
 		}
+	}
+}
+
+// B8: the machine gets both lists that it may run during an upgrade of Kubernetes, and none if the owner says so.
+func TestARecoveryHasTheListsOfTheFolder(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	opened := func(send func(recoverv1.State) error) error { return send(recoverv1.State_STATE_OPENED) }
+	w := serveWaiting(t, m, opened, opened, opened, opened, opened)
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	var got *recoverv1.Software
+	w.fits = func(r *recoverv1.RecoverRequest) bool { got = r.GetSoftware(); return true }
+	release := func(name string) clusterinfo.Release {
+		c := versions.Component{URL: "http://mirror/" + name, SHA256: strings.Repeat("0", 64), Path: "/usr/local/bin/kubelet", Mode: 0o755}
+		return clusterinfo.Release{KubernetesVersion: "1.36.1", Components: []versions.Component{c}, Images: machinetest.Images().References()}
+	}
+	now, next := release("now"), release("next")
+	for name, tt := range map[string]struct {
+		upgrade     *clusterinfo.Release
+		cfg         RecoverConfig
+		list, other string // what they name; empty: nothing
+	}{
+		"no upgrade":               {list: "now"},
+		"an upgrade":               {upgrade: &next, list: "now", other: "next"},
+		"only workers are left":    {upgrade: &now, list: "now"},
+		"the folder is the newest": {cfg: RecoverConfig{ReplaceSoftware: true}, list: "now"},
+		"uncompared":               {cfg: RecoverConfig{Uncompared: true}},
+	} {
+		c := o.Dir.Cluster()
+		c.Components, c.Upgrade, c.Adopted = now.Components, tt.upgrade, true
+		if err := o.Save(c); err != nil {
+			t.Fatal(err)
+		}
+		tt.cfg.Dir, tt.cfg.Addr = o.Dir, w.addr
+		tt.cfg.Report = progress.New(progress.Config{Out: io.Writer(o.Out), Format: progress.Plain, Steps: RecoverSteps})
+		if _, err := Recover(t.Context(), tt.cfg); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		if (got == nil) != tt.cfg.Uncompared {
+			t.Errorf("%s: %v", name, got)
+		}
+		if got == nil {
+			continue
+		}
+		if !strings.Contains(got.GetList(), "mirror/"+tt.list) || (tt.other == "") != (got.GetOther() == "") || !strings.Contains(got.GetOther(), tt.other) || got.GetEndpoint() != c.ControlPlaneEndpoint || !got.GetAdopted() || got.GetReplace() != tt.cfg.ReplaceSoftware {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+
+	c := o.Dir.Cluster()
+	c.Images = nil
+	if err := o.Save(c); err != nil {
+		t.Fatal(err)
+	}
+	asked := w.calls()
+	if _, err := recoverFrom(t, o, w, nil); err == nil || !strings.Contains(problem.Remedy(err), "--uncompared") || w.calls() != asked {
+		t.Errorf("a folder without images: %v", err)
 	}
 }

@@ -3,7 +3,6 @@ package rollout
 import (
 	"context"
 	"crypto/ed25519"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -106,17 +105,10 @@ type kubeUpgrade struct {
 	was     *clusterinfo.Info
 }
 
-// listArg returns a release's list as orders have it.
-func listArg(r clusterinfo.Release) (string, error) {
-	l := versions.NewList(r.Components...)
-	l.Images = r.Images
-	b, err := json.Marshal(l)
-	return string(b), err
-}
-
+// same reports whether two releases are the same software of the same version.
 func same(a, b clusterinfo.Release) bool {
-	one, err := listArg(a)
-	two, bad := listArg(b)
+	one, err := a.List()
+	two, bad := b.List()
 	return err == nil && bad == nil && a.KubernetesVersion == b.KubernetesVersion && one == two
 }
 
@@ -145,7 +137,7 @@ func newKubernetes(ctx context.Context, cfg KubernetesConfig) (k *kubeUpgrade, e
 			return nil, problem.WithRemedy(fmt.Errorf("the list of Kubernetes %s has no %s", full, program), "List each component that a node needs, those that stay as they are too: what is not listed is removed from the nodes.")
 		}
 	}
-	if k.list, err = listArg(k.release); err != nil {
+	if k.list, err = k.release.List(); err != nil {
 		return nil, err
 	}
 	if k.public, err = cfg.Dir.OwnerKeys(); err != nil {
