@@ -89,7 +89,7 @@ func TestNoFileThatRootLeftKeepsAMachineFromStarting(t *testing.T) {
 func TestNoFileIsLeftInThePlaceOfAFolder(t *testing.T) {
 	w := rebooted(t)
 	folders := []string{
-		"var/lib/muster/attester", "var/lib/muster/backup", "var/lib/muster/orders", "var/lib/muster/restore", "var/lib/muster/rotation", "var/lib/muster/upgrade",
+		"var/lib/muster/backup", "var/lib/muster/orders", "var/lib/muster/restore", "var/lib/muster/rotation", "var/lib/muster/upgrade",
 		"var/lib/kubelet/image_manager", "var/lib/kubelet/device-plugins", "var/log/muster-backup", "var/log/muster-verify", "etc/kubernetes/tmp",
 	}
 	for _, at := range folders {

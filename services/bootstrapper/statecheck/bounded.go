@@ -46,9 +46,10 @@ var emptied = []string{
 	machine.KubernetesFolder, machine.KubeletPKI, machine.KubeletFolder + "/config.yaml", kubeletFlags, upgrade.InstanceConfig, machine.KubeletFolder + "/image_manager",
 }
 
-// folders are those in whose place a file would end the kubelet or a program of Muster's at each boot, each after the one that it is in.
+// folders are those in whose place a file would end the kubelet or a program of Muster's at each boot, each after the one that it is in. The initramfs
+// clears the place of the attester's folder, from which it reads itself.
 var folders = []string{
-	discovery.StateFolder, discovery.StateFolder + "/attester", discovery.StateFolder + "/backup", discovery.StateFolder + "/orders", discovery.StateFolder + "/renewal",
+	discovery.StateFolder, discovery.StateFolder + "/backup", discovery.StateFolder + "/orders", discovery.StateFolder + "/renewal",
 	discovery.StateFolder + "/restore", discovery.StateFolder + "/rotation", discovery.StateFolder + "/upgrade", discovery.StateFolder + "/upgrade/staged",
 	"/var/log/muster", backups.Folder, orders.EvidenceFolder, "/var/log/pods", "/var/log/containers",
 	machine.KubernetesFolder, machine.KubernetesFolder + "/tmp", machine.PKIFolder, machine.PKIFolder + "/etcd", networkFolder,

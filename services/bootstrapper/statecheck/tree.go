@@ -176,12 +176,11 @@ func (ck *check) finishRenewal(ctx context.Context) error {
 	if ck.Lock.Record().Step < journal.StepDone {
 		return renewal.Discard(ck.Root) // there is no node whose certificates could be renewed
 	}
-	err := ck.RenewControlPlane(ctx)
-	if err != nil {
+	if err := ck.RenewControlPlane(ctx); err != nil {
 		ck.Log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
-	}
-	if _, serr := os.Lstat(ck.On(renewal.Folder)); !errors.Is(serr, fs.ErrNotExist) { // it would be put in place later
-		return errors.Join(fmt.Errorf("%s is not put in place", renewal.Folder), err, serr)
+		if _, serr := os.Stat(ck.On(renewal.Folder)); !errors.Is(serr, fs.ErrNotExist) { // it would be put in place later
+			return err
+		}
 	}
 	return nil
 }
