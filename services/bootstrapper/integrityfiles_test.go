@@ -3,6 +3,7 @@ package bootstrapper_test
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -114,7 +115,8 @@ func TestNoNameOrDepthOfAFolderEndsTheComparison(t *testing.T) {
 		w.put(t, at+"/deep/inside", "evil")
 	}
 	long := strings.Repeat("x", 250)
-	for _, at := range []string{"opt/cni/bin", "etc/kubernetes", "var/lib/muster", "var/lib/kubelet", "var/log/pods"} {
+	deep := []string{"opt/cni/bin", "etc/kubernetes", "var/lib/muster", "var/lib/kubelet", "var/log/pods"}
+	for _, at := range deep {
 		folder, err := os.OpenRoot(w.root)
 		if err == nil {
 			err = folder.MkdirAll(at+strings.Repeat("/"+long, 20), 0o755)
@@ -124,6 +126,11 @@ func TestNoNameOrDepthOfAFolderEndsTheComparison(t *testing.T) {
 		}
 	}
 	w.startAgain(t)
+	for _, at := range deep {
+		if err := filepath.WalkDir(filepath.Join(w.root, at), func(_ string, _ fs.DirEntry, err error) error { return err }); err != nil {
+			t.Errorf("other programs can't walk %s: %v", at, err)
+		}
+	}
 	for _, gone := range []string{"opt/cni/bin/\xff/deep/inside", "usr/local/bin/\xfe/deep/inside", "usr/local/lib/muster/\xff/deep/inside"} {
 		if w.exists(gone) {
 			t.Errorf("%s is there", gone)
