@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/internal/image/layout"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
 type mount struct {
@@ -89,11 +90,12 @@ var kept = []struct {
 	at   string // in the root
 	perm fs.FileMode
 	with []string // folders inside that must exist
-	// trees are folders inside that programs use before the bootstrapper compares the disk with the cluster's list.
+	// trees are folders inside that programs use before the bootstrapper compares the disk with the cluster's list, each
+	// after the one that it is in.
 	trees []string
 }{
 	{"/var", 0o755, []string{"lib", "log/journal", "cache", "spool", "tmp"}, []string{
-		"lib/muster", "lib/kubelet", "lib/containerd", "lib/etcd", "lib/systemd", "lib/dbus", "lib/cni", "lib/private", "log", "cache", "spool",
+		"lib/muster", "lib/muster/attester", "lib/kubelet", "lib/containerd", "lib/etcd", "lib/systemd", "lib/dbus", "lib/cni", "lib/private", "log", "cache", "spool",
 	}},
 	{"/etc/kubernetes", 0o700, nil, []string{"."}},
 	{"/etc/cni/net.d", 0o755, nil, []string{"."}},
@@ -104,8 +106,8 @@ var kept = []struct {
 
 // unchecked are folders inside those trees from whose content filesAlone removes nothing, since links are usual there. The
 // bootstrapper removes wrong links from all but the snapshots and the volumes of images before the kubelet starts. Those
-// it removes. Where a pod without rights can write, its content must be in this list: the walk of the others ends at a
-// path that is too long.
+// it removes. Where a pod without rights can write, its content must be in this list: of the others, folders are removed
+// that are deeper than those of any program.
 var unchecked = []string{
 	"lib/containerd/*/snapshots/*/fs", "lib/containerd/*/snapshots/*/work", "lib/containerd/*/containers/*/volumes", "lib/kubelet/pki", "lib/kubelet/plugins", "lib/kubelet/pods/*/volumes",
 }
@@ -136,10 +138,8 @@ func mountState(device, root string) error {
 		return err
 	}
 	// Debian has a link there: a folder in its place would persist files that belong in memory.
-	if to, err := os.Readlink(filepath.Join(v, "run")); err != nil || to != "/run" {
-		if err := errors.Join(os.RemoveAll(filepath.Join(v, "run")), os.Symlink("/run", filepath.Join(v, "run"))); err != nil {
-			return err
-		}
+	if err := linkTo("/run", filepath.Join(v, "run")); err != nil {
+		return err
 	}
 	return machineID(filepath.Join(stateFolder, "machine-id"), root+"/etc/machine-id")
 }
@@ -169,20 +169,14 @@ func prepare(top string, perm fs.FileMode, with, trees []string) error {
 	return nil
 }
 
-// filesAlone removes everything that is neither a folder nor a regular file from a tree below top, and clears the
-// attributes immutable and append-only of the rest (chattr(1)).
-func filesAlone(top, tree string) error {
-	var wrong []string
-	err := filepath.WalkDir(filepath.Join(top, tree), func(at string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		if !d.IsDir() && !d.Type().IsRegular() {
-			wrong = append(wrong, at)
-			return nil
+// filesAlone removes everything that is neither a folder nor a regular file from a folder below top, what is too deep for
+// the programs that read it, and a file in the place of the folder itself. It clears the attributes immutable and
+// append-only of the rest (chattr(1)).
+func filesAlone(top, inside string) error {
+	inside = filepath.Join(top, inside)
+	return tree.Walk(inside, func(at string, d fs.DirEntry) error {
+		if !d.IsDir() && (!d.Type().IsRegular() || at == inside) {
+			return remove(at)
 		}
 		if _, err := mutable(unix.AT_FDCWD, at); err != nil || !d.IsDir() {
 			return err
@@ -198,24 +192,57 @@ func filesAlone(top, tree string) error {
 			}
 		}
 		return nil
-	})
-	for _, at := range wrong {
-		err = errors.Join(err, os.Remove(at))
+	}, remove)
+}
+
+// remove removes a file or a folder, whatever attributes they have. Nothing may be there.
+func remove(at string) error {
+	isDir, err := mutable(unix.AT_FDCWD, at)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
 	}
-	return err
+	if err == nil && isDir {
+		err = mutableBelow(unix.AT_FDCWD, at, 1)
+	}
+	if err != nil {
+		return err
+	}
+	return tree.RemoveAll(at)
+}
+
+// isFolder reports whether a folder is there, and not a link to one. An error is not taken for a missing file: a link may be
+// there when the next program looks.
+func isFolder(at string) (bool, error) {
+	info, err := os.Lstat(at)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	return err == nil && info.IsDir(), err
+}
+
+// linkTo makes a symbolic link, unless it is there.
+func linkTo(target, at string) error {
+	if to, err := os.Readlink(at); err == nil && to == target {
+		return nil
+	}
+	if err := remove(at); err != nil {
+		return err
+	}
+	return os.Symlink(target, at)
 }
 
 func folder(at string, perm fs.FileMode) error {
 	if _, err := mutable(unix.AT_FDCWD, filepath.Dir(at)); err != nil {
 		return err
 	}
-	if info, err := os.Lstat(at); err == nil && !info.IsDir() {
-		if err := os.Remove(at); err != nil {
+	is, err := isFolder(at)
+	if err != nil {
+		return err
+	}
+	if !is {
+		if err := errors.Join(remove(at), os.MkdirAll(at, perm)); err != nil {
 			return err
 		}
-	}
-	if err := os.MkdirAll(at, perm); err != nil {
-		return err
 	}
 	if _, err := mutable(unix.AT_FDCWD, at); err != nil {
 		return err
@@ -300,22 +327,25 @@ func machineID(file, over string) error {
 	return bind(layout.RunMachine, over)
 }
 
+// machineIDSize is the size of an ID and the end of its line, in bytes.
+const machineIDSize = 33
+
 // machineIDOf returns the ID in the file, which it makes if there is none.
 func machineIDOf(file string) ([]byte, error) {
-	// A write through a link to a missing file would create that file.
-	if info, err := os.Lstat(file); err == nil && !info.Mode().IsRegular() {
-		if err := os.RemoveAll(file); err != nil {
-			return nil, err
+	// Root can have left a link, or a file that is larger than the memory.
+	if info, err := os.Lstat(file); err == nil && info.Mode().IsRegular() && info.Size() == machineIDSize {
+		b, err := os.ReadFile(file)
+		if id, derr := hex.DecodeString(strings.TrimSpace(string(b))); err == nil && derr == nil && len(id) == 16 {
+			return b, nil
 		}
 	}
-	b, err := os.ReadFile(file)
-	if id, derr := hex.DecodeString(strings.TrimSpace(string(b))); err == nil && derr == nil && len(id) == 16 {
-		return b, nil
+	if err := remove(file); err != nil {
+		return nil, err
 	}
 	id := make([]byte, 16)
 	_, _ = rand.Read(id) // never fails
 	id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
-	b = fmt.Appendf(nil, "%x\n", id)
+	b := fmt.Appendf(nil, "%x\n", id)
 	return b, os.WriteFile(file, b, 0o444)
 }
 

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -197,4 +198,133 @@ func deep(t *testing.T, folder string, depth int) {
 	if err := at.Close(); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// B8: what root has left in the place of a folder, of the machine's ID or of a link can't be deleted as it is.
+func TestNoAttributeKeepsAFileInTheWay(t *testing.T) {
+	for name, leave := range map[string]func(t *testing.T, at string){
+		"a file": func(t *testing.T, at string) {
+			if err := os.WriteFile(at, []byte("x"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			setFlags(t, at, immutable)
+		},
+		"a folder": func(t *testing.T, at string) {
+			if err := errors.Join(os.MkdirAll(filepath.Join(at, "inside"), 0o755), os.WriteFile(filepath.Join(at, "inside", "file"), nil, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+			setFlags(t, filepath.Join(at, "inside", "file"), immutable)
+			setFlags(t, at, appendOnly)
+		},
+		"deep folders": func(t *testing.T, at string) { deep(t, at, 1100) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			top := filepath.Join(t.TempDir(), "var")
+			if err := os.MkdirAll(top, 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if name == "a file" { // a folder stays
+				leave(t, filepath.Join(top, "cache"))
+			}
+			if err := prepare(top, 0o755, []string{"cache"}, nil); err != nil {
+				t.Errorf("a folder's place: %v", err)
+			}
+			leave(t, filepath.Join(top, "run"))
+			if err := linkTo("/run", filepath.Join(top, "run")); err != nil {
+				t.Errorf("a link's place: %v", err)
+			}
+			if to, err := os.Readlink(filepath.Join(top, "run")); to != "/run" {
+				t.Errorf("it leads to %q, %v", to, err)
+			}
+			id := filepath.Join(top, "machine-id")
+			leave(t, id)
+			made, err := machineIDOf(id)
+			if again, err2 := machineIDOf(id); err != nil || err2 != nil || len(made) != 33 || !bytes.Equal(again, made) {
+				t.Errorf("%q, then %q, %v, %v", made, again, err, err2)
+			}
+		})
+	}
+}
+
+// B8: this program has no memory for a file of holes that is as large as a disk can be.
+func TestALargeMachineIDIsNotRead(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "machine-id")
+	if err := errors.Join(os.WriteFile(file, nil, 0o600), os.Truncate(file, 256<<20)); err != nil {
+		t.Fatal(err)
+	}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	id, err := machineIDOf(file)
+	runtime.ReadMemStats(&after)
+	if used := after.TotalAlloc - before.TotalAlloc; err != nil || len(id) != 33 || used > 1<<20 {
+		t.Errorf("%q, %v, with %d bytes of memory", id, err, used)
+	}
+	if again, err := machineIDOf(file); err != nil || !bytes.Equal(again, id) {
+		t.Errorf("%q, was %q, %v", again, id, err)
+	}
+}
+
+// B8: the machine's record of its steps is in one of these, before the disk is compared.
+func TestNoFileIsLeftInThePlaceOfAFolder(t *testing.T) {
+	top := filepath.Join(t.TempDir(), "var")
+	var trees []string
+	for _, k := range kept {
+		if k.at == "/var" {
+			trees = k.trees
+		}
+	}
+	for _, at := range []string{"lib/muster", "lib/muster/attester", "lib/kubelet"} {
+		if err := errors.Join(os.RemoveAll(top), os.MkdirAll(filepath.Dir(filepath.Join(top, at)), 0o755), os.WriteFile(filepath.Join(top, at), nil, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		if err := prepare(top, 0o755, []string{"lib"}, trees); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := os.Lstat(filepath.Join(top, at)); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s is there: %v", at, err)
+		}
+	}
+}
+
+// B8: root can make folders deeper than any path that a program can use.
+func TestDeepFoldersOfRootKeepNoMachineFromStarting(t *testing.T) {
+	top := filepath.Join(t.TempDir(), "var")
+	deep(t, filepath.Join(top, "lib/muster/x"), 50)
+	if err := prepare(top, 0o755, []string{"lib"}, []string{"lib/muster"}); err != nil {
+		t.Fatal(err)
+	}
+	if err := filepath.WalkDir(top, func(_ string, _ fs.DirEntry, err error) error { return err }); err != nil {
+		t.Errorf("another program can't walk it: %v", err)
+	}
+}
+
+// asOther calls do as a user who is not root.
+func asOther(t *testing.T, do func()) {
+	t.Helper()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := syscall.Setfsuid(65534); err != nil { // of this thread
+		t.Fatal(err)
+	}
+	do()
+	if err := syscall.Setfsuid(0); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// B8: a read error must not be taken for a missing link, which a program would then follow.
+func TestAnErrorIsNoMissingFile(t *testing.T) {
+	dir := t.TempDir()
+	hidden := filepath.Join(dir, "hidden")
+	if err := errors.Join(os.Chmod(dir, 0o755), os.Chmod(filepath.Dir(dir), 0o755), os.MkdirAll(filepath.Join(hidden, "a"), 0o755), os.Chmod(hidden, 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	asOther(t, func() {
+		if err := remove(filepath.Join(hidden, "a")); !errors.Is(err, fs.ErrPermission) {
+			t.Errorf("remove: %v", err)
+		}
+		if isFolder, err := isFolder(filepath.Join(hidden, "a")); !errors.Is(err, fs.ErrPermission) {
+			t.Errorf("it is a folder: %t, %v", isFolder, err)
+		}
+	})
 }

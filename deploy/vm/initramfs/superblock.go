@@ -15,7 +15,8 @@ import (
 const (
 	superblockAt, superblockSize = 1024, 1024
 
-	offMagic                                           = 0x38
+	offMagic, offErrors                                = 0x38, 0x3c
+	offReservedUser, offReservedGroup                  = 0x50, 0x52
 	offCompat, offIncompat, offROCompat                = 0x5c, 0x60, 0x64
 	offJournalUUID, offJournalInode, offJournalDevice  = 0xd0, 0xe0, 0xe4
 	offDefaultOptions, offMountOptions, endMountOption = 0x100, 0x200, 0x240
@@ -28,6 +29,7 @@ const (
 	ext4Incompat = 0x2c2 | 0x4 // filetype, extent, 64bit, flex_bg; needs_recovery
 	ext4ROCompat = 0x46b       // sparse_super, large_file, huge_file, dir_nlink, extra_isize, metadata_csum
 	ext4Options  = 0xc         // user_xattr, acl
+	ext4Errors   = 1           // after an error, go on: a panic or a read-only disk would be for whoever damages one bit of it
 	ext4Journal  = 8           // the inode of a journal that is inside of the file system
 )
 
@@ -42,16 +44,17 @@ func checkSuperblock(device string) error {
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the superblock of the file system in %s can't be read: %w: replace the disk; if nothing on it is needed, erase the first MiB of the state disk (docs/state-disk.md)", device, err)
 	}
+	half := func(at int) uint16 { return binary.LittleEndian.Uint16(b[at:]) }
 	word := func(at int) uint32 { return binary.LittleEndian.Uint32(b[at:]) }
 	zero := func(from, to int) bool { return bytes.Equal(b[from:to], make([]byte, to-from)) }
 	compat, incompat, roCompat := word(offCompat)&^ext4Compat, word(offIncompat)&^ext4Incompat, word(offROCompat)&^ext4ROCompat
 	var wrong error
 	switch {
-	case binary.LittleEndian.Uint16(b[offMagic:]) != ext4Magic:
+	case half(offMagic) != ext4Magic:
 		wrong = errMagic
 	case word(offJournalInode) != ext4Journal || word(offJournalDevice) != 0 || !zero(offJournalUUID, offJournalInode):
 		wrong = errors.New("has its journal elsewhere")
-	case word(offDefaultOptions) != ext4Options || !zero(offMountOptions, endMountOption):
+	case word(offDefaultOptions) != ext4Options || half(offErrors) != ext4Errors || half(offReservedUser) != 0 || half(offReservedGroup) != 0 || !zero(offMountOptions, endMountOption):
 		wrong = errors.New("has mount options of its own")
 	case compat|incompat|roCompat != 0:
 		wrong = fmt.Errorf("has the features %#x, %#x, %#x (compat, incompat, ro_compat)", compat, incompat, roCompat)

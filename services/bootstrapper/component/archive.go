@@ -63,7 +63,7 @@ func (in *Installer) unpack(root *os.Root, c Component, tmp string) error {
 		return err
 	}
 	defer f.Close()
-	err = in.walk(f, func(string, *tar.Header, io.Reader) error { return nil })
+	err = in.walk(f, func(name string, _ *tar.Header, _ io.Reader) error { return notTooDeep(path.Join(c.rel, name)) })
 	if err != nil {
 		return err
 	}

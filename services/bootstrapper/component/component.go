@@ -92,11 +92,23 @@ func place(name string, extract bool) (folder, rel string, err error) {
 				return f, ".", nil
 			}
 			if rel, ok := strings.CutPrefix(name, f+"/"); ok {
-				return f, rel, nil
+				return f, rel, notTooDeep(rel)
 			}
 		}
 	}
 	return "", "", attest.Refuse(attestv1.Reason_REASON_COMPONENT_PATH, "path %q is not below %s", name, strings.Join(Folders, ", "))
+}
+
+// maxNames is how many names a path below one of [Folders] may have. What is deeper than the walks of the initramfs and of [Installer.Sweep] is removed at
+// each boot.
+const maxNames = 10
+
+// notTooDeep refuses a path of too many names with COMPONENT_PATH.
+func notTooDeep(name string) error {
+	if strings.Count(name, "/") >= maxNames {
+		return attest.Refuse(attestv1.Reason_REASON_COMPONENT_PATH, "path %q has more than %d names", name, maxNames)
+	}
+	return nil
 }
 
 // where returns the component's URL without its query.

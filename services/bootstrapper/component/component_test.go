@@ -259,6 +259,7 @@ func TestAListIsRefused(t *testing.T) {
 		"a doubled slash":     {func(c *initv1.Component) { c.Path = "/usr/local/bin//x" }, pathWrong},
 		"a sibling's prefix":  {func(c *initv1.Component) { c.Path = "/usr/local/binary/x" }, pathWrong},
 		"the folder itself":   {func(c *initv1.Component) { c.Path = "/usr/local/bin" }, pathWrong},
+		"a deep path":         {func(c *initv1.Component) { c.Path = "/usr/local/bin/" + strings.Repeat("x/", 10) + "x" }, pathWrong},
 		"a zero byte":         {func(c *initv1.Component) { c.Path = "/usr/local/bin/x\x00" }, pathWrong},
 	} {
 		c := file("https://mirror.example", nil, "/usr/local/bin/x")
@@ -370,6 +371,7 @@ func TestAnEscapingArchiveHasNoEffect(t *testing.T) {
 		"climbing":             {harmless, {name: "../evil", body: "x"}},
 		"climbing deep":        {harmless, {name: "a/../../evil", body: "x"}},
 		"absolute":             {harmless, {name: "/etc/evil", body: "x"}},
+		"too deep":             {harmless, {name: strings.Repeat("x/", 10) + "x", body: "x"}},
 		"a link":               {harmless, {name: "l", kind: tar.TypeSymlink, link: "/etc"}},
 		"a file behind a link": {harmless, {name: "l", kind: tar.TypeSymlink, link: ".."}, {name: "l/evil", body: "x"}},
 		"a hard link":          {harmless, {name: "l", kind: tar.TypeLink, link: "/etc/shadow"}},

@@ -19,7 +19,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/retry"
-	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -301,7 +301,7 @@ func settle(root *os.Root, tmp, name string, mode fs.FileMode) error {
 		}
 	}
 	if info, err := root.Lstat(name); err == nil && info.IsDir() { // by a path inside of root (B4)
-		if err := machine.RemoveAll(filepath.Join(root.Name(), name)); err != nil {
+		if err := tree.RemoveAll(filepath.Join(root.Name(), name)); err != nil {
 			return err
 		}
 	}
@@ -332,16 +332,10 @@ func create(root *os.Root) (*os.File, string, error) {
 
 // sweep removes the files of an interrupted installation.
 func sweep(root *os.Root) error {
-	d, err := root.Open(".")
-	if err != nil {
-		return err
-	}
-	names, err := d.Readdirnames(-1)
-	err = errors.Join(err, d.Close())
-	for _, n := range names {
-		if strings.HasPrefix(n, tempPrefix) {
-			err = errors.Join(err, machine.RemoveAll(filepath.Join(root.Name(), n)))
+	return tree.Each(root.Name(), func(at string, d fs.DirEntry) error {
+		if !strings.HasPrefix(d.Name(), tempPrefix) {
+			return nil
 		}
-	}
-	return err
+		return tree.RemoveAll(at)
+	})
 }

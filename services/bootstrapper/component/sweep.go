@@ -2,52 +2,40 @@ package component
 
 import (
 	"archive/tar"
-	"errors"
 	"io"
 	"io/fs"
 	"os"
 	"path"
 	"path/filepath"
 	"strings"
+
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
-// Sweep removes from [Folders] all files that are neither a component of the list nor from an archive of it, and returns their names (B8). The list must
-// be installed.
-func (in *Installer) Sweep(list []Component) (removed []string, err error) {
+// Sweep removes from [Folders] all files that are neither a component of the list nor from an archive of it, and calls removes with each name before (B8).
+// The list must be installed.
+func (in *Installer) Sweep(list []Component, removes func(name string)) error {
 	listed, err := in.Files(list)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	root, err := os.OpenRoot(in.root)
-	if err != nil {
-		return nil, err
-	}
-	defer root.Close() //nolint:errcheck // a failed removal is returned at once
 	for _, folder := range Folders {
-		top := strings.TrimPrefix(folder, "/")
-		if info, err := root.Lstat(top); err == nil && !info.IsDir() { // a link, which the walk would follow
-			removed = append(removed, folder)
-			if err := root.Remove(top); err != nil {
-				return removed, err
-			}
-			continue
+		top := filepath.Join(in.root, folder)
+		remove := func(at string) error {
+			removes(folder + strings.TrimPrefix(at, top))
+			return tree.RemoveAll(at)
 		}
-		err := fs.WalkDir(root.FS(), top, func(at string, d fs.DirEntry, err error) error {
-			if errors.Is(err, fs.ErrNotExist) {
+		err := tree.Walk(top, func(at string, d fs.DirEntry) error {
+			if d.IsDir() || listed[folder+strings.TrimPrefix(at, top)] {
 				return nil
 			}
-			name := path.Join("/", at)
-			if err != nil || d.IsDir() || listed[name] {
-				return err
-			}
-			removed = append(removed, name)
-			return root.Remove(at)
-		})
+			return remove(at) // also a link in the place of the folder itself
+		}, remove)
 		if err != nil {
-			return removed, err
+			return err
 		}
 	}
-	return removed, nil
+	return nil
 }
 
 // unpackedNames returns the files that an archive has put into its folder, and the archive itself.

@@ -24,6 +24,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
 const (
@@ -92,7 +93,8 @@ func (s Store) Renew(ctx context.Context) error {
 	}
 	err := errors.Join(
 		removeOthers(s.on(""), kept),
-		machine.EmptyDir(filepath.Join(s.Root, networks)),
+		removeUnlessFolder(filepath.Join(s.Root, networks)),
+		tree.Empty(filepath.Join(s.Root, networks)),
 	)
 	if err != nil {
 		return err
@@ -111,7 +113,7 @@ func (s Store) Renew(ctx context.Context) error {
 	if err := errors.Join(os.Rename(s.on(kept), s.on(done)), machine.Sync(s.on(""))); err != nil {
 		return err
 	}
-	return os.RemoveAll(s.on(done))
+	return tree.RemoveAll(s.on(done))
 }
 
 // removeUnlessFolder removes what is in the place of a folder, such as a link.
@@ -128,13 +130,12 @@ func removeUnlessFolder(at string) error {
 
 // removeOthers removes everything in a folder but one entry.
 func removeOthers(folder, keep string) error {
-	entries, err := os.ReadDir(folder)
-	for _, e := range entries {
-		if e.Name() != keep {
-			err = errors.Join(err, machine.RemoveAll(filepath.Join(folder, e.Name()))) // pods have written in there
+	return tree.Each(folder, func(at string, e fs.DirEntry) error {
+		if e.Name() == keep {
+			return nil
 		}
-	}
-	return err
+		return tree.RemoveAll(at) // pods have written in there
+	})
 }
 
 func (s Store) on(name string) string { return filepath.Join(s.Root, Folder, name) }
@@ -155,7 +156,7 @@ func (s Store) moveAway(ctx context.Context) error {
 			index.Manifests = append(index.Manifests, v1.Descriptor{Digest: h, Annotations: map[string]string{nameAnnotation: name}})
 		}
 	}
-	if err := os.RemoveAll(s.on(kept)); err != nil {
+	if err := tree.RemoveAll(s.on(kept)); err != nil {
 		return err
 	}
 	if err := s.writeIndex(index); err != nil {
@@ -201,22 +202,17 @@ func (s Store) writeIndex(index v1.IndexManifest) error {
 // verify removes all blobs from the layout that differ from their names, and incomplete images from its index. It returns the images that are left.
 func (s Store) verify(ctx context.Context) ([]content, error) {
 	folder := s.on(kept + "/blobs/sha256")
-	files, err := os.ReadDir(folder)
-	if errors.Is(err, fs.ErrNotExist) {
+	if _, err := os.Lstat(folder); errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
-	if err != nil {
-		return nil, err
-	}
 	have, wrong := map[string]bool{}, 0
-	for _, f := range files {
+	err := tree.Each(folder, func(at string, f fs.DirEntry) error {
 		if err := ctx.Err(); err != nil {
-			return nil, err
+			return err
 		}
-		at := filepath.Join(folder, f.Name())
 		sum := ""
 		if whole, err := isWhole(at); err != nil {
-			return nil, err
+			return err
 		} else if whole {
 			if sum, err = s.sumOf(at); err != nil { // of a sector that can't be read, each boot would fail again
 				s.Log.WarnContext(ctx, "content of a container image can't be read, and is removed", "file", at, "err", err)
@@ -224,15 +220,16 @@ func (s Store) verify(ctx context.Context) ([]content, error) {
 		}
 		if sum == f.Name() {
 			have[f.Name()] = true
-			continue
-		}
-		if err := os.RemoveAll(at); err != nil {
-			return nil, err
+			return nil
 		}
 		wrong++
+		return tree.RemoveAll(at)
+	})
+	if err != nil {
+		return nil, err
 	}
 	if wrong > 0 {
-		s.Found(Folder+"/"+blobs, fmt.Sprintf("%d of %d files removed, since each is named by its SHA-256, and theirs differ", wrong, len(files)))
+		s.Found(Folder+"/"+blobs, fmt.Sprintf("%d of %d files removed, since each is named by its SHA-256, and theirs differ", wrong, wrong+len(have)))
 	}
 	var index struct {
 		Manifests []struct {

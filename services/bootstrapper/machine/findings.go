@@ -13,6 +13,9 @@ import (
 // findingsFile has a line for each finding of the comparison of the state disk in this boot. The attester counts them in its metrics.
 const findingsFile = "/run/muster/state-findings"
 
+// MaxFindings bounds the findings of a boot that are recorded.
+const MaxFindings = 1000
+
 // AddFinding records a finding of the comparison of the state disk: what was found and what was done about it. A boot may compare the disk more than
 // once: a recorded finding is not recorded again.
 func AddFinding(root, what, done string) error {
@@ -21,7 +24,7 @@ func AddFinding(root, what, done string) error {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	if strings.Contains("\n"+string(before), fmt.Sprintf("\n%q ", what)) {
+	if strings.Contains("\n"+string(before), fmt.Sprintf("\n%q ", what)) || bytes.Count(before, []byte("\n")) >= MaxFindings {
 		return nil
 	}
 	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)

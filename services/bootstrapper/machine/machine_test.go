@@ -3,6 +3,7 @@ package machine
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -194,5 +195,21 @@ func TestAOneshotUnitIsStarted(t *testing.T) {
 	}
 	if err := Oneshot(t.Context(), UnitUpgrade); err == nil || !strings.Contains(err.Error(), "start muster-upgrade.service: exit status 1: start muster-upgrade.service") {
 		t.Error(err)
+	}
+}
+
+// The bootstrapper reads the file for each finding, and compares the disk more than once in a boot if it has to.
+func TestNotMoreThanTheMaximumOfFindingsIsRecorded(t *testing.T) {
+	root := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(root, "run", "muster"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for n := range MaxFindings + 10 {
+		if err := AddFinding(root, fmt.Sprint(n), "removed"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := Findings(root); n != MaxFindings {
+		t.Errorf("%v findings", n)
 	}
 }

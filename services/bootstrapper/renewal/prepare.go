@@ -39,10 +39,11 @@ type plane struct {
 
 func (p plane) on(path string) string { return filepath.Join(p.root, path) }
 
-// pending reports whether a renewal was begun and not finished.
+// pending reports whether a renewal was begun and not finished, or may have been: after an error of the disk, its files would be put in place later, when
+// nothing compares them (B8).
 func (p plane) pending() bool {
 	_, err := os.Stat(p.on(Folder))
-	return err == nil
+	return !errors.Is(err, fs.ErrNotExist)
 }
 
 // prepare renews all certificates into [Folder], which appears with all of them or not at all.

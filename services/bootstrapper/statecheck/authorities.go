@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -16,6 +15,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
 // checkStaged removes new keys of rotations that the cluster does not have in progress: an attacker who had root rights once may have left one, to be
@@ -25,25 +25,18 @@ func (ck *check) checkStaged(ctx context.Context, r *component.Rotation) error {
 	if err := ck.wantFolder(ctx, folder); err != nil {
 		return err
 	}
-	files, err := os.ReadDir(ck.On(folder))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	for _, f := range files {
+	return tree.Each(ck.On(folder), func(at string, f fs.DirEntry) error {
 		if r != nil && f.Type().IsRegular() {
 			kind, id, _ := strings.Cut(f.Name(), ".")
 			if kind == string(r.Key) && (id == r.ID || r.ID == "") {
-				continue
+				return nil
 			}
 		}
-		if err := os.RemoveAll(filepath.Join(ck.On(folder), f.Name())); err != nil {
-			return err
+		if strings.HasPrefix(f.Name(), machine.TemporaryPrefix) { // a crash can leave it, and no program reads it
+			return tree.RemoveAll(at)
 		}
-		if !strings.HasPrefix(f.Name(), machine.TemporaryPrefix) { // a crash can leave it, and no program reads it
-			ck.found(ctx, path.Join(folder, f.Name()), "removed")
-		}
-	}
-	return err
+		return ck.remove(ctx, path.Join(folder, f.Name()), "removed")
+	})
 }
 
 // trusted returns the authorities that the kubeconfigs of this machine have to trust: those of ca.crt, which was compared before.

@@ -4,32 +4,58 @@ import (
 	"context"
 	"errors"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
+	"github.com/muster-k8s/muster/services/bootstrapper/backups"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
+	"github.com/muster-k8s/muster/services/bootstrapper/orders"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 )
 
 const (
 	// maxFile bounds files that programs of this machine read as a whole, in bytes. The largest that they write has 512 KiB.
 	maxFile = 1 << 20
+	// maxEntries bounds a folder that programs of this machine list. The largest that they make has one for each image or pod.
+	maxEntries = 10_000
 	// maxCopies bounds the sum of the copies of one comparison, in bytes. A file of holes is as large as any disk, and one of a thousand names takes a
 	// thousand times its room once it is copied. Configuration, keys and certificates have some hundred KiB together.
 	maxCopies = 32 << 20
+	// copyCost is what the copy of a small file counts, in bytes: each is written to the disk by itself.
+	copyCost = 64 << 10
 )
 
-// readWhole are the places of files that programs of this machine read as a whole.
-var readWhole = []string{
-	machine.KubernetesFolder, machine.KubeletPKI, machine.KubeletFolder + "/config.yaml", kubeletFlags, upgrade.InstanceConfig, discovery.StateFolder,
+// readWhole are folders of files that programs of this machine read as a whole.
+var readWhole = []string{machine.KubernetesFolder, machine.KubeletFolder, discovery.StateFolder}
+
+// anySize are places of files that may be large: those of volumes, drivers, checkpoints of containers, backups, restores, downloads, and of etcd's data that
+// kubeadm has copied.
+var anySize = []string{
+	machine.KubeletFolder + "/pods", machine.KubeletFolder + "/plugins", machine.KubeletFolder + "/checkpoints",
+	machine.KubernetesFolder + "/tmp/kubeadm-backup-etcd*", discovery.StateFolder + "/restore", discovery.StateFolder + "/upgrade/staged",
 }
 
-// anySize are places of files that may be large: those of backups, restores, downloads, and of etcd's data that kubeadm has copied.
-var anySize = []string{
-	machine.KubernetesFolder + "/tmp/kubeadm-backup-etcd*", discovery.StateFolder + "/restore", discovery.StateFolder + "/upgrade/staged",
+// emptied are places where an empty file replaces a wrong one, which the next steps put right or remove like any other content. A missing file would be one
+// that kubeadm still has to write, or, in image_manager, an image that the kubelet lets each pod use without its pull secret.
+var emptied = []string{
+	machine.KubernetesFolder, machine.KubeletPKI, machine.KubeletFolder + "/config.yaml", kubeletFlags, upgrade.InstanceConfig, machine.KubeletFolder + "/image_manager",
+}
+
+// folders are those in whose place a file would end the kubelet or a program of Muster's at each boot, each after the one that it is in. The initramfs
+// clears the place of the attester's folder, from which it reads itself.
+var folders = []string{
+	discovery.StateFolder, discovery.StateFolder + "/backup", discovery.StateFolder + "/orders", discovery.StateFolder + "/renewal",
+	discovery.StateFolder + "/restore", discovery.StateFolder + "/rotation", discovery.StateFolder + "/upgrade", discovery.StateFolder + "/upgrade/staged",
+	"/var/log/muster", backups.Folder, orders.EvidenceFolder, "/var/log/pods", "/var/log/containers",
+	machine.KubernetesFolder, machine.KubernetesFolder + "/tmp", machine.PKIFolder, machine.PKIFolder + "/etcd", networkFolder,
+	machine.KubeletFolder, machine.KubeletPKI, machine.KubeletFolder + "/checkpoints", machine.KubeletFolder + "/device-plugins", machine.KubeletFolder + "/plugins",
+	machine.KubeletFolder + "/plugins_registry", machine.KubeletFolder + "/pod-resources", machine.KubeletFolder + "/pods", machine.KubeletFolder + "/image_manager",
+	machine.KubeletFolder + "/image_manager/pulled", machine.KubeletFolder + "/image_manager/pulling",
 }
 
 // fileEndings are endings of files' names. No folder of Kubernetes or Muster has one.
@@ -45,64 +71,93 @@ func onlyFile(name string) bool {
 	return isMusters && strings.Count(in, "/") == 1 && in != "upgrade/staged"
 }
 
-// checkFiles makes sure that files which programs of this machine read or replace are files, and not too large to be read. Otherwise an attacker who was
-// root once could leave a file of holes, or a folder in the place of a file, and the programs would fail at each boot. In the folders of Kubernetes and
-// the kubelet, an empty file takes its place, which the next steps put right or remove like any other content: a missing file would be one that kubeadm
-// still has to write.
+// checkFiles makes sure that files which programs of this machine read or replace are files, and not too large to be read, and that folders are folders, with
+// not too many entries to be listed. Otherwise an attacker who was root once could leave a file of holes, or a folder in the place of a file, and the programs
+// would fail at each boot.
 func (ck *check) checkFiles(ctx context.Context) error {
-	for _, place := range readWhole {
-		wrong, err := ck.wrongFiles(place)
-		if err != nil {
+	for _, name := range folders {
+		if err := ck.wantFolder(ctx, name); err != nil {
 			return err
 		}
-		for name, what := range wrong {
-			if err := machine.RemoveAll(ck.On(name)); err != nil {
+	}
+	for _, place := range readWhole {
+		err := tree.Walk(ck.On(place), func(at string, d fs.DirEntry) error {
+			name := ck.name(at)
+			what, err := wrong(at, name, d)
+			switch {
+			case errors.Is(err, fs.ErrNotExist): // while the machine runs, its programs replace files
+				return nil
+			case err != nil:
 				return err
-			}
-			done := "removed: "
-			if place != discovery.StateFolder && !strings.HasPrefix(name, renewal.Folder+"/") {
-				if err := machine.WriteFile(ck.On(name), nil, 0o600, 0o755); err != nil {
+			case what != "":
+				if err := ck.replace(ctx, name, what); err != nil {
 					return err
 				}
-				done = "emptied: "
+				return skip(d)
+			case !d.IsDir():
+				return nil
 			}
-			ck.found(ctx, name, done+what)
+			if err := ck.removeExcess(ctx, at); err != nil {
+				return err
+			}
+			if slices.ContainsFunc(anySize, func(p string) bool { fits, _ := filepath.Match(p, name); return fits }) {
+				return fs.SkipDir
+			}
+			return nil
+		}, ck.removeDeep(ctx))
+		if err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
-// wrongFiles returns what is wrong about files at a place, by name.
-func (ck *check) wrongFiles(place string) (map[string]string, error) {
-	wrong, top := map[string]string{}, ck.On(place)
-	err := filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) { // while the machine runs, its programs replace files
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		name := place + strings.TrimPrefix(at, top)
-		switch {
-		case d.IsDir() && onlyFile(name):
-			wrong[name] = "it was a folder"
-			return fs.SkipDir
-		case d.IsDir() && slices.ContainsFunc(anySize, func(p string) bool { fits, _ := filepath.Match(p, name); return fits }):
-			return fs.SkipDir
-		case d.IsDir() || strings.HasPrefix(name, discovery.StateFolder+"/backup/"):
-			return nil
-		case !d.Type().IsRegular() && place == discovery.StateFolder:
-			wrong[name] = "it was no file"
-			return nil
-		}
-		info, err := d.Info()
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err == nil && info.Mode().IsRegular() && info.Size() > maxFile {
-			wrong[name] = "it was larger than 1 MiB"
-		}
+// skip has [tree.Walk] not look into what was a folder.
+func skip(d fs.DirEntry) error {
+	if d.IsDir() {
+		return fs.SkipDir
+	}
+	return nil
+}
+
+// wrong returns what is wrong about a file or the place of a file; empty: nothing.
+func wrong(at, name string, d fs.DirEntry) (string, error) {
+	inMusters := strings.HasPrefix(name, discovery.StateFolder+"/")
+	switch {
+	case d.IsDir() && onlyFile(name):
+		return "it was a folder", nil
+	case d.IsDir() || strings.HasPrefix(name, discovery.StateFolder+"/backup/"):
+		return "", nil
+	case !d.Type().IsRegular() && inMusters:
+		return "it was no file", nil
+	}
+	info, err := os.Lstat(at)
+	if err == nil && info.Mode().IsRegular() && info.Size() > maxFile {
+		return "it was larger than 1 MiB", nil
+	}
+	return "", err
+}
+
+// replace removes a wrong file or folder, or puts an empty file in its place.
+func (ck *check) replace(ctx context.Context, name, what string) error {
+	isIn := func(folder string) bool { return name == folder || strings.HasPrefix(name, folder+"/") }
+	if !slices.ContainsFunc(emptied, isIn) || isIn(renewal.Folder) {
+		return ck.remove(ctx, name, "removed: "+what)
+	}
+	if err := errors.Join(tree.RemoveAll(ck.On(name)), machine.WriteFile(ck.On(name), nil, 0o600, 0o755)); err != nil {
 		return err
+	}
+	ck.found(ctx, name, "emptied: "+what)
+	return nil
+}
+
+// removeExcess removes what a folder has beyond maxEntries.
+func (ck *check) removeExcess(ctx context.Context, folder string) error {
+	n := 0
+	return tree.Each(folder, func(at string, _ fs.DirEntry) error {
+		if n++; n <= maxEntries {
+			return nil
+		}
+		return ck.remove(ctx, ck.name(at), "removed: its folder had more than 10,000 entries")
 	})
-	return wrong, err
 }

@@ -17,30 +17,29 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 )
 
-const seccompFolder = "/seccomp"
+const (
+	seccompFolder = "/seccomp"
+	csiVolumes    = "/pods/*/" + podVolumes + "/kubernetes.io~csi/*/*"
+)
 
 // checkVolumes removes everything but folders from the places of pods' folders and volumes: the kubelet, the container runtime and a volume's driver
 // would follow a link to any place. It goes from the top down, so that it follows no link itself.
 func (ck *check) checkVolumes(ctx context.Context) error {
 	for _, pattern := range []string{
-		"", "/pods", "/plugins", "/pods/*", "/pods/*/" + podVolumes, "/pods/*/" + podVolumes + "/*", "/pods/*/" + podVolumes + "/*/*", "/pods/*/" + podVolumes + "/kubernetes.io~csi/*/*",
+		"", "/pods", "/plugins", "/pods/*", "/pods/*/" + podVolumes, "/pods/*/" + podVolumes + "/*", "/pods/*/" + podVolumes + "/*/*", csiVolumes,
 	} {
-		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
+		err := eachMatch(ck.On(machine.KubeletFolder), pattern, func(at string) error {
+			if info, err := os.Lstat(at); err == nil && info.Mode().IsRegular() && pattern == csiVolumes && filepath.Base(at) == csiData {
+				return nil
+			}
+			return ck.wantFolder(ctx, ck.name(at))
+		})
 		if err != nil {
 			return err
-		}
-		for _, f := range found {
-			info, err := os.Lstat(f)
-			if err != nil || info.IsDir() || info.Mode().IsRegular() && filepath.Base(f) == csiData {
-				continue
-			}
-			if err := os.Remove(f); err != nil {
-				return err
-			}
-			ck.found(ctx, strings.TrimPrefix(f, strings.TrimSuffix(ck.Root, "/")), "removed")
 		}
 	}
 	// The kubelet makes these anew, from the API or by itself; seccomp profiles are written by the pod that brings them. It would keep existing files in a
@@ -50,20 +49,38 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
 		"/allocated_pods_state", "/actuated_pods_state", seccompFolder, "/config.json", "/.dockercfg",
 	} {
-		found, err := filepath.Glob(ck.On(machine.KubeletFolder) + pattern)
+		err := eachMatch(ck.On(machine.KubeletFolder), pattern, func(at string) error {
+			if _, err := os.Lstat(at); err == nil && pattern == seccompFolder {
+				ck.Log.InfoContext(ctx, "seccomp profiles of the state disk are removed: the pod that brings them writes them again")
+			}
+			return tree.RemoveAll(at)
+		})
 		if err != nil {
 			return err
 		}
-		for _, f := range found {
-			if err := os.RemoveAll(f); err != nil {
-				return err
-			}
-			if pattern == seccompFolder {
-				ck.Log.InfoContext(ctx, "seccomp profiles of the state disk are removed: the pod that brings them writes them again")
-			}
-		}
 	}
 	return nil
+}
+
+// eachMatch calls do with each path below a folder that a pattern names, and with paths of which only the last name is missing. "*" is any name. Unlike
+// [filepath.Glob], it returns an error of the disk: the caller removes links, and would leave one that is there when the kubelet looks (B8).
+func eachMatch(folder, pattern string, do func(at string) error) error {
+	first, rest, more := strings.Cut(strings.TrimPrefix(pattern, "/"), "/")
+	next := func(at string, _ fs.DirEntry) error {
+		if !more {
+			return do(at)
+		}
+		return eachMatch(at, rest, do)
+	}
+	if first == "*" {
+		return tree.Each(folder, next)
+	}
+	return next(filepath.Join(folder, first), nil)
+}
+
+// name returns the path of a file in the machine's root.
+func (ck *check) name(at string) string {
+	return strings.TrimPrefix(at, strings.TrimSuffix(ck.Root, "/"))
 }
 
 // checkKubelet corrects the kubelet's files where they would make it run another program, or take pods from another source. It does not create missing
@@ -77,10 +94,9 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 	if err == nil {
 		right, changed, err := ck.Kubeadm.CheckKubelet(text)
 		if err != nil { // without it the kubelet does not start, but the machine takes its owner's orders
-			if err := os.RemoveAll(config); err != nil {
+			if err := ck.remove(ctx, machine.KubeletFolder+"/config.yaml", "removed: "+err.Error()); err != nil {
 				return err
 			}
-			ck.found(ctx, machine.KubeletFolder+"/config.yaml", "removed: "+err.Error())
 		}
 		if len(changed) > 0 {
 			if err := machine.WriteFile(config, right, 0o644, 0o755); err != nil {

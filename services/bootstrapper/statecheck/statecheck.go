@@ -11,7 +11,6 @@ import (
 	"maps"
 	"os"
 	"path"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -23,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -146,7 +146,8 @@ func Run(ctx context.Context, n *provision.Node) error {
 
 type check struct {
 	*provision.Node
-	copies int64 // that may still be made, in bytes
+	copies   int64 // that may still be made, in bytes
+	findings int
 }
 
 // checkedMark returns the content of [checkedFile] after the comparison, and of [renewedFile]. It depends on the secret of this boot, so no file from an earlier boot is
@@ -162,6 +163,12 @@ func (ck *check) checkedMark() ([]byte, error) {
 
 // found reports a difference. A boot may compare the disk more than once: a difference that was found before is not counted again.
 func (ck *check) found(ctx context.Context, what, done string) {
+	if ck.findings++; ck.findings > machine.MaxFindings {
+		if ck.findings == machine.MaxFindings+1 {
+			ck.Log.ErrorContext(ctx, "the state disk has more findings than are listed", "listed", machine.MaxFindings)
+		}
+		return
+	}
 	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: an attacker may have had root rights on this machine", "found", what, "done", done)
 	ck.Console.Print(what + " is not what the cluster lists: " + done)
 	if err := machine.AddFinding(ck.Root, what, done); err != nil { // the log has the finding
@@ -281,13 +288,14 @@ func (ck *check) checkPrograms(ctx context.Context, s, other *component.Software
 				ck.Console.Print(c.Name() + " was installed anew")
 			}
 		}
-		removed, err := in.Sweep(s.Components)
-		for _, what := range removed {
+		removed := false
+		err := in.Sweep(s.Components, func(what string) {
+			removed = true
 			if !left[what] {
 				ck.found(ctx, what, "removed")
 			}
-		}
-		if err != nil || len(removed) == 0 {
+		})
+		if err != nil || !removed {
 			return err
 		}
 		// The removal of a folder that was a link also removed the programs that were installed through it.
@@ -296,47 +304,48 @@ func (ck *check) checkPrograms(ctx context.Context, s, other *component.Software
 
 // checkManifests removes static pods that kubeadm would not have made with the images of one of the lists.
 func (ck *check) checkManifests(ctx context.Context, controlPlane bool, lists []versions.Images) error {
-	dir := ck.On(kubeadm.Manifests)
 	if err := ck.wantFolder(ctx, kubeadm.Manifests); err != nil {
 		return err
 	}
-	files, err := os.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	for _, f := range files {
+	return tree.Each(ck.On(kubeadm.Manifests), func(at string, f fs.DirEntry) error {
 		name, _ := strings.CutSuffix(f.Name(), ".yaml")
 		problem := errors.New("this node has no such static pod")
 		if controlPlane && f.Type().IsRegular() && name != f.Name() {
-			text, err := os.ReadFile(filepath.Join(dir, f.Name()))
+			text, err := os.ReadFile(at)
 			if err != nil {
 				return err
 			}
 			if len(text) == 0 { // a power cut during an upgrade can leave it; the kubelet ignores it, and kubeadm's copy is put back
-				continue
+				return nil
 			}
 			problem = ck.Kubeadm.ListedPod(ck.Root, name, text, lists...)
 		}
-		if problem != nil {
-			if err := os.RemoveAll(filepath.Join(dir, f.Name())); err != nil {
-				return err
-			}
-			ck.found(ctx, kubeadm.Manifests+"/"+f.Name(), "removed: "+problem.Error())
+		if problem == nil {
+			return nil
 		}
+		return ck.remove(ctx, kubeadm.Manifests+"/"+f.Name(), "removed: "+problem.Error())
+	})
+}
+
+// remove removes a file or a folder, and reports it.
+func (ck *check) remove(ctx context.Context, name, done string) error {
+	if err := tree.RemoveAll(ck.On(name)); err != nil {
+		return err
 	}
-	return err
+	ck.found(ctx, name, done)
+	return nil
 }
 
 // wantFolder removes a link or a file from the place of a folder.
 func (ck *check) wantFolder(ctx context.Context, name string) error {
-	if info, err := os.Lstat(ck.On(name)); err != nil || info.IsDir() {
-		return nil //nolint:nilerr // it does not exist
+	info, err := os.Lstat(ck.On(name))
+	if errors.Is(err, fs.ErrNotExist) || err == nil && info.IsDir() {
+		return nil
 	}
-	if err := os.Remove(ck.On(name)); err != nil {
+	if err != nil {
 		return err
 	}
-	ck.found(ctx, name, "removed")
-	return nil
+	return ck.remove(ctx, name, "removed")
 }
 
 // checkAuthorities rewrites the public files by which the node recognizes its cluster if they differ. It does not create missing ones: kubeadm, which
@@ -382,7 +391,7 @@ func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte, r
 			}
 			want[name] = merged
 		}
-		if err := os.RemoveAll(ck.On(file)); err != nil {
+		if err := tree.RemoveAll(ck.On(file)); err != nil {
 			return err
 		}
 		if err := machine.WriteFile(ck.On(file), want[name], 0o644, 0o755); err != nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
+	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
 // networkFolder has the configuration of the pods' network. The network plugin writes it again when its pod starts.
@@ -33,34 +34,25 @@ const podVolumes = "volumes"
 // checkTrees removes symbolic links from the folders of Kubernetes and the kubelet, and replaces files that have a second hard link by copies. A file could
 // otherwise be changed through its other name after the comparison.
 func (ck *check) checkTrees(ctx context.Context) error {
-	pods, err := os.ReadDir(ck.On(machine.KubeletFolder + "/pods"))
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	err := eachMatch(ck.On(machine.KubeletFolder), "/pods/*/*", func(at string) error { // pods are folders: see checkVolumes
+		if filepath.Base(at) == podVolumes {
+			return nil
+		}
+		return tree.RemoveAll(at)
+	})
+	if err != nil {
 		return err
 	}
-	for _, pod := range pods {
-		parts, err := os.ReadDir(filepath.Join(ck.On(machine.KubeletFolder+"/pods"), pod.Name())) // a folder: see checkVolumes
-		if err != nil {
-			return err
-		}
-		for _, p := range parts {
-			if p.Name() == podVolumes {
-				continue
-			}
-			if err := os.RemoveAll(filepath.Join(ck.On(machine.KubeletFolder+"/pods"), pod.Name(), p.Name())); err != nil {
-				return err
-			}
-		}
-	}
-	if err := machine.EmptyDir(ck.On(networkFolder)); err != nil {
+	if err := tree.Empty(ck.On(networkFolder)); err != nil {
 		return err
 	}
-	for _, tree := range programFolders {
-		if err := ck.ownFolders(ctx, tree); err != nil {
+	for _, top := range programFolders {
+		if err := ck.ownFolders(ctx, top); err != nil {
 			return err
 		}
 	}
-	for _, tree := range []string{machine.KubernetesFolder, machine.KubeletFolder, "/var/log/pods", "/var/lib/muster"} {
-		if err := ck.checkTree(ctx, tree); err != nil {
+	for _, top := range []string{machine.KubernetesFolder, machine.KubeletFolder, "/var/log/pods", "/var/lib/muster"} {
+		if err := ck.checkTree(ctx, top); err != nil {
 			return err
 		}
 	}
@@ -71,34 +63,27 @@ func (ck *check) checkTrees(ctx context.Context) error {
 var programFolders = []string{"/usr/local/bin", "/usr/local/lib/muster", "/opt/cni", networkFolder}
 
 // ownFolders takes all folders of a tree from other users.
-func (ck *check) ownFolders(ctx context.Context, tree string) error {
-	top := ck.On(tree)
-	return filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) && at == top {
+func (ck *check) ownFolders(ctx context.Context, top string) error {
+	return tree.Walk(ck.On(top), func(at string, d fs.DirEntry) error {
+		if !d.IsDir() {
 			return nil
 		}
-		if err != nil || !d.IsDir() {
-			return err
-		}
-		return ck.ownFolder(ctx, at, tree+strings.TrimPrefix(at, top))
-	})
+		return ck.ownFolder(ctx, at, ck.name(at))
+	}, ck.removeDeep(ctx))
+}
+
+// removeDeep returns a function for [tree.Walk] that removes a folder.
+func (ck *check) removeDeep(ctx context.Context) func(at string) error {
+	return func(at string) error { return ck.remove(ctx, ck.name(at), "removed: it was too deep") }
 }
 
 // checkTree removes links below a folder, and copies files that have a second name or that other users than root may write.
-func (ck *check) checkTree(ctx context.Context, tree string) error {
-	if err := ck.wantFolder(ctx, tree); err != nil {
+func (ck *check) checkTree(ctx context.Context, top string) error {
+	if err := ck.wantFolder(ctx, top); err != nil {
 		return err
 	}
-	top := ck.On(tree)
-	var wrong []string
-	err := filepath.WalkDir(top, func(at string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) && at == top {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		name := tree + strings.TrimPrefix(at, top)
+	return tree.Walk(ck.On(top), func(at string, d fs.DirEntry) error {
+		name := ck.name(at)
 		switch {
 		case d.IsDir() && (strings.HasPrefix(name, machine.KubeletFolder+"/pods/") && strings.Count(name, "/") > strings.Count(machine.KubeletFolder, "/")+2):
 			return fs.SkipDir // volumes belong to their pods: see checkVolumes
@@ -116,16 +101,13 @@ func (ck *check) checkTree(ctx context.Context, tree string) error {
 				return err
 			}
 		}
-		wrong = append(wrong, name)
-		return nil
-	})
-	for _, name := range wrong {
-		if err := os.Remove(ck.On(name)); err != nil {
-			return err
+		return ck.remove(ctx, name, "removed")
+	}, func(at string) error {
+		if strings.HasPrefix(ck.name(at), machine.KubeletFolder+"/plugins/") {
+			return nil // what a driver keeps in its own folder can be a volume's content
 		}
-		ck.found(ctx, name, "removed")
-	}
-	return err
+		return ck.removeDeep(ctx)(at)
+	})
 }
 
 // ownFolder takes a folder from other users: whoever may write it can replace its files after the comparison. A driver's own folder stays.
@@ -134,6 +116,9 @@ func (ck *check) ownFolder(ctx context.Context, at, name string) error {
 		return nil
 	}
 	info, err := os.Lstat(at)
+	if errors.Is(err, fs.ErrNotExist) { // while the machine runs, its programs replace files
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -154,6 +139,9 @@ func (ck *check) ownFolder(ctx context.Context, at, name string) error {
 // ownFile replaces a file by a copy if it has a second name, or if other users than root may write it. What is too large for a copy is removed.
 func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	info, err := os.Lstat(at)
+	if errors.Is(err, fs.ErrNotExist) { // while the machine runs, its programs replace files
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -164,15 +152,15 @@ func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	if stat.Nlink == 1 && int(stat.Uid) == os.Geteuid() && info.Mode().Perm()&0o022 == 0 {
 		return nil
 	}
-	if info.Size() > ck.copies {
-		if err := os.Remove(at); err != nil {
-			return err
-		}
-		ck.found(ctx, name, "removed: it had another name, or others could write it, and it is too large for a copy")
+	cost := max(info.Size(), copyCost)
+	if cost > ck.copies {
+		return ck.remove(ctx, name, "removed: it had another name, or others could write it, and it is too large for a copy")
+	}
+	ck.copies -= cost
+	content, err := os.ReadFile(at)
+	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	ck.copies -= info.Size()
-	content, err := os.ReadFile(at)
 	if err != nil {
 		return err
 	}
@@ -190,7 +178,7 @@ func (ck *check) finishRenewal(ctx context.Context) error {
 	}
 	if err := ck.RenewControlPlane(ctx); err != nil {
 		ck.Log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
-		if _, serr := os.Stat(ck.On(renewal.Folder)); serr == nil { // it would be put in place later
+		if _, serr := os.Stat(ck.On(renewal.Folder)); !errors.Is(serr, fs.ErrNotExist) { // it would be put in place later
 			return err
 		}
 	}
@@ -208,13 +196,16 @@ func (ck *check) checkWorker(ctx context.Context) error {
 		files = append(files, machine.KubernetesFolder+"/"+name)
 	}
 	for _, name := range files {
-		if _, err := os.Lstat(ck.On(name)); err != nil {
+		_, err := os.Lstat(ck.On(name))
+		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
-		if err := os.RemoveAll(ck.On(name)); err != nil {
+		if err == nil {
+			err = ck.remove(ctx, name, "removed")
+		}
+		if err != nil {
 			return err
 		}
-		ck.found(ctx, name, "removed")
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-package machine
+package tree
 
 import (
 	"errors"
@@ -9,6 +9,9 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // deep makes so many folders, each in the one before, with a file and a link in each.
@@ -45,7 +48,7 @@ func TestDeepAndLargeTreesAreRemovedWithFewFiles(t *testing.T) {
 		}
 		deep(t, branch, kept, 400)
 	}
-	for i := range 3 * removeNames {
+	for i := range 3 * maxNames {
 		if err := os.WriteFile(filepath.Join(tree, fmt.Sprint("file", i)), nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -86,5 +89,53 @@ func TestDeepAndLargeTreesAreRemovedWithFewFiles(t *testing.T) {
 	}
 	if _, err := os.Lstat(kept); err != nil {
 		t.Error(err)
+	}
+}
+
+// A folder of a pod can have millions of names. If each hundred of them needs a new look at the folder from its beginning, a boot takes hours.
+func TestAWideFolderIsOpenedOnlyTwice(t *testing.T) {
+	tree := filepath.Join(t.TempDir(), "tree")
+	if err := os.Mkdir(tree, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	const names = 20 * maxNames
+	for i := range names {
+		if err := os.WriteFile(filepath.Join(tree, fmt.Sprint(i)), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	if _, err := unix.InotifyAddWatch(fd, tree, unix.IN_OPEN|unix.IN_DELETE); err != nil {
+		t.Fatal(err)
+	}
+	if err := RemoveAll(tree); err != nil {
+		t.Fatal(err)
+	}
+	opened, deleted := 0, 0
+	for b := make([]byte, 64<<10); ; {
+		n, err := unix.Read(fd, b)
+		if errors.Is(err, unix.EAGAIN) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for at := 0; at < n; {
+			event := (*unix.InotifyEvent)(unsafe.Pointer(&b[at]))
+			switch {
+			case event.Mask&unix.IN_DELETE != 0:
+				deleted++
+			case event.Mask&unix.IN_OPEN != 0 && event.Len == 0:
+				opened++
+			}
+			at += unix.SizeofInotifyEvent + int(event.Len)
+		}
+	}
+	if opened > 2 || deleted != names {
+		t.Errorf("opened %d times, %d names deleted", opened, deleted)
 	}
 }
