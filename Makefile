@@ -148,6 +148,18 @@ test-arm64: deps release ## The programs and the unit tests of trust for arm64, 
 test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, four to five hours on two cores; continues after an interruption); not part of test
 	go run -buildvcs=false ./tools/longtests -tags vm -state $(BIN)/passed -files '$(E2E_FILES)' -timeout 120m -together '$(E2E_VM_WAIT)' $(E2E_VM)
 
+# How long each fuzz target runs.
+FUZZTIME ?= 1m
+
+.PHONY: fuzz
+fuzz: ## Each fuzz target of the tree for FUZZTIME, a minute by default (three quarters of an hour for all); not part of test
+	@# go test fuzzes one target of one package at a time. A failure ends nothing; its input is in the package's testdata/fuzz.
+	@failed=; while IFS=: read -r file target; do \
+	  echo "== $$file $$target"; \
+	  go test -vet=off -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) "./$${file%/*}" </dev/null || failed="$$failed $$target"; \
+	done < <(git grep -E '^func Fuzz[A-Za-z0-9]*\(' -- '*_test.go' | sed -E 's/:func (Fuzz[A-Za-z0-9]*)\(.*/:\1/'); \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
 .PHONY: check
 check: lint breaking generated modules static ## Everything that needs no running service
 

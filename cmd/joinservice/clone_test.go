@@ -4,10 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"io"
 	"net"
-	"net/url"
-	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -27,7 +24,6 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/envtest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -161,20 +157,20 @@ func (s *fixture) lock(t *testing.T, v *virtual) {
 	}
 }
 
-// kubeletLease returns a function that writes w1's Lease as its kubelet does.
-func (s *fixture) kubeletLease(t *testing.T) func(context.Context) error {
+// kubeletLease creates w1's Lease, and returns a function that writes it as its kubelet does, over that client.
+func (s *fixture) kubeletLease(t *testing.T, over client.Client) func(context.Context) error {
 	t.Helper()
 	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "w1"}}
 	l.Spec.RenewTime = new(metav1.NewMicroTime(time.Now().Add(-time.Hour))) // its clock is an hour behind
-	if err := s.Client.Create(t.Context(), l); err != nil {
+	if err := over.Create(t.Context(), l); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), l) })
 	return func(ctx context.Context) error {
 		l.Spec.RenewTime = new(metav1.NewMicroTime(l.Spec.RenewTime.Add(time.Second)))
-		err := s.Client.Update(ctx, l)
+		err := over.Update(ctx, l)
 		if apierrors.IsConflict(err) { // an earlier write whose answer did not come
-			return errors.Join(err, s.Client.Get(ctx, client.ObjectKeyFromObject(l), l))
+			return errors.Join(err, over.Get(ctx, client.ObjectKeyFromObject(l), l))
 		}
 		return err
 	}
@@ -183,7 +179,7 @@ func (s *fixture) kubeletLease(t *testing.T) func(context.Context) error {
 // runs simulates w1's kubelet until stop is called. Like a kubelet it repeats a write that fails.
 func (s *fixture) runs(t *testing.T) (stop func()) {
 	t.Helper()
-	renew := s.kubeletLease(t)
+	renew := s.kubeletLease(t, s.Client)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan error, 1)
 	go func() {
@@ -212,7 +208,7 @@ func (s *fixture) runs(t *testing.T) (stop func()) {
 	return stop
 }
 
-// cloned asks, and expects the refusal in all places, and a report that names both addresses.
+// cloned asks, and expects the refusal in all places, a report that names both addresses, and the metric of the alert.
 func (s *fixture) cloned(t *testing.T, want attestv1.Reason, event, refused, known string, ask func() error) {
 	t.Helper()
 	machine := s.Node(t, "w1").Spec.MachineID
@@ -230,6 +226,10 @@ func (s *fixture) cloned(t *testing.T, want attestv1.Reason, event, refused, kno
 		return membertest.Want(c != nil && c.Status == metav1.ConditionTrue && both(c.Message), "condition %+v", c)
 	})
 	s.emitted(t, "w1", "MachineCloned", refused)
+	membertest.Eventually(t, func() error {
+		n := s.join.Metric(t, "muster_nodes_cloned")
+		return membertest.Want(n == 1, "%v nodes count as cloned", n)
+	})
 	if s.Node(t, "w1").Status.LastVerdict == nil || !s.Node(t, "w1").Status.LastVerdict.Accepted {
 		t.Error("the verdict on the machine that was accepted is undone")
 	}
@@ -239,9 +239,12 @@ func (s *fixture) cloned(t *testing.T, want attestv1.Reason, event, refused, kno
 // meanwhile. A machine whose kubelet has ended asks another one, see [fixture.beside], which lets it in sooner.
 func watching(s *fixture) { s.flags = append(s.flags, "--lease-watch=15s") }
 
+// sweepsSoon is for tests that wait until joinservice has counted enrollments.
+func sweepsSoon(s *fixture) { s.timing.Sweep = 200 * time.Millisecond }
+
 // J11: while the original runs, a machine that has booted its TPM once more is a copy.
 func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
-	s := setUp(t, watching)
+	s := setUp(t, watching, sweepsSoon)
 	original := s.virtual(t)
 	s.lock(t, original)
 	s.attests(t, original)
@@ -266,7 +269,7 @@ func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
 
 // J11: the copy was booted once more, and asks when the original has its key and its kubelet does not run yet.
 func TestACopyGetsNoKeyWhileTheOriginalComesUp(t *testing.T) {
-	s := setUp(t, func(s *fixture) { s.flags = []string{"--first-lease-within=1h"} }, watching)
+	s := setUp(t, func(s *fixture) { s.flags = []string{"--first-lease-within=1h"} }, watching, sweepsSoon)
 	original := s.virtual(t)
 	clone := original.copied("127.0.0.3")
 	clone.reboot()
@@ -285,31 +288,38 @@ func TestACopyGetsNoKeyWhileTheOriginalComesUp(t *testing.T) {
 // In the other order the copy comes while the original is off. No TPM can distinguish them, so the original is refused, and
 // reported.
 func TestAnOriginalWhoseCopyCameFirstIsReported(t *testing.T) {
-	s := setUp(t)
-	original := s.virtual(t)
-	clone := original.copied("127.0.0.3")
-	s.opens(t, clone)
-	t.Run("it ran on, cut off from the cluster", func(t *testing.T) {
-		s.lock(t, original)
-		s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "verdict refused", "127.0.0.2", "127.0.0.3", func() error { return s.verdict(t, original) })
-	})
-	t.Run("it boots", func(t *testing.T) {
-		original.reboot()
-		s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.2", "127.0.0.3", func() error { return s.key(t, original, s.join.Addr) })
-	})
-	t.Run("the copy goes on", func(t *testing.T) { s.opens(t, clone) })
-	t.Run("its owner decides", func(t *testing.T) { // what muster replace --tpm writes
-		s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot, st.ResetCount, st.Conditions = nil, nil, nil })
-		s.opens(t, original)
-		s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) })
-	})
+	for name, slow := range map[string]time.Duration{"the API server is quick": 0, "the API server is slow": 300 * time.Millisecond} {
+		t.Run(name, func(t *testing.T) {
+			s := setUp(t, sweepsSoon)
+			original := s.virtual(t)
+			clone := original.copied("127.0.0.3")
+			if slow > 0 {
+				s = s.beside(t, slow)
+			}
+			s.opens(t, clone)
+			t.Run("it ran on, cut off from the cluster", func(t *testing.T) {
+				s.lock(t, original)
+				s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "verdict refused", "127.0.0.2", "127.0.0.3", func() error { return s.verdict(t, original) })
+			})
+			t.Run("it boots", func(t *testing.T) {
+				original.reboot()
+				s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.2", "127.0.0.3", func() error { return s.key(t, original, s.join.Addr) })
+			})
+			t.Run("the copy goes on", func(t *testing.T) { s.opens(t, clone) })
+			t.Run("its owner decides", func(t *testing.T) { // what muster replace --tpm writes
+				s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { st.Boot, st.ResetCount, st.Conditions = nil, nil, nil })
+				s.opens(t, original)
+				s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) })
+			})
+		})
+	}
 }
 
 // Re-attestation records a later boot without a check whether the previous one has ended. That boot gets nothing while the
 // original runs: no certificates, no ticket, and no key for another copy with its counters and its secret. The original's
 // packets to joinservices are dropped here: it requests nothing.
 func TestACopyThatHasAttestedGetsNothingWhileTheOriginalRuns(t *testing.T) {
-	s := setUp(t, watching)
+	s := setUp(t, watching, sweepsSoon)
 	original := s.virtual(t)
 	s.lock(t, original)
 	s.attests(t, original)
@@ -346,7 +356,7 @@ func TestACopyThatHasAttestedGetsNothingWhileTheOriginalRuns(t *testing.T) {
 
 // An attacker who may delete Nodes causes the deletion of the Lease; the running kubelet creates it again.
 func TestALeaseThatIsAwayForAMomentLetsNoCopyIn(t *testing.T) {
-	s := setUp(t, watching)
+	s := setUp(t, watching, sweepsSoon)
 	original := s.virtual(t)
 	s.lock(t, original)
 	s.attests(t, original)
@@ -364,7 +374,7 @@ func TestALeaseThatIsAwayForAMomentLetsNoCopyIn(t *testing.T) {
 
 // A machine with an empty disk asks for a ticket instead.
 func TestACopyGetsNoTicketWhileTheOriginalRuns(t *testing.T) {
-	s := setUp(t, watching)
+	s := setUp(t, watching, sweepsSoon)
 	original := s.virtual(t)
 	s.runs(t)
 	clone := original.copied("127.0.0.3")
@@ -378,7 +388,7 @@ func TestACopyGetsNoTicketWhileTheOriginalRuns(t *testing.T) {
 func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
 	s := setUp(t)
 	original := s.virtual(t)
-	endpoints := []string{s.slowReplica(t).join.Addr, s.slowReplica(t).join.Addr}
+	endpoints := []string{s.beside(t, 300*time.Millisecond).join.Addr, s.beside(t, 300*time.Millisecond).join.Addr}
 	all := []*virtual{original, original.copied("127.0.0.3"), original.copied("127.0.0.4"), original.copied("127.0.0.5")}
 	original.reboot() // all have the same counters
 	errs := make([]error, len(all))
@@ -406,84 +416,4 @@ func TestOfCopiesThatAskAtOnceOneGetsTheKey(t *testing.T) {
 		n := s.Node(t, "w1").Status
 		return membertest.Want(meta.IsStatusConditionTrue(n.Conditions, v1alpha1.ConditionCloned), "%+v", n)
 	})
-}
-
-// slowReplica is a second joinservice whose requests to the API server each take a third of a second longer.
-func (s *fixture) slowReplica(t *testing.T) *fixture {
-	t.Helper()
-	return s.beside(t, 300*time.Millisecond, s.flags...)
-}
-
-// beside is a second joinservice with these flags, whose requests to the API server each take that much longer.
-func (s *fixture) beside(t *testing.T, pause time.Duration, flags ...string) *fixture {
-	t.Helper()
-	next := &fixture{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: flags, image: s.image, listed: s.listed, planned: s.planned}
-	dir := t.TempDir()
-	next.audit, next.kubeconf = filepath.Join(dir, "audit.jsonl"), filepath.Join(dir, "kubeconfig")
-	api, err := s.As(t.Context(), namespace, "joinservice")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if pause > 0 {
-		server, err := url.Parse(api.Host)
-		if err != nil {
-			t.Fatal(err)
-		}
-		api.Host = "https://" + slowly(t, server.Host, pause)
-	}
-	if err := envtest.WriteKubeconfig(next.kubeconf, api); err != nil {
-		t.Fatal(err)
-	}
-	next.serveJoin(t)
-	return next
-}
-
-// slowly listens, and forwards data to a server after a pause.
-func slowly(t *testing.T, server string, pause time.Duration) string {
-	t.Helper()
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	var work sync.WaitGroup
-	t.Cleanup(func() {
-		cancel()
-		_ = l.Close()
-		work.Wait()
-	})
-	work.Go(func() {
-		for {
-			in, err := l.Accept()
-			if err != nil {
-				return
-			}
-			out, err := new(net.Dialer).DialContext(ctx, "tcp", server)
-			if err != nil {
-				_ = in.Close()
-				continue
-			}
-			done := context.AfterFunc(ctx, func() { _, _ = in.Close(), out.Close() })
-			work.Go(func() {
-				defer func() { _, _ = in.Close(), out.Close() }()
-				b := make([]byte, 64<<10)
-				for {
-					n, err := in.Read(b)
-					select {
-					case <-time.After(pause):
-					case <-ctx.Done():
-					}
-					if _, werr := out.Write(b[:n]); err != nil || werr != nil {
-						return
-					}
-				}
-			})
-			work.Go(func() {
-				defer done()
-				defer func() { _, _ = in.Close(), out.Close() }()
-				_, _ = io.Copy(in, out)
-			})
-		}
-	})
-	return l.Addr().String()
 }

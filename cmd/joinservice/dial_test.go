@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -36,7 +37,8 @@ func (s *fixture) overOneConnection(t *testing.T, a attest.Attester) joinv1conne
 	return joinv1connect.NewJoinServiceClient(rpc.HTTPClient(s.transport(t, a)), "https://"+s.join.Addr, rpc.ClientOptions()...)
 }
 
-// anew sends each request over a connection of its own, which ends with the answer.
+// anew sends each request over a connection of its own, which ends with the answer, and with the secret of its machine's
+// boot.
 type anew struct {
 	t *testing.T
 	s *fixture
@@ -44,6 +46,13 @@ type anew struct {
 }
 
 func (c anew) Do(r *http.Request) (*http.Response, error) {
+	if m, ok := c.a.(interface{ Boots() uint32 }); ok {
+		body, err := io.ReadAll(r.Body)
+		if err = errors.Join(err, r.Body.Close()); err != nil {
+			return nil, err
+		}
+		r.Body, r.GetBody = io.NopCloser(bytes.NewReader(bytes.Replace(body, oneSecret, secretOf(m), 1))), nil
+	}
 	transport := c.s.transport(c.t, c.a)
 	resp, err := rpc.HTTPClient(transport).Do(r)
 	if err != nil {

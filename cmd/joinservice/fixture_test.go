@@ -10,6 +10,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/base64"
+	"encoding/binary"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
@@ -272,8 +273,17 @@ type joinRequest struct {
 	client, serving *ecdsa.PrivateKey
 }
 
-// oneSecret is the boot secret of all machines that are not copies: their TPMs distinguish their boots.
+// oneSecret is the boot secret of machines that are not copies, in their first boot. Clients replace it in requests of a
+// later boot, see [anew].
 var oneSecret = bytes.Repeat([]byte{0xb0}, keys.Size)
+
+// secretOf returns the boot secret of such a machine's present boot.
+func secretOf(m interface{ Boots() uint32 }) []byte {
+	if n := m.Boots(); n > 1 {
+		return append(bytes.Clone(oneSecret[4:]), binary.BigEndian.AppendUint32(nil, n)...)
+	}
+	return oneSecret
+}
 
 const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 

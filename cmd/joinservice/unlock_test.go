@@ -93,7 +93,7 @@ func (s *fixture) unlock(t *testing.T, m *attesttest.Machine) *initramfs {
 	t.Cleanup(func() { _ = terminal.Close() })
 	root := t.TempDir()
 	secret := filepath.Join(root, bootsecret.Path)
-	if err := errors.Join(os.MkdirAll(filepath.Dir(secret), 0o755), os.WriteFile(secret, oneSecret, 0o600)); err != nil { // so that the running system of this boot has the same
+	if err := errors.Join(os.MkdirAll(filepath.Dir(secret), 0o755), os.WriteFile(secret, secretOf(m), 0o600)); err != nil { // so that the running system of this boot has the same
 		t.Fatal(err)
 	}
 	u, err := unlock.New(unlock.Config{

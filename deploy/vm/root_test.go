@@ -159,7 +159,9 @@ func TestFoldersAreTakenOverAndLinksInThemRefused(t *testing.T) {
 
 // The promises of the documents about the image.
 func TestNoLoginAndNoUnitThatMeasures(t *testing.T) {
-	for _, u := range []string{"systemd-pcrphase.service", "systemd-pcrphase-sysinit.service", "systemd-pcrphase-initrd.service", "systemd-pcrmachine.service", "systemd-pcrfs@.service", "systemd-pcrfs-root.service", "getty@.service", "serial-getty@.service", "emergency.service", "rescue.service", "debug-shell.service"} {
+	for _, u := range []string{"systemd-pcrphase.service", "systemd-pcrphase-sysinit.service", "systemd-pcrphase-initrd.service", "systemd-pcrmachine.service", "systemd-pcrfs@.service", "systemd-pcrfs-root.service", "getty@.service", "serial-getty@.service", "emergency.service", "rescue.service", "debug-shell.service",
+		"sleep.target", "suspend.target", "hibernate.target", "hybrid-sleep.target", "suspend-then-hibernate.target", // J11, K3
+		"systemd-suspend.service", "systemd-hibernate.service", "systemd-hybrid-sleep.service", "systemd-suspend-then-hibernate.service"} {
 		if !slices.Contains(masked, u) {
 			t.Errorf("%s is not masked", u)
 		}

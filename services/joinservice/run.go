@@ -40,6 +40,8 @@ type Timing struct {
 	Sign time.Duration
 	// Record is how often what the owner sees is written, see [records.Records].
 	Record time.Duration
+	// Sweep is how often enrollments are looked at, see [sweeping.Sweeper].
+	Sweep time.Duration
 }
 
 // Options are the settings and resources of a joinservice. All fields but Probes, ProxiesFrom and Timing are required.
@@ -137,6 +139,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 	if err != nil {
 		return err
 	}
+	sweeper.Every = cmp.Or(o.Timing.Sweep, sweeper.Every)
 	waiting := records.New(st, enrollments)
 	waiting.Every = cmp.Or(o.Timing.Record, waiting.Every)
 	parts, tokens := m.Parts(), token.NewIssuer(m.Cluster, o.Log)

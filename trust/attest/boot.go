@@ -8,6 +8,7 @@ import (
 	"maps"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -314,7 +315,7 @@ func (p *Policy) Compare(c Claims) (out []Comparison) {
 
 // describe returns a readable name of an event.
 func describe(e checked.Event) string {
-	return strings.TrimSpace(fmt.Sprintf("%s %q, digest %s", e.Type, e.Text, hex.EncodeToString(e.Digest)))
+	return fmt.Sprintf("%s %s, digest %s", e.Type, shorten(strconv.QuoteToASCII(e.Text)), hex.EncodeToString(e.Digest))
 }
 
 // Mismatch is a PCR with an unacceptable value.

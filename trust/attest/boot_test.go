@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -28,6 +29,29 @@ func TestEveryPCRIsNeeded(t *testing.T) {
 		if _, err := ParsePolicy(encode(t, p)); ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
 			t.Errorf("a policy without PCR %d was accepted: %v", i, err)
 		}
+	}
+}
+
+// Each event in front of the driver has the longest text.
+func TestLongEventsHideNoDriver(t *testing.T) {
+	root, pemRoot := ca(t, "operator")
+	p, err := ParsePolicy(encode(t, goodPolicy(pemRoot)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := facts(root)
+	f.PCRs[2] = value('x')
+	for _, path := range []string{strings.Repeat("A", 256), strings.Repeat("é", 256), strings.Repeat(`\`, 245) + "driver.efi"} {
+		f.Events = append(f.Events, Event{PCR: 2, Type: "EV_EFI_BOOT_SERVICES_DRIVER", Text: path})
+	}
+	_, err = p.Appraise(claimsOf(f), Unlocked())
+	const most = 848 // of a record of the audit log
+	if at := strings.Index(fmt.Sprint(err), `driver.efi"`); ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED || at < 0 || at > most {
+		t.Errorf("the driver is at %d: %v", at, err)
+	}
+	f.Events = append(f.Events, slices.Repeat(f.Events[:1], 1024)...)
+	if _, err = p.Appraise(claimsOf(f), Unlocked()); len(fmt.Sprint(err)) > 2048 || !strings.Contains(fmt.Sprint(err), "and 1011 more") {
+		t.Errorf("%d bytes: %v", len(fmt.Sprint(err)), err)
 	}
 }
 

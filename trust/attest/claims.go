@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -192,19 +193,41 @@ func (c Claims) Firmware() (*Firmware, error) {
 	return &fw, nil
 }
 
-// maxMeasured bounds the text about one PCR in a mismatch, in bytes.
-const maxMeasured = 512
+const (
+	// maxMeasured bounds the events that a mismatch lists of one PCR.
+	maxMeasured = 16
+	// maxShown bounds the text of each of them, in bytes, so that long device paths do not hide the
+	// events after them: an audit record has less than 1 KiB for all.
+	maxShown = 48
+)
 
 // measured describes the event log's entries for a PCR.
 func (c Claims) measured(pcr int) string {
 	var all []string
+	more := 0
 	for _, e := range c.Events() {
-		if e.PCR == pcr {
-			all = append(all, fmt.Sprintf("%s %q", e.Type, e.Text))
+		switch {
+		case e.PCR != pcr:
+		case len(all) == maxMeasured:
+			more++
+		default:
+			all = append(all, e.Type+" "+shorten(strconv.QuoteToASCII(e.Text)))
 		}
 	}
 	s := strings.Join(all, ", ")
-	return s[:min(len(s), maxMeasured)]
+	if more > 0 {
+		s += fmt.Sprintf(" and %d more", more)
+	}
+	return s
+}
+
+// shorten leaves out the middle of a long text: paths differ at their ends.
+func shorten(ascii string) string {
+	const half = (maxShown - len("...")) / 2
+	if len(ascii) <= maxShown {
+		return ascii
+	}
+	return ascii[:half] + "..." + ascii[len(ascii)-half:]
 }
 
 // Event is one measurement of a replayed event log.

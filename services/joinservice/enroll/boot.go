@@ -76,15 +76,21 @@ func refuseClone(n *v1alpha1.AttestedNode, last *v1alpha1.Boot, now Boot, why st
 	return attest.Refuse(attestv1.Reason_REASON_MACHINE_CLONED, "%w", &CloneError{Node: n.Name, Machine: n.Spec.MachineID, Why: fmt.Sprintf("%s (resets/restarts) is refused, %s: %s", now, why, known)})
 }
 
-// compareBoots compares a boot with the last recorded one of its machine (J11): a later one is accepted, the same one only
-// with the same secret, and an earlier one never. The TPM's clock counts within one boot only, and its safe flag is
-// ignored: after a power loss the clock starts again, and is safe again within seconds. [refuseClone] completes the error's
-// text.
+// compareBoots compares a boot with the last recorded one of its machine (J11): a later one is accepted with another
+// secret, the same one only with the same secret, and an earlier one never. [refuseClone] completes the error's text.
+//
+// The TPM's clock counts within one boot only. Its safe flag is ignored: it is off for some time after a power loss, when
+// the clock starts again, and also within a boot, while the TPM's non-volatile memory is not available.
 func compareBoots(last v1alpha1.Boot, now Boot) (later bool, why string, reason attestv1.Reason) {
-	switch cmp.Or(cmp.Compare(int64(now.Reset), last.ResetCount), cmp.Compare(int64(now.Restart), last.RestartCount)) {
-	case 1:
+	hash := now.Secret.Hash()
+	same := subtle.ConstantTimeCompare([]byte(hex.EncodeToString(hash[:])), []byte(last.SecretHash)) == 1
+	order := cmp.Or(cmp.Compare(int64(now.Reset), last.ResetCount), cmp.Compare(int64(now.Restart), last.RestartCount))
+	switch {
+	case order > 0 && same: // a boot empties the memory that has the secret, and nothing but a boot or a suspend counts
+		return false, "it has the boot secret of the last one, which counts less, so it was suspended to memory, or its memory was copied", attestv1.Reason_REASON_MACHINE_CLONED
+	case order > 0:
 		return true, "", attestv1.Reason_REASON_ACCEPTED
-	case -1:
+	case order < 0:
 		// This is late evidence of a machine that has booted since. Evidence is valid for a minute, so an earlier boot that
 		// attests after that is that of a copy or of its original, even if joinservice's clock was ahead when the last boot
 		// was recorded.
@@ -92,10 +98,7 @@ func compareBoots(last v1alpha1.Boot, now Boot) (later bool, why string, reason 
 			return false, "the evidence was made before the machine's next boot", attestv1.Reason_REASON_VERDICT_OLD
 		}
 		return false, "it is an earlier boot than the last one", attestv1.Reason_REASON_MACHINE_CLONED
-	}
-	hash := now.Secret.Hash()
-	switch {
-	case subtle.ConstantTimeCompare([]byte(hex.EncodeToString(hash[:])), []byte(last.SecretHash)) != 1:
+	case !same:
 		return false, "it has another boot secret than the last one, which counts the same", attestv1.Reason_REASON_MACHINE_CLONED
 	case time.Duration(last.Clock)*time.Millisecond-now.Clock > maxClockBack:
 		return false, "within one boot, its TPM's clock went back", attestv1.Reason_REASON_CLOCK_WENT_BACK

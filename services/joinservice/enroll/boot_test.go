@@ -65,12 +65,12 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	roomtest.Shared.Reset(t)
 	k := roomtest.New(t)
 	c := roomtest.Claim(1)
-	c.Boot.Reset = 1
+	c.Boot.Reset, c.Boot.Secret = 1, keys.NewBootSecret()
 	if err := roomtest.Join(t.Context(), k, c, "a"); err != nil {
 		t.Fatal(err)
 	}
 	roomtest.Seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
-	c.Boot.Reset = 3
+	c.Boot.Reset, c.Boot.Secret = 3, keys.NewBootSecret()
 	if err := roomtest.Join(t.Context(), k, c, "b"); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("a ticket: %v", err)
 	}
@@ -86,7 +86,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 		t.Fatal(err)
 	}
 	between := c.Boot
-	between.Reset = 2
+	between.Reset, between.Secret = 2, keys.NewBootSecret()
 	if _, _, err := k.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
 		t.Fatal(err)
 	}

@@ -100,7 +100,8 @@ func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 	roomtest.Enroll(t, k, c, "a")
 	roomtest.Seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	between, later := c.Boot, c
-	between.Reset, later.Boot.Reset = 2, 3
+	between.Reset, between.Secret = 2, keys.NewBootSecret()
+	later.Boot.Reset, later.Boot.Secret = 3, keys.NewBootSecret()
 	k.State.Cluster.Client = lookingAtLease{k.State.Cluster.Client, &sync.Once{}, func() {
 		if _, _, err := other.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
 			t.Error(err)

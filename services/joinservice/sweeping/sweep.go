@@ -66,6 +66,9 @@ type Config struct {
 //
 // Every replica does this. Each change is a compare-and-swap, so one of them makes and reports it.
 type Sweeper struct {
+	// Every is the mean pause between two passes over all enrollments.
+	Every time.Duration
+
 	state       *state.State
 	list        *access.List
 	requests    *certificates.Requests
@@ -91,7 +94,7 @@ func NewSweeper(st *state.State, l *access.List, r *certificates.Requests, e *en
 		return nil, fmt.Errorf("sweeping: enrollments released after %s: certificates live %s, so wait for longer, or 0 for ever", cfg.ReleaseAfter, st.CertificateLife)
 	}
 	s := &Sweeper{
-		state: st, list: l, requests: r, enrollments: e, cfg: cfg, missing: map[string]time.Time{},
+		Every: lookEvery, state: st, list: l, requests: r, enrollments: e, cfg: cfg, missing: map[string]time.Time{},
 		vanished: prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_vanished", Help: "Enrolled nodes that show no sign of life, by how they vanished."}, []string{"how"}),
 		refused:  prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "muster_nodes_refused", Help: "Enrolled nodes, not banned, whose machine's last genuine evidence was refused, by reason."}, []string{"reason"}),
 		cloned:   prometheus.NewGauge(prometheus.GaugeOpts{Name: "muster_nodes_cloned", Help: "Enrolled nodes whose TPM a second machine has shown, until the owner has decided which is genuine."}),
@@ -112,7 +115,7 @@ func (s *Sweeper) Serve(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(lookEvery*3/4 + rand.N(lookEvery/2)): //nolint:gosec // spreading load is no secret
+		case <-time.After(s.Every*3/4 + rand.N(s.Every/2)): //nolint:gosec // spreading load is no secret
 		}
 	}
 }

@@ -230,6 +230,13 @@ func (m *Machine) LockTo(clusterID [32]byte) {
 	}
 }
 
+// Boots returns the TPM's resetCount: each boot of the machine has another one.
+func (m *Machine) Boots() uint32 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.resets
+}
+
 // Reboot switches the machine off and on: PCRs start at zero and resetCount increases.
 func (m *Machine) Reboot() { m.boot() }
 
@@ -246,14 +253,18 @@ func (m *Machine) Attester(p attest.Purpose) attest.Attester {
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	return attester{a, m.opts.Tamper}
+	return attester{a, m, m.opts.Tamper}
 }
 
 // attester changes the evidence of the real attester.
 type attester struct {
 	*tpm2.Attester
-	tamper Tamper
+	machine *Machine
+	tamper  Tamper
 }
+
+// Boots is [Machine.Boots].
+func (a attester) Boots() uint32 { return a.machine.Boots() }
 
 func (a attester) Attest(ctx context.Context, f attestv1.Format, b attest.Binding) (*attestv1.Evidence, error) {
 	ev, err := a.Attester.Attest(ctx, f, b)

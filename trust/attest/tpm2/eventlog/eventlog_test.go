@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -419,6 +421,13 @@ func FuzzReplay(f *testing.F) {
 	empty, _ := build(f)
 	f.Add(empty)
 	f.Add([]byte("Spec ID Event03"))
+	for _, real := range []string{"go-tpm-tools/gdc-host.bin", "keylime/bios.bin"} {
+		raw, err := os.ReadFile(filepath.Join("testdata", real))
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(raw)
+	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		l, err := eventlog.Parse(raw, tpm.SHA256)
 		if err != nil {
