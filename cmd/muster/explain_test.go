@@ -3,7 +3,9 @@ package main
 import (
 	"context"
 	"crypto"
+	"encoding/base64"
 	"encoding/hex"
+	"errors"
 	"log/slog"
 	"net"
 	"os"
@@ -15,12 +17,20 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/protobuf/proto"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/explain"
 	"github.com/muster-k8s/muster/internal/image"
 	"github.com/muster-k8s/muster/internal/image/imagetest"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -211,6 +221,76 @@ func TestAWaitingMachineIsExplained(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A machine that waits is named by its ID, one that has joined by its node.
+func TestAMachineIsExplainedByItsIDAndByItsNode(t *testing.T) {
+	t.Parallel()
+	api, ca := cluster(t), attesttest.NewCA(t)
+	model := attesttest.NewMachine(t, ca, attesttest.Options{})
+	folder := filepath.Join(t.TempDir(), "muster-prod")
+	if err := ownersFolder(folder, api, attesttest.Policy(t, ca, []*attesttest.Machine{model})); err != nil {
+		t.Fatal(err)
+	}
+	dir, err := ownerdir.Open(folder)
+	if err != nil {
+		t.Fatal(err)
+	}
+	joined := dir.Cluster()
+	joined.ClusterID = strings.Repeat("ab", 32)
+	if err := errors.Join(dir.Save(joined), dir.Close()); err != nil {
+		t.Fatal(err)
+	}
+	tampered := attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"})
+	entry, err := waiting.Entry{Reason: "POLICY_REFUSED", Address: serveMachine(t, tampered), Image: "image-0", Differs: "PCR 9 is another", Since: time.Now(), Last: time.Now()}.Encode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	list := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterapi.Namespace, Name: waiting.ConfigMap}, Data: map[string]string{tampered.ID().String(): entry}}
+	if err := api.Client.Create(t.Context(), list); err != nil {
+		t.Fatal(err)
+	}
+	explained := func(args ...string) (stdout, stderr string, err error) {
+		var out, problems strings.Builder
+		err = (&app{stdout: &out, stderr: &problems}).run(t.Context(), append([]string{"explain", "--directory", folder}, args...))
+		return out.String(), problems.String(), err
+	}
+	out, problems, err := explained(tampered.ID().String())
+	if exitCode(err) != exitFailed || !strings.Contains(problems, "record, which is not proven: refused with POLICY_REFUSED; image image-0") || !strings.Contains(problems, "PCR 9 is another") {
+		t.Errorf("%v\n%s", err, problems)
+	}
+	for _, w := range []string{"the verified evidence of machine " + tampered.ID().String(), "Refused with POLICY_REFUSED", `EV_IPL "initrd of tampered"`} {
+		if !strings.Contains(out, w) {
+			t.Errorf("no %q in\n%s", w, out)
+		}
+	}
+	if out, _, err := explained(model.ID().String()); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED || out != "" {
+		t.Errorf("a machine that does not wait: %v\n%s", err, out)
+	}
+
+	// Its own machine is asked by an order that it alone can answer. None runs here; owner/lifecycle has the answer.
+	c, err := attesttest.Claims(t.Context(), model.Attester(attest.PurposeMachine), attesttest.Verifier(t, ca), attest.PurposeMachine, attest.Binding{9})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: model.ID().String(), Role: v1alpha1.RoleWorker, DiskID: "5f0c95b6-2a3d-4c7e-9f10-000000000071", DiskMode: v1alpha1.DiskModeLUKS}}
+	if err := api.Client.Create(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	n.Status.EKPublic, n.Status.AKName = base64.StdEncoding.EncodeToString(c.EKPublic()), hex.EncodeToString(c.AKName())
+	if err := api.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	out, problems, err = explained("w1", "--timeout", "5s")
+	if err == nil || out != "" || !strings.Contains(problems, "w1: ") {
+		t.Errorf("a node that does not answer: %v\n%s\n%s", err, out, problems)
+	}
+	if err := api.Client.Get(t.Context(), types.NamespacedName{Name: "w1"}, n); err != nil {
+		t.Fatal(err)
+	}
+	if s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder]); err != nil || !strings.Contains(string(s.Text), string(ownerorder.ActionVerify)) {
+		t.Errorf("the order to the node's machine is %q, %v", s.Text, err)
 	}
 }
 

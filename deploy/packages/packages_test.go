@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"debug/elf"
+	"encoding/binary"
 	"errors"
 	"io"
 	"os"
@@ -126,6 +127,46 @@ func TestPackages(t *testing.T) {
 			if err == nil || !strings.Contains(err.Error(), arch) {
 				t.Errorf("%s: %v", arch, err)
 			}
+		}
+	})
+	t.Run("several architectures are packed from folders of their names", func(t *testing.T) {
+		both, out := t.TempDir(), t.TempDir()
+		for _, arch := range []string{"amd64", "arm64"} {
+			if err := os.Mkdir(filepath.Join(both, arch), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range []string{"muster", "bootstrapper"} {
+				program, err := os.ReadFile(filepath.Join(bin, name))
+				if err != nil {
+					t.Fatal(err)
+				}
+				binary.LittleEndian.PutUint16(program[18:], uint16(machines[arch])) // e_machine: to compile for it takes minutes
+				if err := os.WriteFile(filepath.Join(both, arch, name), program, 0o755); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		args := []string{"-source", source, "-bin", both, "-arch", "amd64,arm64", "-native", filepath.Join(bin, "muster"), "-version", "v1.2.3", "-compression", "0", "-o", out}
+		if err := run(t.Context(), args, io.Discard, os.Stderr); err != nil {
+			t.Fatal(err)
+		}
+		sums, err := os.ReadFile(filepath.Join(out, "SHA256SUMS"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, arch := range []string{"amd64", "arm64"} {
+			for _, name := range []string{"muster", "muster-bootstrapper"} {
+				name += "_1.2.3_" + arch + ".deb"
+				if got := strings.TrimSpace(command(t, "dpkg-deb", "-f", filepath.Join(out, name), "Architecture")); got != arch || !bytes.Contains(sums, []byte(name)) {
+					t.Errorf("%s is for %s; sums:\n%s", name, got, sums)
+				}
+			}
+			if got := tarball(t, filepath.Join(out, "muster_v1.2.3_linux_"+arch+".tar.gz")); !slices.Contains(got, "muster_v1.2.3_linux_"+arch+"/usr/bin/muster") {
+				t.Errorf("the tarball of %s has %q", arch, got)
+			}
+		}
+		if n := bytes.Count(sums, []byte("\n")); n != 6 {
+			t.Errorf("%d sums, want 6:\n%s", n, sums)
 		}
 	})
 	t.Run("the manual has every command", func(t *testing.T) {

@@ -45,7 +45,7 @@ const disk1 = "5f0c95b6-2a3d-4c7e-9f10-000000000001"
 // machine's connection to it. The test sets the clock by which the service measures the age of evidence and rates.
 type lone struct {
 	joinv1connect.JoinServiceClient
-	machine      *attesttest.Machine
+	machine, cp1 *attesttest.Machine // cp1 has the service
 	ca           *attesttest.CA
 	url          string
 	log          *audit.Log
@@ -63,7 +63,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 	shared.Reset(t)
 	ca := attesttest.NewCA(t)
 	cp1 := attesttest.NewMachine(t, ca, attesttest.Options{})
-	l := &lone{machine: attesttest.NewMachine(t, ca, attesttest.Options{}), ca: ca, began: time.Now()}
+	l := &lone{machine: attesttest.NewMachine(t, ca, attesttest.Options{}), cp1: cp1, ca: ca, began: time.Now()}
 	cp1.LockTo(shared.ID)
 	lock(l.machine)
 	shared.SetPolicy(t, attesttest.Policy(t, ca, []*attesttest.Machine{cp1}, attesttest.ControlPlanes(cp1)))

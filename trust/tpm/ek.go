@@ -224,10 +224,15 @@ func (c *conn) chain(leaf *x509.Certificate, indices []gotpm.TPMHandle) ([][]byt
 }
 
 // splitCertificates parses concatenated certificates. NV indices are often larger than their
-// content: the rest is padding of 0x00 or 0xFF.
+// content: the rest is padding, of 0x00 or 0xFF in an empty index, and of any byte but that with
+// which a certificate begins behind one (0x11 was seen).
 func splitCertificates(data []byte) ([]*x509.Certificate, error) {
+	const sequence = 0x30
 	var out []*x509.Certificate
 	for len(data) > 0 && data[0] != 0x00 && data[0] != 0xFF && len(out) < maxStored {
+		if len(out) > 0 && data[0] != sequence {
+			break
+		}
 		var raw asn1.RawValue
 		rest, err := asn1.Unmarshal(data, &raw)
 		if err != nil {

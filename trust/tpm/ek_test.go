@@ -8,6 +8,8 @@ import (
 	"crypto/rsa"
 	"crypto/x509"
 	"errors"
+	"os"
+	"path/filepath"
 	"testing"
 
 	gotpm "github.com/google/go-tpm/tpm2"
@@ -152,6 +154,30 @@ func TestEncapsulationKeyKnowsItsKinds(t *testing.T) {
 	for _, k := range []any{p521.Public(), short.Public(), nil, "x"} {
 		if _, err := tpm.EncapsulationKey(k); !errors.Is(err, tpm.ErrEKKind) {
 			t.Errorf("%T: %v, want ErrEKKind", k, err)
+		}
+	}
+}
+
+// What vendors have put into the NV index of a certificate, before and behind it.
+func TestCapturedContentsOfNVIndices(t *testing.T) {
+	for name, tt := range map[string]struct {
+		certificates int
+		refused      bool
+		key          bool // crypto/x509 knows its kind
+	}{
+		"stm-rsa-ffpadded.bin":    {certificates: 1, key: true},
+		"nuvoton-padded.bin":      {certificates: 1}, // padding of 0x11, a key of the type RSAES-OAEP
+		"stm-nuc-noheader.der":    {certificates: 1},
+		"stm-nuc-nvheader.bin":    {refused: true}, // the header of TPM 1.2
+		"ifx-nvheader-padded.bin": {refused: true},
+	} {
+		data, err := os.ReadFile(filepath.Join("..", "attest", "tpm2", "testdata", "captured", "tpm-ek", "leaf", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		certs, err := tpm.SplitCertificates(data)
+		if len(certs) != tt.certificates || (err != nil) != tt.refused || len(certs) > 0 && (certs[0].PublicKey != nil) != tt.key {
+			t.Errorf("%s: %d certificates, %v", name, len(certs), err)
 		}
 	}
 }

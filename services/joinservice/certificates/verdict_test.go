@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
 )
 
 // inForce returns a store whose policy has serial 4 and generation 2.
@@ -51,13 +52,18 @@ func TestARenewalNeedsARecentVerdictUnderThePolicyInForce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, tt := range map[string]struct {
+	type asked struct {
 		status v1alpha1.AttestedNodeStatus
 		policy *policy.Store
 		grace  time.Duration // the rest of it
 		reason attestv1.Reason
 		waits  bool
-	}{
+	}
+	check := func(c asked) error {
+		a := &Approver{policy: c.policy, maxAge: maxAge, grace: c.grace}
+		return a.checkVerdict(&v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Status: c.status})
+	}
+	cases := map[string]asked{
 		"recent":                           {verdict(14*time.Minute, 2, 4), p, 0, attestv1.Reason_REASON_ACCEPTED, false},
 		"old":                              {verdict(16*time.Minute, 2, 4), p, time.Hour, attestv1.Reason_REASON_VERDICT_OLD, true},
 		"of a time to come":                {verdict(-16*time.Minute, 2, 4), p, time.Hour, attestv1.Reason_REASON_VERDICT_OLD, true},
@@ -68,10 +74,10 @@ func TestARenewalNeedsARecentVerdictUnderThePolicyInForce(t *testing.T) {
 		"under a policy that was replaced": {verdict(0, 2, 3), p, 0, attestv1.Reason_REASON_VERDICT_OLD, true},
 		"of the owner's program":           {verdict(0, 0, 4), p, time.Hour, attestv1.Reason_REASON_VERDICT_OLD, true},
 		"without a policy":                 {verdict(0, 2, 4), without, time.Hour, attestv1.Reason_REASON_NOT_READY, true},
-	} {
+	}
+	for name, tt := range cases {
 		t.Run(name, func(t *testing.T) {
-			a := &Approver{policy: tt.policy, maxAge: maxAge, grace: tt.grace}
-			err := a.checkVerdict(&v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Status: tt.status})
+			err := check(tt)
 			later, waits := errors.AsType[*notYet](err)
 			if waits {
 				err = later.err
@@ -81,4 +87,19 @@ func TestARenewalNeedsARecentVerdictUnderThePolicyInForce(t *testing.T) {
 			}
 		})
 	}
+	var rows []hardwaretest.Vector
+	for _, name := range []string{"under the policy before", "under a policy that was replaced"} {
+		rows = append(rows, hardwaretest.Vector{
+			Name: "renewal with a verdict " + name, Want: attestv1.Reason_REASON_VERDICT_OLD,
+			Wrong: func(testing.TB) error {
+				err := check(cases[name])
+				if later, waits := errors.AsType[*notYet](err); waits {
+					return later.err
+				}
+				return err
+			},
+			Right: func(testing.TB) error { return check(cases["recent"]) },
+		})
+	}
+	hardwaretest.Refused(t, "Peer of an older policy", rows)
 }

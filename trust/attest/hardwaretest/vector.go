@@ -49,9 +49,12 @@ func Refused(t *testing.T, platform string, all []Vector) {
 		fmt.Fprintf(&want, "| %s | `%s` | %s |\n", platform, r, strings.Join(inputs[r], "; "))
 	}
 	t.Logf("%d vectors:\n%s", len(all), want.String())
-	path := filepath.Join("hardware", "testdata", "refused.md") // from trust/attest
-	if _, err := os.Stat(path); err != nil {
-		path = filepath.Join("..", path) // from a package below it
+	path := filepath.Join("trust", "attest", "hardware", "testdata", "refused.md")
+	for range 4 { // up to the repository
+		if _, err := os.Stat(path); err == nil {
+			break
+		}
+		path = filepath.Join("..", path)
 	}
 	page, err := os.ReadFile(path)
 	if err != nil {

@@ -44,28 +44,18 @@ func TestAMachineWithoutACertificateIsAcceptedOnlyIfListed(t *testing.T) {
 		t.Errorf("%s, machine %s, root %v, chain %v", c.Endorsement(), c.Machine(), c.Root(), c.Chain())
 	}
 	id := m.ID()
-	for name, tt := range map[string]struct {
-		change []func(*attestv1.Policy)
-		want   attestv1.Reason
-	}{
-		"it is listed":                    {[]func(*attestv1.Policy){lists(id)}, attestv1.Reason_REASON_ACCEPTED},
-		"it is listed, and no root is":    {[]func(*attestv1.Policy){lists(id), func(p *attestv1.Policy) { p.Tpm2.EkRoots = nil }}, attestv1.Reason_REASON_ACCEPTED},
-		"there is no list":                {nil, badEK},
-		"another machine is listed":       {[]func(*attestv1.Policy){lists(other.ID())}, badEK},
-		"it is among machineIds":          {[]func(*attestv1.Policy){func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{id.String()} }}, badEK},
-		"any machine with a root will do": {[]func(*attestv1.Policy){func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true} }}, badEK},
-		"it is a control plane":           {[]func(*attestv1.Policy){attesttest.ControlPlanes(m)}, badEK},
-		"others are listed, and anyMachine": {[]func(*attestv1.Policy){lists(other.ID()), func(p *attestv1.Policy) {
+	appraisedAs(t, "Bare EK, rules", ca, m, map[string]appraised{
+		"it is listed":                    {c, []func(*attestv1.Policy){lists(id)}, attestv1.Reason_REASON_ACCEPTED},
+		"it is listed, and no root is":    {c, []func(*attestv1.Policy){lists(id), func(p *attestv1.Policy) { p.Tpm2.EkRoots = nil }}, attestv1.Reason_REASON_ACCEPTED},
+		"there is no list":                {c, nil, badEK},
+		"another machine is listed":       {c, []func(*attestv1.Policy){lists(other.ID())}, badEK},
+		"it is among machineIds":          {c, []func(*attestv1.Policy){func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{id.String()} }}, badEK},
+		"any machine with a root will do": {c, []func(*attestv1.Policy){func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true} }}, badEK},
+		"it is a control plane":           {c, []func(*attestv1.Policy){attesttest.ControlPlanes(m)}, badEK},
+		"others are listed, and anyMachine": {c, []func(*attestv1.Policy){lists(other.ID()), func(p *attestv1.Policy) {
 			p.Insecure = &attestv1.InsecureSwitches{AnyMachine: true, AllowSelfAsserted: true}
 		}}, badEK},
-	} {
-		t.Run(name, func(t *testing.T) {
-			p := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, tt.change...)
-			if _, err := p.Appraise(c, attest.Unlocked()); attest.ReasonOf(err) != tt.want {
-				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
-			}
-		})
-	}
+	}, func(appraised) []func(*attestv1.Policy) { return []func(*attestv1.Policy){lists(id)} })
 	t.Run("the list accepts no machine with a certificate", func(t *testing.T) {
 		p := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, lists(other.ID()), func(p *attestv1.Policy) { p.Tpm2.EkRoots = nil })
 		if _, err := p.Appraise(claims(other), attest.Unlocked()); attest.ReasonOf(err) != badEK {
@@ -136,10 +126,7 @@ func TestBareKeysThatAreRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	good := spki(t, p256.Public())
-	for name, tt := range map[string]struct {
-		opts attesttest.Options
-		want attestv1.Reason
-	}{
+	refusedAs(t, "Bare EK", ca, attest.Binding{1}, map[string]verdict{
 		"no change":                        {attesttest.Options{Bare: true}, attestv1.Reason_REASON_ACCEPTED},
 		"another key, before it is proven": {key(good), attestv1.Reason_REASON_ACCEPTED},
 		"no key":                           {key(nil), malformed},
@@ -153,19 +140,7 @@ func TestBareKeysThatAreRefused(t *testing.T) {
 		"a short RSA key":                  {key(spki(t, short.Public())), badEK},
 		"a compressed point":               {key(compressed(t, p256)), malformed},
 		"a certificate in its place":       {key(ek.Certificates[0][:min(256, len(ek.Certificates[0]))]), malformed},
-	} {
-		t.Run(name, func(t *testing.T) {
-			m := attesttest.NewMachine(t, ca, tt.opts)
-			b := attest.Binding{1}
-			ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if _, err := attesttest.Verifier(t, ca).Verify(t.Context(), ev, attest.NewStatement(attest.PurposeMachine, b), b); attest.ReasonOf(err) != tt.want {
-				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
-			}
-		})
-	}
+	}, attesttest.Options{Bare: true})
 }
 
 // extended returns a key with one more element in its outer sequence, which crypto/x509 ignores.

@@ -9,6 +9,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/asn1"
+	"strings"
 	"testing"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -293,20 +295,31 @@ func TestEvidenceThatIsRefused(t *testing.T) {
 	}
 	ca := attesttest.NewCA(t)
 	verifier := attesttest.Verifier(t, ca)
+	table := map[string]map[string]refused{}
 	for part, cases := range catalogue {
-		for name, tt := range cases {
-			t.Run(part+" "+name, func(t *testing.T) {
-				m := attesttest.NewMachine(t, ca, attesttest.Options{Tamper: tt.tamper})
-				b := attest.Binding(sha256.Sum256([]byte(name)))
-				c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), verifier, attest.PurposeMachine, b)
-				if attest.ReasonOf(err) != tt.want {
-					t.Fatalf("%v, want %s", err, attest.ReasonName(tt.want))
-				}
-				if err != nil && c.Machine() != (attest.MachineID{}) {
-					t.Error("refused evidence left claims behind (A2)")
-				}
-			})
+		platform := "TPM"
+		if part == "endorsement key certificate" || part == "activation" {
+			platform = "EK certificate"
 		}
+		if table[platform] == nil {
+			table[platform] = map[string]refused{}
+		}
+		for name, tt := range cases {
+			table[platform][strings.TrimPrefix(part, "endorsement key ")+" "+name] = tt
+		}
+	}
+	judge := func(t testing.TB, tt refused) error {
+		m := attesttest.NewMachine(t, ca, attesttest.Options{Tamper: tt.tamper})
+		b := attest.Binding(sha256.Sum256([]byte(t.Name())))
+		c, err := attesttest.Claims(t.Context(), m.Attester(attest.PurposeMachine), verifier, attest.PurposeMachine, b)
+		if err != nil && c.Machine() != (attest.MachineID{}) {
+			t.Error("refused evidence left claims behind (A2)")
+		}
+		return err
+	}
+	captured := map[string][]hardwaretest.Vector{"TPM": capturedQuotes(t), "EK certificate": capturedEKs(t)}
+	for platform, cases := range table {
+		hardwaretest.Refused(t, platform, append(vectors(cases, func(c refused) attestv1.Reason { return c.want }, judge, func(refused) refused { return refused{} }), captured[platform]...))
 	}
 }
 

@@ -89,32 +89,22 @@ func TestANitroDocumentIsAppraisedByItsRule(t *testing.T) {
 	platform := func(p *attestv1.Policy) {
 		p.Tpm2.EkRoots, p.Tpm2.PlatformRoots = nil, []*attestv1.PlatformRoot{{Pem: ca.PEM(), Provider: "gcp", Key: "ecc-p256", MachineIds: []string{ours}}}
 	}
-	for name, tt := range map[string]struct {
-		change []func(*attestv1.Policy)
-		want   attestv1.Reason
-	}{
-		"listed":                          {[]func(*attestv1.Policy){nitroRoot(ca, ours)}, accepted},
-		"not listed":                      {[]func(*attestv1.Policy){nitroRoot(ca, theirs)}, unlisted},
-		"any machine":                     {[]func(*attestv1.Policy){nitroRoot(ca), anyMachine}, accepted},
-		"below another root":              {[]func(*attestv1.Policy){nitroRoot(other, ours)}, badEK},
-		"below another root, any machine": {[]func(*attestv1.Policy){nitroRoot(other), anyMachine}, badEK},
-		"listed for another root":         {[]func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(other, ours)}, unlisted},
-		"in the second rule of its root":  {[]func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(ca, ours)}, accepted},
-		"without a rule":                  {[]func(*attestv1.Policy){ekRoot}, badEK},
-		"as if with a platform key":       {[]func(*attestv1.Policy){platform}, badEK},
-		"as if without a certificate":     {[]func(*attestv1.Policy){nitroRoot(ca, theirs), lists(m.ID())}, unlisted},
-		"revoked by its ID":               {[]func(*attestv1.Policy){nitroRoot(ca, theirs), revoke(m.ID())}, badEK},
-		"whose document's key is revoked": {[]func(*attestv1.Policy){nitroRoot(ca, ours), revoke(c.Chain()[0].Key)}, badEK},
-		"whose authority is revoked":      {[]func(*attestv1.Policy){nitroRoot(ca, ours), revoke(sha256.Sum256(ca.Root().RawSubjectPublicKeyInfo))}, badEK},
-		"of a policy for another bank":    {[]func(*attestv1.Policy){nitroRoot(ca, ours), bankSHA256}, unlisted},
-	} {
-		t.Run(name, func(t *testing.T) {
-			p := attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, tt.change...)
-			if _, err := p.Appraise(c, attest.Unlocked()); attest.ReasonOf(err) != tt.want {
-				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
-			}
-		})
-	}
+	appraisedAs(t, "NitroTPM, rules", ca, m, map[string]appraised{
+		"listed":                          {c, []func(*attestv1.Policy){nitroRoot(ca, ours)}, accepted},
+		"not listed":                      {c, []func(*attestv1.Policy){nitroRoot(ca, theirs)}, unlisted},
+		"any machine":                     {c, []func(*attestv1.Policy){nitroRoot(ca), anyMachine}, accepted},
+		"below another root":              {c, []func(*attestv1.Policy){nitroRoot(other, ours)}, badEK},
+		"below another root, any machine": {c, []func(*attestv1.Policy){nitroRoot(other), anyMachine}, badEK},
+		"listed for another root":         {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(other, ours)}, unlisted},
+		"in the second rule of its root":  {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(ca, ours)}, accepted},
+		"without a rule":                  {c, []func(*attestv1.Policy){ekRoot}, badEK},
+		"as if with a platform key":       {c, []func(*attestv1.Policy){platform}, badEK},
+		"as if without a certificate":     {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), lists(m.ID())}, unlisted},
+		"revoked by its ID":               {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), revoke(m.ID())}, badEK},
+		"whose document's key is revoked": {c, []func(*attestv1.Policy){nitroRoot(ca, ours), revoke(c.Chain()[0].Key)}, badEK},
+		"whose authority is revoked":      {c, []func(*attestv1.Policy){nitroRoot(ca, ours), revoke(sha256.Sum256(ca.Root().RawSubjectPublicKeyInfo))}, badEK},
+		"of a policy for another bank":    {c, []func(*attestv1.Policy){nitroRoot(ca, ours), bankSHA256}, unlisted},
+	}, func(appraised) []func(*attestv1.Policy) { return []func(*attestv1.Policy){nitroRoot(ca, ours)} })
 	t.Run("the rule accepts nothing else", func(t *testing.T) {
 		for name, o := range map[string]attesttest.Options{"an EK certificate": {Bank: tpm.SHA384}, "a platform key": {Bank: tpm.SHA384, Platform: &attesttest.Platform{Project: "ours", Zone: "a"}}} {
 			other := attesttest.NewMachine(t, ca, o)
@@ -147,14 +137,7 @@ func TestNitroDocumentsThatAreRefused(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	other := attesttest.NewMachine(t, ca, nitro(func(n *attesttest.Nitro) { n.Module = "i-0fedcba9876543210-tpm0000000000000000" }))
 	b := attest.Binding{1}
-	attestOf := func(m *attesttest.Machine, b attest.Binding) *attestv1.Tpm2Evidence {
-		ev, err := m.Attester(attest.PurposeMachine).Attest(t.Context(), tpmFormat, b)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return ev.GetTpm2()
-	}
-	theirs := attestOf(other, b)
+	theirs := attestOf(t, other, b)
 	ek, err := attesttest.NewMachine(t, ca, attesttest.Options{}).EndorsementKey(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -167,10 +150,7 @@ func TestNitroDocumentsThatAreRefused(t *testing.T) {
 	chained := func(change func(*x509.Certificate)) attesttest.Options {
 		return nitro(func(n *attesttest.Nitro) { n.CA = ca.Intermediate(t, nil).Intermediate(t, nil).Intermediate(t, change) })
 	}
-	for name, tt := range map[string]struct {
-		opts attesttest.Options
-		want attestv1.Reason
-	}{
+	refusedAs(t, "NitroTPM", ca, b, map[string]verdict{
 		"no change":                 {nitro(nil), accepted},
 		"three issuers, as AWS has": {chained(nil), accepted},
 		"four issuers": {nitro(func(n *attesttest.Nitro) {
@@ -266,13 +246,11 @@ func TestNitroDocumentsThatAreRefused(t *testing.T) {
 		"an EK certificate beside it":                {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkCertificates = ek.Certificates }), malformed},
 		"a bare EK beside it":                        {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkPublic = []byte{1} }), malformed},
 		"a platform key beside it":                   {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.PlatformKey = &attestv1.PlatformKey{} }), malformed},
-	} {
-		t.Run(name, func(t *testing.T) { judged(t, ca, tt.opts, b, tt.want) })
-	}
+	}, nitro(nil))
 	t.Run("evidence of an old session", func(t *testing.T) {
 		fresh := attest.Binding{2}
 		v := attesttest.Verifier(t, ca)
-		mixed := attestOf(other, fresh)
+		mixed := attestOf(t, other, fresh)
 		ev := &attestv1.Evidence{Format: tpmFormat, Body: &attestv1.Evidence_Tpm2{Tpm2: mixed}}
 		if _, err := v.Verify(t.Context(), ev, attest.NewStatement(attest.PurposeMachine, fresh), fresh); err != nil {
 			t.Error(err)

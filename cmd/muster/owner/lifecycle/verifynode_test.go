@@ -206,6 +206,22 @@ func TestARunningNodeIsVerified(t *testing.T) {
 		s.EvidenceDigest == hex.EncodeToString(make([]byte, 32)) || len(s.Chain) != 2 {
 		t.Errorf("%+v", s)
 	}
+	policy := attesttest.Policy(t, r.ca, []*attesttest.Machine{r.m})
+	explained := func(t *testing.T, s *appraisal.Report) *appraisal.Explanation {
+		t.Helper()
+		seen, err := appraisal.SeenBy(s, r.policy)
+		if err != nil {
+			t.Fatal(err)
+		}
+		e, err := appraisal.ExplainBoot(seen, policy, nil)
+		if err != nil || !e.Verified || !strings.Contains(e.From, s.Machine) {
+			t.Fatalf("%+v, %v", e, err)
+		}
+		return e
+	}
+	if e := explained(t, s); e.Refusal != nil || len(e.Fits) != 2 || len(e.Fits[0].PCRs)+len(e.Fits[1].PCRs) != 0 {
+		t.Errorf("muster explain says of an accepted node: %+v", e)
+	}
 	t.Run("evidence of before is refused", func(t *testing.T) {
 		old, err := os.ReadFile(filepath.Join(r.root, machineorders.EvidenceFolder, served[0].Name()))
 		if err != nil {
@@ -216,6 +232,9 @@ func TestARunningNodeIsVerified(t *testing.T) {
 		refusedAs(t, s, attestv1.Reason_REASON_BINDING_MISMATCH)
 		if s.Machine != "" || s.Record != nil {
 			t.Errorf("something of it is shown: %+v", s)
+		}
+		if _, err := appraisal.SeenBy(s, r.policy); attest.ReasonOf(err) != attestv1.Reason_REASON_BINDING_MISMATCH {
+			t.Errorf("it is explained: %v", err)
 		}
 		r.relay = nil
 		r.accepted(t)
@@ -247,6 +266,9 @@ func TestARunningNodeIsVerified(t *testing.T) {
 		refusedAs(t, s, attestv1.Reason_REASON_POLICY_REFUSED)
 		if s.Machine != r.on.Machine.String() || s.PCRs[4].Match == nil || *s.PCRs[4].Match || s.Record != nil {
 			t.Errorf("%+v", s)
+		}
+		if e := explained(t, s); e.Refusal == nil || e.Refusal.Reason != "POLICY_REFUSED" || len(e.Fits[0].PCRs) == 0 || len(e.Log) == 0 {
+			t.Errorf("muster explain says: %+v", e)
 		}
 		r.m.BootImage("image")
 	})

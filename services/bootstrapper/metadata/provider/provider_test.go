@@ -209,6 +209,20 @@ func TestCloudsFillInWhatTheDocumentLeavesOut(t *testing.T) {
 	if m, err := complete(t, service(t, metadata.ProviderAzure, azurePlatform(t, "azure-imds-instance-waagent.json")), metadata.ProviderAzure); err != nil || m.Name != "health" || m.Addresses[0].String() != "10.0.1.4" {
 		t.Errorf("an older answer of Azure: %+v, %v", m, err)
 	}
+	// The answer above is from the description of the newest version, which leaves the instance's UUID out. nova's guide of config drives has it
+	// (doc/source/user/config-drive.rst), and the service answers with it since version 2012-08-10.
+	const path, uuid = "/openstack/latest/meta_data.json", "83679162-1378-4288-a2d4-70e13ec132aa"
+	p, doc := openStackPlatform(t), map[string]any{}
+	captured(t, "openstack-meta_data-2018-08-27.json", &doc)
+	doc["uuid"] = uuid
+	b, err := json.Marshal(doc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.answers[path] = string(b)
+	if m, err := complete(t, service(t, metadata.ProviderOpenStack, p), metadata.ProviderOpenStack); err != nil || m.ProviderID != "openstack:///"+uuid || m.Name != "test" {
+		t.Errorf("with a UUID: %+v, %v", m, err)
+	}
 }
 
 // Each service needs its header, and an answer is not taken from a server that does not know it.
