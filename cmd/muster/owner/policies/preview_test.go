@@ -70,11 +70,11 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 			t.Errorf("%+v, %v", plan, err)
 		}
 		// The checks of an application.
-		if _, err := PlanPolicy(ctx, o.Dir, policy(1, old, next)); problem.Explain(err).Reason != "POLICY_INVALID" || !strings.Contains(problem.Explain(err).Remedy, "Set serial to 2") {
+		if _, err := PlanPolicy(ctx, o.Dir, policy(1, old, next)); err == nil || problem.Explain(err).Reason != "POLICY_INVALID" || !strings.Contains(problem.Explain(err).Remedy, "Set serial to 2") {
 			t.Errorf("another policy of the same serial: %v", err)
 		}
 		ownertest.Create(t, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "cp9"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane}})
-		if _, err := PlanPolicy(ctx, o.Dir, policy(3, old, next)); problem.Explain(err).Reason != "SERVER_NOT_LISTED" {
+		if _, err := PlanPolicy(ctx, o.Dir, policy(3, old, next)); err == nil || problem.Explain(err).Reason != "SERVER_NOT_LISTED" {
 			t.Errorf("a control plane that is not listed: %v", err)
 		}
 		if _, err := PlanPolicy(ctx, o.Dir, policy(3, old, next), "cp9"); err != nil {
