@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -82,17 +83,23 @@ func (a *app) signCommand() *cobra.Command {
 
 func (a *app) applyCommand() *cobra.Command {
 	var (
-		timeout time.Duration
-		expel   bool
-		out     []string
+		timeout    time.Duration
+		expel, dry bool
+		out        []string
 	)
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
 		Short: "Sign the policy of the owner's folder and put it in force; FILE replaces it first",
 		Long: `Refuses a policy that running nodes do not match, by what the cluster has stored of their last evidence: the PCRs and the machine ID.
-muster policy diff has the cluster appraise them by it, with everything else that a policy demands.`,
+muster policy diff has the cluster appraise them by it, with everything else that a policy demands.
+
+With --dry-run, it makes all its checks, shows what would change and which running nodes would be refused, and writes nothing. The exit
+code is 1 if there is such a node, unless --expel is given.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if dry {
+				return a.withFolder(func(dir *ownerdir.Dir) error { return a.dryApply(cmd.Context(), dir, args, expel, timeout, out) })
+			}
 			path, err := a.folder()
 			if err != nil {
 				return err
@@ -124,8 +131,50 @@ muster policy diff has the cluster appraise them by it, with everything else tha
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
 	leaveOut(cmd.Flags(), &out)
+	cmd.Flags().BoolVar(&dry, "dry-run", false, "only show what would change, and which running nodes would be refused")
 	cmd.Flags().BoolVar(&expel, "expel", false, "also if running nodes do not match the policy: they get no key and no certificate from then on")
 	return cmd
+}
+
+// errWouldExpel is the result of a dry run that finds a running node refused.
+var errWouldExpel = errors.New("running nodes do not match the policy, so muster policy apply refuses it without --expel; nothing was changed")
+
+// dryApply shows what muster policy apply would do.
+func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, expel bool, timeout time.Duration, leaveOut []string) error {
+	text, err := dir.Read(ownerdir.PolicyFile)
+	if len(args) == 1 {
+		text, err = a.nextPolicy(dir, args[0])
+	}
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	plan, err := policies.PlanPolicy(ctx, dir, text, leaveOut...)
+	if err != nil {
+		return err
+	}
+	diff, err := policies.DiffPolicy(ctx, dir, text)
+	if err != nil {
+		return err
+	}
+	if a.output == outputJSON {
+		err = a.json(map[string]any{"serial": plan.Policy.Serial(), "diff": diff, "refused": append([]policies.Expelled{}, plan.Refused...)})
+	} else {
+		fmt.Fprint(a.stdout, diff)
+		for _, n := range plan.Refused {
+			fmt.Fprintf(a.stdout, "%s would be refused: %s\n", n.Node, n.Why)
+		}
+		what := "would be put in force"
+		if diff == "" {
+			what = "says what the one in force says"
+		}
+		_, err = fmt.Fprintf(a.stdout, "The policy of serial %d %s. Nothing was changed.\n", plan.Policy.Serial(), what)
+	}
+	if err == nil && len(plan.Refused) > 0 && !expel {
+		err = &shown{errWouldExpel}
+	}
+	return err
 }
 
 // leaveOut adds the flag for control planes of the cluster that are none of the owner's.

@@ -211,10 +211,10 @@ func ready(n clusterapi.NodeStatus) string {
 	switch {
 	case !n.Joined:
 		return "not joined"
-	case n.Ready:
-		return "yes"
+	case n.Stale:
+		return "no (old)"
 	default:
-		return "no"
+		return yes(n.Ready)
 	}
 }
 

@@ -39,6 +39,9 @@ func (a *app) showMachine(s *appraisal.MachineStatus, now time.Time) {
 		line("Endorsement", "%s", s.Endorsement)
 	}
 	line("Node", "%s, %s", dash(s.NodeName), dash(s.Role))
+	if s.Disk != "" {
+		line("State disk", "%s", s.Disk)
+	}
 	phase := s.Phase
 	switch phase {
 	case "unlocking":

@@ -18,8 +18,8 @@ func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {
 		"waiting":    "Phase        waiting\n",
 	} {
 		var out bytes.Buffer
-		(&app{stdout: &out}).showMachine(&appraisal.MachineStatus{Proven: true, Phase: phase, Reason: "NOT_ENROLLED", FailedAttempts: 3, NextAttempt: &next, NodeName: "w1", Role: "worker"}, now)
-		for _, line := range []string{want, "NOT_ENROLLED", "failed attempts: 3", "Next attempt in 8s"} {
+		(&app{stdout: &out}).showMachine(&appraisal.MachineStatus{Proven: true, Phase: phase, Reason: "NOT_ENROLLED", FailedAttempts: 3, NextAttempt: &next, NodeName: "w1", Role: "worker", Disk: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"}, now)
+		for _, line := range []string{want, "NOT_ENROLLED", "failed attempts: 3", "Next attempt in 8s", "State disk   3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab\n"} {
 			if !strings.Contains(out.String(), line) {
 				t.Errorf("%s: no %q in\n%s", phase, line, &out)
 			}

@@ -1,12 +1,16 @@
 package main
 
 import (
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -132,5 +136,88 @@ func TestACommandThatDoesNotExistIsFound(t *testing.T) {
 	}
 	if got, _ := exists(root, strings.Fields("forget NAME --erased."), false); got {
 		t.Error("a wrong flag in prose is not found")
+	}
+}
+
+// shell is what only a person with a login on a machine can do. Muster's image has none.
+var shell = regexp.MustCompile(`\bjournalctl\b|\bsystemctl (start|stop|restart|status|enable|disable)\b|\brm -|\bremove (%s|/var/lib/muster) and\b|\bremove /var/lib/muster\b`)
+
+// needsLogin reports whether a text sends its reader to a shell of a machine. A pod on the node runs from the workstation.
+func needsLogin(text string) bool {
+	return shell.MatchString(strings.ReplaceAll(text, "-- chroot /host journalctl ", ""))
+}
+
+// A person who reads a text of a program has the owner's workstation and the console.
+func TestNoTextOfAProgramNeedsALogin(t *testing.T) {
+	const runs = "services/bootstrapper/machine/machine.go" // runs systemctl, and names in errors what it ran
+	seen := 0
+	for path, source := range texts(t) {
+		if top, _, _ := strings.Cut(path, "/"); !slices.Contains([]string{"cmd", "internal", "services", "trust"}, top) || filepath.Ext(path) != ".go" || path == runs {
+			continue
+		}
+		for _, text := range stringsOf(t, path, source) {
+			seen++
+			if needsLogin(text) {
+				t.Errorf("%s: %q: name a command for the workstation, as muster doctor --node, muster reset, or checkup.Journal", path, text)
+			}
+		}
+	}
+	if seen < 10000 {
+		t.Errorf("only %d texts were found", seen)
+	}
+	for text, want := range map[string]bool{
+		"Look at journalctl -u muster-renewal.": true, "systemctl start muster-bootstrapper: it": true, "To start over, remove /var/lib/muster": true, "remove %s and reboot it": true, "rm -rf /x": true,
+		"kubectl -n kube-system debug node/w1 -it -q --profile=sysadmin --image=IMAGE -- chroot /host journalctl -u x": false, "systemctl": false, "muster policy remove-image NAME": false, "confirm -": false,
+	} {
+		if needsLogin(text) != want {
+			t.Errorf("%q: %t", text, !want)
+		}
+	}
+}
+
+// stringsOf returns the strings of a Go file; of a sum, all parts as one, with %s for what is no literal.
+func stringsOf(t *testing.T, path, source string) (out []string) {
+	t.Helper()
+	f, err := parser.ParseFile(token.NewFileSet(), path, source, parser.SkipObjectResolution)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text func(e ast.Expr) string
+	text = func(e ast.Expr) string {
+		switch e := e.(type) {
+		case *ast.BasicLit:
+			if s, err := strconv.Unquote(e.Value); err == nil && e.Kind == token.STRING {
+				return s
+			}
+		case *ast.BinaryExpr:
+			if e.Op == token.ADD {
+				return text(e.X) + text(e.Y)
+			}
+		}
+		return "%s"
+	}
+	ast.Inspect(f, func(n ast.Node) bool {
+		switch n := n.(type) {
+		case *ast.BinaryExpr:
+			if n.Op == token.ADD {
+				out = append(out, text(n))
+				return true // what a function in it gets
+			}
+		case *ast.BasicLit:
+			if n.Kind == token.STRING {
+				out = append(out, text(n))
+			}
+		}
+		return true
+	})
+	return out
+}
+
+// kubectl logs of a DaemonSet shows one of its pods, and the refusal may be in the log of another.
+func TestNoTextReadsTheLogOfOnePodOnly(t *testing.T) {
+	for path, text := range texts(t) {
+		if strings.Contains(text, "logs ds/") || strings.Contains(text, "logs daemonset/") {
+			t.Errorf("%s: kubectl logs ds/ shows one pod: use -l app.kubernetes.io/name=NAME --prefix --tail=-1", path)
+		}
 	}
 }

@@ -160,9 +160,13 @@ func (a *app) show(s *appraisal.Report, events bool) error {
 	if a.output == outputJSON {
 		return errors.Join(a.json(s), s.Err)
 	}
+	disk := ""
+	if s.Disk != "" {
+		disk = "State disk     " + s.Disk + " (the cluster's record: not proven)\n"
+	}
 	if s.Machine != "" {
-		fmt.Fprintf(a.stdout, "Machine        %s\nEndorsement    %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nHardware       %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n\n",
-			s.Machine, endorsement(s), named(s.Image), named(s.Class), dash(s.Root), s.EKKind, s.Lock, s.SecureBoot, dash(s.Hardware), s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest)
+		fmt.Fprintf(a.stdout, "Machine        %s\nEndorsement    %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nHardware       %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n%s\n",
+			s.Machine, endorsement(s), named(s.Image), named(s.Class), dash(s.Root), s.EKKind, s.Lock, s.SecureBoot, dash(s.Hardware), s.FirmwareVersion, s.ResetCount, s.RestartCount, s.AKName, s.EvidenceDigest, disk)
 		rows := [][]string{{"EK CERTIFICATE CHAIN", "SERIAL NUMBER", "SHA-256 OF ITS KEY"}}
 		for _, c := range s.Chain {
 			rows = append(rows, []string{c.Subject, c.Serial, c.Key})
@@ -188,7 +192,7 @@ func (a *app) show(s *appraisal.Report, events bool) error {
 		fmt.Fprintln(a.stdout)
 	}
 	if r := s.Record; r != nil {
-		fmt.Fprintf(a.stdout, "What the cluster says of %s. Nothing of it is proven: whoever controls the cluster can write it.\n\nMachine        %s\nVerdict        %s\n\n", s.Node, r.Machine, recorded(r))
+		fmt.Fprintf(a.stdout, "What the cluster says of %s. Nothing of it is proven: whoever controls the cluster can write it.\n\nMachine        %s\n%sVerdict        %s\n\n", s.Node, r.Machine, disk, recorded(r))
 	}
 	switch {
 	case s.Accepted:

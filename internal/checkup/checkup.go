@@ -55,6 +55,11 @@ func (r *Report) Clean(check string) bool {
 	return !slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Check == check && f.Level != OK })
 }
 
+// Failed reports whether the check has a failure so far.
+func (r *Report) Failed(check string) bool {
+	return slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Check == check && f.Level == Fail })
+}
+
 // Count returns how many findings have a level.
 func (r *Report) Count(l Level) (n int) {
 	for _, f := range r.Findings {
@@ -87,4 +92,9 @@ func (r *Report) Rows() [][]string {
 		}
 	}
 	return rows
+}
+
+// Journal returns how to read a unit's log on a node from a workstation: a machine has no logins.
+func Journal(node, unit string) string {
+	return "Its log: kubectl -n kube-system debug node/" + node + " -it -q --profile=sysadmin --image=IMAGE@sha256:DIGEST -- chroot /host journalctl -u " + unit + " (which IMAGE: docs/operate.md#8-logs-and-records)."
 }

@@ -43,7 +43,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_INTERNAL:             {connect.CodeInternal, false, "Look into the service's log."},
 	attestv1.Reason_REASON_SESSION_REQUIRED:     {connect.CodeUnauthenticated, false, "Call over muster-atls/1, as the muster command does."},
 	attestv1.Reason_REASON_PEER_NOT_ATTESTED:    {connect.CodeUnauthenticated, false, "Call from an attested machine."},
-	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "If the machine should change clusters, erase its state disk and boot it: its journal keeps the node lock. A machine that asks for its disk's key: reboot it."},
+	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "If the machine should change clusters: `muster reset NODE` with the folder of its cluster, or erase the first MiB of its state disk and boot it (docs/state-disk.md). If it asks for its disk's key: switch it off and on."},
 	attestv1.Reason_REASON_SERVER_NOT_LISTED:    {connect.CodePermissionDenied, false, "If the machine is meant to be a control plane, let the owner list it: `muster enroll NAME --role control-plane --machine-id ID`. If it is not, find out why it answers."},
 	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:   {connect.CodePermissionDenied, false, "`muster verify HOST` says why. If the certificate of the report's key is missing, have the machine's host pass that of its VCEK or VLEK (docs/hardware-reports.md). Otherwise treat it as an attack, or as a key that its vendor has revoked: keep the machine out until you know why."},
 	attestv1.Reason_REASON_HARDWARE_COLLATERAL:  {connect.CodeFailedPrecondition, false, "Get the processor vendor's current data: `muster collateral fetch`, then `muster collateral apply FILE`; the log names what is missing or expired."},
@@ -56,7 +56,7 @@ var reasons = map[attestv1.Reason]onWire{
 
 	attestv1.Reason_REASON_INIT_SECRET_INVALID:   {connect.CodePermissionDenied, false, "Use the init secret whose hash stands in the machine's metadata."},
 	attestv1.Reason_REASON_TOO_MANY_ATTEMPTS:     {connect.CodePermissionDenied, false, "Of an init: use the init secret whose hash stands in the machine's metadata; it is admitted at any time. Of a recovery: wait as long as is asked for, or call from another address, with the folder of the cluster's owner."},
-	attestv1.Reason_REASON_NODE_LOCKED:           {connect.CodeFailedPrecondition, true, "If the machine should start over, reset and reboot it."},
+	attestv1.Reason_REASON_NODE_LOCKED:           {connect.CodeFailedPrecondition, true, "Another init, or a join, has the machine. If that was your init: repeat it with the same folder. If the machine should start over: `muster reset NODE` if it is a node, else erase the first MiB of its state disk and boot it (docs/state-disk.md)."},
 	attestv1.Reason_REASON_INIT_NOT_ALLOWED:      {connect.CodeFailedPrecondition, true, "Set initSecretHash and role control-plane in the metadata of the machine that should become the first, or that muster install is for."},
 	attestv1.Reason_REASON_COMPONENT_HASH:        {connect.CodeFailedPrecondition, true, "Check the mirror: the file is not the one that was asked for."},
 	attestv1.Reason_REASON_COMPONENT_PATH:        {connect.CodeInvalidArgument, true, "Use a path below a folder that the bootstrapper allows."},
@@ -67,7 +67,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration."},
 
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
-	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "A control plane must be enrolled before it joins: `muster enroll NAME --role control-plane --machine-id ID` (its console shows the ID). A machine that was forgotten joins anew once its state disk is erased."},
+	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "A new control plane: `muster enroll NAME --role control-plane --machine-id ID` (its console shows the ID). A machine that was forgotten: erase the first MiB of its state disk (docs/state-disk.md), and it joins anew. To keep its data: `muster enroll NAME --role ROLE --machine-id ID --disk-id UUID`."},
 	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "If the machine takes the place of the enrolled one: `muster replace NAME --tpm ID`. If that is no longer needed: `muster forget NAME`. Otherwise give the machine another name."},
 	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name. If the Node is not needed: `muster forget NAME` deletes it."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
@@ -224,6 +224,14 @@ func RemedyFrom(err error) string {
 
 // RemedyOf returns what a client that gets the reason can do, one sentence; empty if only the owner of the cluster can.
 func RemedyOf(r attestv1.Reason) string { return reasons[r].remedy }
+
+// RemedyFor returns what the owner can do about a machine that was refused with the reason, and wants to be a node of that role; empty: it is not known.
+func RemedyFor(r attestv1.Reason, role string) string {
+	if r == attestv1.Reason_REASON_NOT_ENROLLED && role == "worker" { // nobody enrolls a worker beforehand
+		return "Its enrollment has ended, as after `muster forget`. Erase the first MiB of its state disk (docs/state-disk.md), and it joins anew. To keep its data: `muster enroll NAME --role worker --machine-id ID --disk-id UUID` (its console shows both)."
+	}
+	return RemedyOf(r)
+}
 
 // maxRetryAfter bounds how long a server can make a client wait.
 const maxRetryAfter = 10 * time.Minute

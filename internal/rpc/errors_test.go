@@ -36,6 +36,23 @@ func TestEveryReasonHasACode(t *testing.T) {
 	}
 }
 
+// A worker that was forgotten must not be enrolled as a control plane.
+func TestARemedyIsForTheRoleOfTheMachine(t *testing.T) {
+	const reason = attestv1.Reason_REASON_NOT_ENROLLED
+	worker := RemedyFor(reason, "worker")
+	if strings.Contains(worker, "control-plane") || !strings.Contains(worker, "`muster enroll NAME --role worker --machine-id ID --disk-id UUID`") || len(worker) > 300 {
+		t.Errorf("a worker: %q", worker)
+	}
+	for _, role := range []string{"control-plane", "", "x"} {
+		if got := RemedyFor(reason, role); got != RemedyOf(reason) || !strings.Contains(got, "`muster enroll NAME --role control-plane --machine-id ID`") {
+			t.Errorf("%q: %q", role, got)
+		}
+	}
+	if got := RemedyFor(attestv1.Reason_REASON_NAME_TAKEN, "worker"); got != RemedyOf(attestv1.Reason_REASON_NAME_TAKEN) || !strings.Contains(got, "`muster replace NAME --tpm ID`") {
+		t.Errorf("another reason: %q", got)
+	}
+}
+
 // Machines are refused with these reasons also for a hardware report that their host or image does not make.
 func TestRemediesNameHardwareReports(t *testing.T) {
 	for reason, want := range map[attestv1.Reason]string{

@@ -21,6 +21,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
@@ -145,7 +146,7 @@ func (b *Bootstrapper) loadImages(ctx context.Context) {
 	}
 	if err := b.node.Machine.Unit(ctx, "start", machine.UnitImages); err != nil {
 		b.node.Log.ErrorContext(ctx, "the container images of the machine image are not loaded; it is tried again every 10 s", "unit", machine.UnitImages, "err", err)
-		b.node.Console.Print("the container images of the machine image are not loaded: see journalctl -u " + machine.UnitImages)
+		b.node.Console.Print("the container images of the machine image are not loaded; it is tried again every 10 s. " + checkup.Journal("NODE", machine.UnitImages))
 	}
 }
 

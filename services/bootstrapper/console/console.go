@@ -103,6 +103,8 @@ type Wait struct {
 	By string
 	// Also is a sentence that is always true while it waits; empty: none.
 	Also string
+	// Was reports that the machine was a node: NOT_ENROLLED then says that its enrollment has ended.
+	Was bool
 	// Next is the pause before the next attempt.
 	Next time.Duration
 }
@@ -130,12 +132,23 @@ func (w Wait) why() string {
 	case w.By == "":
 		return name + words(ours, reason)
 	case atls.UnprovenRefusal(w.Err):
-		return name + " by " + w.By + words(theirs, reason) + ", which has not proven to be a joinservice"
+		return name + " by " + w.By + w.theirs(reason) + ", which has not proven to be a joinservice"
 	case remote(w.Err):
-		return name + " by " + w.By + words(theirs, reason)
+		return name + " by " + w.By + w.theirs(reason)
 	}
 	return "this machine does not accept what " + w.By + " answers: " + name + words(ours, reason)
 }
+
+// theirs explains the reason with which a joinservice refuses this machine.
+func (w Wait) theirs(r attestv1.Reason) string {
+	if w.Was && r == attestv1.Reason_REASON_NOT_ENROLLED {
+		return " (" + forgotten + ")"
+	}
+	return words(theirs, r)
+}
+
+// forgotten explains NOT_ENROLLED to a machine that was a node.
+const forgotten = "this machine is enrolled no longer, as after muster forget: it starts over with an empty state disk, or goes on with this one if the owner enrolls it again with its disk"
 
 // ownStep are the reasons of steps that this machine takes by itself, with its disk, its configuration and the listed files and images. They do not
 // include kubeadm, whose text may name a token: the infrastructure provider reads the console.
@@ -190,7 +203,7 @@ var theirs = map[attestv1.Reason]string{
 	attestv1.Reason_REASON_LOCK_FOREIGN:        "this machine is locked already; reboot it",
 	attestv1.Reason_REASON_CLOCK_WENT_BACK:     "this machine's TPM was cleared, or was put back to an earlier time: reboot the machine",
 	attestv1.Reason_REASON_BANNED:              "the owner has banned this machine",
-	attestv1.Reason_REASON_NOT_ENROLLED:        "this machine is not enrolled, or no longer: the owner must enroll it; one that was forgotten starts over with an empty state disk",
+	attestv1.Reason_REASON_NOT_ENROLLED:        "the owner has not enrolled this control plane: muster enroll",
 	attestv1.Reason_REASON_NAME_TAKEN:          "the name of this machine belongs to another one",
 	attestv1.Reason_REASON_NAME_MISMATCH:       "this machine is enrolled under another name",
 	attestv1.Reason_REASON_MACHINE_CLONED:      "this machine, or a copy of it, has booted since with the same TPM",

@@ -67,11 +67,11 @@ func (t *Attempts) Report(out *initv1.GetStatusResponse, again bool) {
 	}
 }
 
-// RemedyOf returns what the owner can do about the last reason of a status, one sentence; empty if there is no such reason, or if it has no general
+// RemedyOf returns what the owner can do about the last reason of a status that has the machine's role, one sentence; empty if there is no such reason, or if it has no general
 // remedy. A refusal by a peer that has not proven to be a joinservice has one remedy, whatever its reason.
 func RemedyOf(s *initv1.GetStatusResponse) string {
 	if s.GetLastReasonUnproven() {
 		return rpc.RemedyUnproven
 	}
-	return rpc.RemedyOf(s.GetLastReason())
+	return rpc.RemedyFor(s.GetLastReason(), s.GetRole())
 }

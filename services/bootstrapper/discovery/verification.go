@@ -150,12 +150,15 @@ func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 // StateFolder holds the journal and the state disk's folder.
 const StateFolder = "/var/lib/muster"
 
+// StartOver is how a machine loses its journal, and what else is on its state disk, where nobody can log in.
+const StartOver = "run `muster reset NODE` if it is a node, or erase the first MiB of its state disk and boot it (docs/state-disk.md)"
+
 // NotOlder returns an error if p is older than the newest known policy of the same owner, who has the keys; nil: none is known.
 func NotOlder(known *journal.Policy, p journal.Policy, owner attest.OwnerKeys) error {
 	if known == nil || !compared(*known, p, owner) {
 		return nil
 	}
-	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, remove " + StateFolder + " and reboot it"
+	const way = "apply a policy with a higher serial; if this machine should join another cluster of the same owner, " + StartOver
 	switch {
 	case p.Serial < known.Serial:
 		return attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the joinservice presents a policy with the serial %d, but this machine has accepted one with %d: %s", p.Serial, known.Serial, way)

@@ -152,11 +152,15 @@ func (d *doctor) files() {
 func (d *doctor) memory() {
 	rec, err := journal.Open(d.Journal).Load()
 	if err != nil {
-		d.Err(CheckJournal, "Look at the disk. To start over, remove /var/lib/muster and reboot the machine.", err)
+		d.Err(CheckJournal, "Look at the disk. To start over, "+discovery.StartOver+".", err)
 		return
 	}
 	d.record = &rec
-	d.OK(CheckJournal, "the machine is at the step %s", rec.Step)
+	disk := ""
+	if rec.DiskID != "" {
+		disk = ", with the state disk " + rec.DiskID
+	}
+	d.OK(CheckJournal, "the machine is at the step %s%s", rec.Step, disk)
 }
 
 func (d *doctor) tpm(ctx context.Context) {
@@ -304,7 +308,7 @@ func (d *doctor) lock(ctx context.Context) {
 	case d.record.Locked() && string(now) == string(attest.LockValue(hash, [32]byte(d.record.ClusterID))):
 		d.OK(CheckLock, "locked to cluster %x", []byte(d.record.ClusterID[:8]))
 	case zero:
-		d.Add(CheckLock, checkup.Warn, "systemctl start muster-bootstrapper: it takes the lock again after a reboot.", "the journal says locked, and PCR 15 is zero")
+		d.Add(CheckLock, checkup.Warn, "Reboot the machine, which then takes the lock again: `muster reboot NODE`.", "the journal says locked, and PCR 15 is zero")
 	default:
 		d.Add(CheckLock, checkup.Fail, "Reboot the machine: it was locked to another cluster since it booted.", "PCR 15 is %x, which is not what the journal's cluster gives", now)
 	}
@@ -422,7 +426,7 @@ func (d *doctor) certificates() {
 	if len(list) == 0 {
 		return // a worker, or no node yet
 	}
-	const remedy = "Look at journalctl -u muster-renewal. A machine whose certificates have expired renews them when its bootstrapper starts."
+	remedy := "A machine whose certificates have expired renews them at its boot: `muster reboot NODE`, or switch it off and on. " + checkup.Journal("NODE", "muster-renewal")
 	first := list[0]
 	for _, c := range list {
 		switch now := d.Now(); {

@@ -16,6 +16,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -324,6 +325,22 @@ func TestWithoutRootsTheOwnerHasToJudge(t *testing.T) {
 		if f.Check == CheckEK && (f.Level != checkup.OK || !strings.Contains(f.Detail, m.ID().String())) {
 			t.Errorf("%+v", f)
 		}
+	}
+}
+
+// The workstation has this line of a node by muster doctor --node.
+func TestTheStateDiskIsNamed(t *testing.T) {
+	m := newMachine(t)
+	const disk = "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"
+	err := journal.Open(m.cfg.Journal).Save(journal.Record{Step: journal.StepLocked, Kind: journal.KindJoin, ClusterID: make([]byte, 32), Ticket: make([]byte, 16), NodeName: "node2", DiskID: disk})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := Examine(t.Context(), m.cfg)
+	if !slices.ContainsFunc(r.Findings, func(f checkup.Finding) bool {
+		return f.Check == CheckJournal && f.Level == checkup.OK && strings.HasSuffix(f.Detail, ", with the state disk "+disk)
+	}) {
+		t.Errorf("%+v", r.Findings)
 	}
 }
 

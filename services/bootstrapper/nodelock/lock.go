@@ -91,11 +91,11 @@ func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 func MayResume(rec, claim journal.Record) error {
 	switch {
 	case rec.Kind != claim.Kind:
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, remove %s and reboot it", Taker(rec.Kind), discovery.StateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s: to start over, %s", Taker(rec.Kind), discovery.StartOver)
 	case rec.Kind.ByOwner() && !bytes.Equal(rec.KeyDigest, claim.KeyDigest):
-		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or remove %s and reboot the machine", Taker(rec.Kind), discovery.StateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_NODE_LOCKED, "the machine was taken by %s with another idempotency key: use the directory of that cluster, or to start over, %s", Taker(rec.Kind), discovery.StartOver)
 	case !bytes.Equal(rec.ClusterID, claim.ClusterID):
-		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, remove %s and reboot it", discovery.StateFolder)
+		return attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "the machine is locked to another cluster: to start over, %s", discovery.StartOver)
 	}
 	return nil
 }

@@ -153,7 +153,7 @@ func (n *Node) renewByJoinservice(ctx context.Context, node string) error {
 		}
 		wait := pauses.Next(err)
 		n.Attempts.Wait(wait)
-		n.Console.Waits(console.Wait{For: "waiting for new certificates of the node " + node, Err: err, By: t.by, Asked: t.order.List(), Next: wait})
+		n.Console.Waits(console.Wait{For: "waiting for new certificates of the node " + node, Err: err, By: t.by, Asked: t.order.List(), Was: true, Next: wait})
 		if err := retry.Wait(ctx, wait); err != nil {
 			return err
 		}

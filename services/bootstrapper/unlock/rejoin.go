@@ -71,7 +71,7 @@ func (s *search) run(ctx context.Context) {
 			return
 		}
 		wait := pauses.Next(err)
-		w := console.Wait{For: "waiting for the key of the state disk", Err: err, By: s.by, Asked: s.order.List(), Next: wait}
+		w := console.Wait{For: "waiting for the key of the state disk", Err: err, By: s.by, Asked: s.order.List(), Was: true, Next: wait}
 		if s.serving {
 			w.Also = "`muster recover` opens it as well"
 		}

@@ -44,9 +44,9 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 			refused(attestv1.Reason_REASON_POLICY_REFUSED),
 			"POLICY_REFUSED", key + "POLICY_REFUSED by JOINSERVICE (this machine's measurements are not in the owner's policy); next try in ",
 		},
-		"not enrolled": {
+		"forgotten": {
 			refused(attestv1.Reason_REASON_NOT_ENROLLED), "NOT_ENROLLED",
-			key + "NOT_ENROLLED by JOINSERVICE (this machine is not enrolled, or no longer: the owner must enroll it; one that was forgotten starts over with an empty state disk); next try in ",
+			key + "NOT_ENROLLED by JOINSERVICE (this machine is enrolled no longer, as after muster forget: it starts over with an empty state disk, or goes on with this one if the owner enrolls it again with its disk); next try in ",
 		},
 		"the control plane is busy": {
 			refused(attestv1.Reason_REASON_BUSY), "BUSY", key + "BUSY by JOINSERVICE (too many machines ask at once, or this one reboots twice within two minutes; it tries again by itself); next try in ",

@@ -194,11 +194,11 @@ func (o *orderer) explain(err error) error {
 	case reason == attestv1.Reason_REASON_CLOCK_SKEW:
 		return problem.WithRemedy(err, "Compare this computer's clock and the control planes' with the right time, set the one that is wrong, and run the same command again.")
 	case reason == attestv1.Reason_REASON_CSR_INVALID:
-		return problem.WithRemedy(err, "The joinservice has accepted the order, and the control plane's machine has not: the text says why. Its image has to name the public key of this folder (ownerKeys) (journalctl -u muster-renewal).")
+		return problem.WithRemedy(err, "The joinservice has accepted the order, and the control plane's machine has not: the text says why. Its image has to name the public key of this folder in ownerKeys: `muster key public FILE`, with the folder's owner.key, prints it.")
 	case reason == attestv1.Reason_REASON_LOCK_FOREIGN, reason == attestv1.Reason_REASON_SERVER_NOT_LISTED:
 		return problem.WithRemedy(err, "Nothing was sent. Name a control plane of this cluster by --joinservice HOST:PORT; "+o.Dir.File(ownerdir.PolicyFile)+" lists their machine IDs.")
 	case errors.Is(err, errUnsigned):
-		return problem.WithRemedy(err, "muster-renewal has to run on a control plane, of this version of Muster or a newer one; its image has to name the public key of this folder (ownerKeys), and its clock has to be right. Its log says why it signs nothing (journalctl -u muster-renewal). --timeout waits longer.")
+		return problem.WithRemedy(err, "muster-renewal has to run on a control plane, of this version of Muster or a newer one; its clock has to be right, and its image has to name the public key of this folder in ownerKeys: `muster key public FILE`, with the folder's owner.key, prints it. If all this is so, switch one control plane off and on: the unit starts anew. --timeout waits longer.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:
 		return problem.WithRemedy(err, "The joinservice there is of an older version of Muster, which takes no orders.")
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, context.DeadlineExceeded) && reason == attestv1.Reason_REASON_UNSPECIFIED:

@@ -23,6 +23,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
@@ -132,7 +133,7 @@ func (h *Holder) ask(ctx context.Context, request []byte) ([]byte, error) {
 	}
 	signed, err := kube.SignAdministrator(ctx, request)
 	if err != nil {
-		return nil, problem.WithRemedy(err, "Look at journalctl -u muster-renewal on the control planes: one of them has to run, of this version of Muster or a newer one.")
+		return nil, problem.WithRemedy(err, "The unit muster-renewal has to run on a control plane, of this version of Muster or a newer one: `muster doctor --node NODE` examines one. "+checkup.Journal("NODE", "muster-renewal"))
 	}
 	return signed, nil
 }

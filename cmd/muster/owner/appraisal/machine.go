@@ -78,7 +78,7 @@ func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
 		out.Proven = err == nil
 	}
 	if err != nil {
-		return nil, notWaiting(cfg.Addr, err)
+		return nil, notWaiting(cfg.Addr, s.Unanswered(err))
 	}
 	if j, ok := s.Result(); ok {
 		out.Endorsement = j.Claims.Endorsement()
@@ -114,7 +114,7 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 	}
 	if r.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED {
 		// The remedy is this program's: that of an unproven machine is not repeated.
-		s.Reason, s.Remedy, s.ReasonUnproven = attest.ReasonName(r.GetLastReason()), rpc.RemedyOf(r.GetLastReason()), r.GetLastReasonUnproven()
+		s.Reason, s.Remedy, s.ReasonUnproven = attest.ReasonName(r.GetLastReason()), rpc.RemedyFor(r.GetLastReason(), r.GetRole()), r.GetLastReasonUnproven()
 		if s.ReasonUnproven {
 			s.Remedy = rpc.RemedyUnproven
 		}

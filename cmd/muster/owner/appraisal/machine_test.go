@@ -27,7 +27,7 @@ func (w waiting) GetStatus(context.Context, *initv1.GetStatusRequest) (*initv1.G
 	return &initv1.GetStatusResponse{
 		Phase: initv1.Phase_PHASE_WAITING, Now: timestamppb.New(now.Add(3 * time.Hour)), LastReason: attestv1.Reason_REASON_POLICY_REFUSED, LastReasonUnproven: true, Remedy: "send me money",
 		LastAttempt: timestamppb.New(now), NextAttempt: timestamppb.New(now.Add(time.Minute)), FailedAttempts: 3, JoinEndpoints: []string{"192.0.2.1:30090"},
-		Version: "v1\x1b[2J", MachineId: w.id[:], NodeName: "node2", Role: "worker",
+		Version: "v1\x1b[2J", MachineId: w.id[:], NodeName: "node2", Role: "worker", DiskId: "3f1c\x1b[2J",
 	}, nil
 }
 
@@ -59,8 +59,8 @@ func TestAMachineIsAskedProvenOrNot(t *testing.T) {
 			if s.Phase != "waiting" || s.Reason != "POLICY_REFUSED" || s.NodeName != "node2" || s.Machine != tt.machine.ID().String() || s.FailedAttempts != 3 || s.NextAttempt == nil {
 				t.Errorf("%+v", s)
 			}
-			if strings.Contains(s.Remedy, "money") || s.Remedy != rpc.RemedyUnproven || !s.ReasonUnproven || strings.Contains(s.Version, "\x1b") {
-				t.Errorf("the machine wrote to our terminal: %q, %q", s.Remedy, s.Version)
+			if strings.Contains(s.Remedy, "money") || s.Remedy != rpc.RemedyUnproven || !s.ReasonUnproven || strings.Contains(s.Version+s.Disk, "\x1b") || !strings.HasPrefix(s.Disk, "3f1c") {
+				t.Errorf("the machine wrote to our terminal: %q, %q, %q", s.Remedy, s.Version, s.Disk)
 			}
 			if s.Skew < 2*time.Hour || s.Skew > 4*time.Hour {
 				t.Errorf("its clock is 3 h ahead, and we say %s", s.Skew)
@@ -88,5 +88,16 @@ func TestWhoDoesNotWaitIsNamed(t *testing.T) {
 	cfg.Addr = l.Addr().String()
 	if _, err := AskMachine(t.Context(), cfg); err == nil || !strings.Contains(problem.Explain(err).Remedy, "9000") {
 		t.Errorf("another service: %v, %q", err, problem.Explain(err).Remedy)
+	}
+}
+
+// A worker that was forgotten must not be enrolled as a control plane.
+func TestTheRemedyOfAMachineIsForItsRole(t *testing.T) {
+	for role, want := range map[string]string{"worker": "--role worker --machine-id ID --disk-id UUID", "control-plane": "--role control-plane"} {
+		var s MachineStatus
+		s.fill(&initv1.GetStatusResponse{Role: role, LastReason: attestv1.Reason_REASON_NOT_ENROLLED}, time.Now())
+		if !strings.Contains(s.Remedy, want) || role == "worker" && strings.Contains(s.Remedy, "control-plane") {
+			t.Errorf("%s: %q", role, s.Remedy)
+		}
 	}
 }

@@ -24,6 +24,8 @@ type Report struct {
 	// Node is the node that [VerifyNode] has verified. Record is what the cluster says of it, if that was not possible; nothing of it is proven.
 	Node   string  `json:"node,omitempty"`
 	Record *Record `json:"clusterRecord,omitempty"`
+	// Disk is the UUID of the node's state disk, also by what the cluster says.
+	Disk string `json:"recordedDisk,omitempty"`
 	// Accepted is the verdict. Problem is the reason of a refusal.
 	Accepted bool             `json:"accepted"`
 	Problem  *problem.Problem `json:"problem,omitempty"`
@@ -116,7 +118,7 @@ func look(ctx context.Context, cfg VerifyConfig) (*Report, peerdial.Result, erro
 	_, err = s.Exchange(ctx)
 	if err != nil {
 		if _, refused := errors.AsType[*attest.Refusal](err); !refused {
-			return nil, peerdial.Result{}, fmt.Errorf("%s: %w", cfg.Addr, err)
+			return nil, peerdial.Result{}, fmt.Errorf("%s: %w", cfg.Addr, s.Unanswered(err))
 		}
 		p := problem.Explain(err)
 		out.Problem = &p

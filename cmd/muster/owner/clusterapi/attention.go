@@ -7,6 +7,7 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -102,7 +103,7 @@ func (s *Status) attention(now time.Time) []Attention {
 	}
 	for _, r := range s.Requests {
 		if age := now.Sub(r.Since); age > requestSoon {
-			add("request "+r.Name, "Look at joinservice's log, and at the attester's on that node: without a recent verdict nothing is renewed. "+journal("NODE", "muster-attester"),
+			add("request "+r.Name, "Look at joinservice's log, and at the attester's on that node: without a recent verdict nothing is renewed. "+checkup.Journal("NODE", "muster-attester"),
 				"%s waits for %s for a certificate of %s", r.By, age.Round(time.Second), strings.TrimPrefix(r.Signer, "kubernetes.io/"))
 		}
 	}
@@ -128,11 +129,6 @@ func (s *Status) servicesAttention(add func(about, remedy, problem string, args 
 	}
 }
 
-// journal returns how to read a unit's log on a machine without logins.
-func journal(node, unit string) string {
-	return "Its log: kubectl -n kube-system debug node/" + node + " -it -q --profile=sysadmin --image=IMAGE@sha256:DIGEST -- chroot /host journalctl -u " + unit + " (which IMAGE: docs/operate.md#8-logs-and-records)."
-}
-
 // whatKeeps returns where to find what keeps the Node or the pods of a machine that is shut out.
 func whatKeeps(node string) string {
 	return "kubectl -n default get events --field-selector involvedObject.kind=AttestedNode,involvedObject.name=" + node + " says what keeps it (NotEvicted): a finalizer, or that joinservice can run on no other control plane."
@@ -156,7 +152,11 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	case !n.Joined:
 		return // enrolled in advance, or not yet joined
 	}
-	if !n.Ready {
+	switch {
+	case n.Stale:
+		add(about, "Its machine is off, or its kubelet does not run: the machine's console says what it waits for. kube-controller-manager would have marked the Node: unless the cluster was recovered minutes ago, kubectl -n kube-system get pods shows why it does not.",
+			"its condition says Ready, and its kubelet %s", n.silent(now))
+	case !n.Ready:
 		add(about, "kubectl describe node "+n.Name+" says why; if its kubelet does not run, the machine's console says what it waits for.", "it is not Ready")
 	}
 	if n.Held && n.ReadySince != nil && now.Sub(*n.ReadySince) > heldLong {
@@ -164,18 +164,18 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	}
 	switch {
 	case n.AppraisedAt == nil:
-		add(about, journal(n.Name, "muster-attester"), "it was never appraised")
+		add(about, checkup.Journal(n.Name, "muster-attester"), "it was never appraised")
 	case n.lapsed(): // one line for all of them
 	case n.Accepted != nil && !*n.Accepted:
 		add(about, "joinservice's log says what differs: kubectl -n "+Namespace+" logs -l app.kubernetes.io/name=muster-joinservice --prefix --tail=-1. Don't trust the machine until you know why.", "the last verdict is %s", n.Reason)
 	case now.Sub(*n.AppraisedAt) > verdictOld:
-		add(about, "Until it attests, it gets no new certificates. "+journal(n.Name, "muster-attester"), "the last verdict is %s old", now.Sub(*n.AppraisedAt).Round(time.Second))
+		add(about, "Until it attests, it gets no new certificates. "+checkup.Journal(n.Name, "muster-attester"), "the last verdict is %s old", now.Sub(*n.AppraisedAt).Round(time.Second))
 	case s.Policy != nil && s.Policy.Accepted && n.Serial != s.Policy.Serial && now.Sub(*n.AppraisedAt) > verdictOld/2:
-		add(about, journal(n.Name, "muster-attester"), "it was appraised by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
+		add(about, checkup.Journal(n.Name, "muster-attester"), "it was appraised by the policy of serial %d, and %d is in force", n.Serial, s.Policy.Serial)
 	}
 	for _, c := range n.ControlPlane {
 		if left := c.Expires.Sub(now); left < 0 || left < c.Expires.Sub(*c.Renews)/2 {
-			add(about, "Until all control planes are healthy, none renews. "+journal(n.Name, "muster-renewal"), "its certificate %s %s and was not renewed", c.Name, ends(left))
+			add(about, "Until all control planes are healthy, none renews. "+checkup.Journal(n.Name, "muster-renewal"), "its certificate %s %s and was not renewed", c.Name, ends(left))
 		}
 	}
 	for _, c := range []struct {

@@ -9,6 +9,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/waiting"
 )
 
 var now = time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
@@ -61,6 +62,10 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"a Node that Muster let not in":        {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
 		"a banned Node":                        {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
 		"a node that is not ready":             {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
+		"a node whose kubelet is gone": {func(s *Status) {
+			s.Nodes[0].Heartbeat = before(10 * time.Minute)
+			s.Nodes[0].heard(*before(5 * time.Minute), now)
+		}, "node node1", "its kubelet has not renewed that for 5m0s"},
 		"a node that an interrupted command has drained": {func(s *Status) { s.Nodes[0].Held, s.Nodes[0].ReadySince = true, before(time.Hour) }, "node node1", "takes no pods"},
 		"a node without a verdict":                       {func(s *Status) { s.Nodes[0].AppraisedAt = nil }, "node node1", "never appraised"},
 		"a bad verdict":                                  {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
@@ -118,6 +123,38 @@ func TestCollateralThatHasEndedIsOneProblem(t *testing.T) {
 	}
 }
 
+// The kubelet renews its Lease every ten seconds, and the condition every five minutes.
+func TestANodeIsReadyAsLongAsItsKubeletIsHeard(t *testing.T) {
+	for name, tt := range map[string]struct {
+		ready            bool
+		condition, lease time.Duration // before now
+		want             bool
+	}{
+		"a renewed Lease":              {true, 4 * time.Minute, 9 * time.Second, true},
+		"a Lease by a clock behind":    {true, 4 * time.Minute, 100 * time.Second, true},
+		"a Lease by a clock ahead":     {true, 4 * time.Minute, -time.Minute, true},
+		"a new condition":              {true, 20 * time.Second, 24 * time.Hour, true},
+		"neither":                      {true, 4 * time.Minute, 2 * time.Minute, false},
+		"a Lease, and another verdict": {false, time.Minute, 9 * time.Second, false},
+	} {
+		n := &corev1.Node{Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionFalse, LastHeartbeatTime: metav1.NewTime(now.Add(-tt.condition))}}}}
+		if tt.ready {
+			n.Status.Conditions[0].Status = corev1.ConditionTrue
+		}
+		var s NodeStatus
+		s.see(n)
+		s.heard(now.Add(-tt.lease), now)
+		if s.Ready != tt.want || s.Stale != (tt.ready && !tt.want) || (s.ReadySince == nil) == tt.want {
+			t.Errorf("%s: %+v", name, s)
+		}
+	}
+	var s NodeStatus
+	s.see(&corev1.Node{Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}}})
+	if s.heard(time.Time{}, now); s.Ready || !s.Stale || s.silent(now) != "has never renewed that" {
+		t.Errorf("without any time: %+v", s)
+	}
+}
+
 // Any machine with a genuine TPM can ask, so a check must not fail by it.
 func TestARefusedMachineThatIsNotEnrolledNeedsNoAttention(t *testing.T) {
 	s := sound()
@@ -142,6 +179,16 @@ func TestAMachineThatWasAcceptedSinceDoesNotWait(t *testing.T) {
 	} {
 		if got := s.acceptedSince(tt.machine, now.Add(-tt.last)); got != tt.want {
 			t.Errorf("%s: %t", name, got)
+		}
+	}
+}
+
+// A worker that was forgotten must not be enrolled as a control plane.
+func TestTheRemedyOfAWaitingMachineIsForItsRole(t *testing.T) {
+	for role, want := range map[string]string{"worker": "--role worker --machine-id ID --disk-id UUID", "control-plane": "--role control-plane"} {
+		w := waitingOf(waiting.Entry{Machine: strings.Repeat("ab", 32), Role: role, Reason: "NOT_ENROLLED"})
+		if !strings.Contains(w.Remedy, want) || role == "worker" && strings.Contains(w.Remedy, "control-plane") {
+			t.Errorf("%s: %q", role, w.Remedy)
 		}
 	}
 }

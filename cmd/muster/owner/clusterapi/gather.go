@@ -76,7 +76,7 @@ func (c *Client) waiting(ctx context.Context, s *Status, now time.Time) error {
 // waitingOf returns an entry of joinservice's list, whose texts are shown in a terminal.
 func waitingOf(e waiting.Entry) Waiting {
 	w := Waiting{
-		Machine: e.Machine, Node: e.Node, Role: e.Role, Reason: e.Reason, Remedy: rpc.RemedyOf(attestv1.Reason(attestv1.Reason_value["REASON_"+e.Reason])),
+		Machine: e.Machine, Node: e.Node, Role: e.Role, Reason: e.Reason, Remedy: rpc.RemedyFor(attestv1.Reason(attestv1.Reason_value["REASON_"+e.Reason]), e.Role),
 		Address: e.Address, Since: e.Since, Last: e.Last,
 		Endorsement: e.Endorsement, Instance: e.Instance, Image: e.Image, Class: e.Class, List: e.List, Differs: e.Differs,
 	}

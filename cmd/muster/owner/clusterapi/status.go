@@ -113,9 +113,12 @@ type Certificate struct {
 // NodeStatus is a Node with its enrollment.
 type NodeStatus struct {
 	Name string `json:"name"`
-	// Joined reports that there is a Node of that name, Ready the Node's condition.
+	// Joined reports that there is a Node of that name, Ready the Node's condition while its kubelet renews it.
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
+	// Heartbeat is when the kubelet last renewed its Lease or the condition. Stale reports that the condition still says Ready, long after that.
+	Heartbeat *time.Time `json:"heartbeat,omitempty"`
+	Stale     bool       `json:"stale,omitempty"`
 	// ReadySince is when it became Ready; nil: it is not.
 	ReadySince *time.Time `json:"readySince,omitempty"`
 	// Held reports that it takes no pods since a command drained it, until that command ends.
@@ -198,7 +201,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
 	}
 	now := time.Now()
-	for _, part := range []func(context.Context, *Status, time.Time) error{c.pods, c.waiting, c.requests, c.certificates, c.epoch, c.upgrading} {
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.heartbeats, c.pods, c.waiting, c.requests, c.certificates, c.epoch, c.upgrading} {
 		if err := part(ctx, s, now); err != nil {
 			return nil, err
 		}
@@ -223,7 +226,7 @@ func (s *NodeStatus) see(n *corev1.Node) {
 	}
 	for _, cond := range n.Status.Conditions {
 		if cond.Type == corev1.NodeReady && cond.Status == corev1.ConditionTrue {
-			s.Ready, s.ReadySince = true, &cond.LastTransitionTime.Time
+			s.Ready, s.ReadySince, s.Heartbeat = true, &cond.LastTransitionTime.Time, &cond.LastHeartbeatTime.Time
 		}
 	}
 }

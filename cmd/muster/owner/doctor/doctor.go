@@ -249,6 +249,7 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 		return err
 	}
 	d.signature(p, public, other)
+	d.insecure(p.Status.Insecure)
 	if next := rotation.Command(); next != "" {
 		d.Add(CheckOwnerKey, checkup.Warn, "Roll out the image for the next step, then run "+next+": with --dry-run it shows which nodes' images have which keys (docs/certificates.md).", "its rotation is not over: as long as an image has the old key, machines accept its signatures")
 	}
@@ -261,8 +262,11 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 // known compares the cluster with its last recorded state, and records the present one: a recovery relies on it, and
 // it shows that a cluster was restored to an earlier state (B7).
 func (d *doctor) known(ctx context.Context) error {
-	if !d.Clean(CheckFolder) || !d.Clean(CheckOwnerKey) {
+	if d.Failed(CheckFolder) || d.Failed(CheckOwnerKey) {
 		return nil // their checks have reported why
+	}
+	if d.dir.Cluster().Restore != nil {
+		return nil // it is older on purpose, and the folder's check has reported that it is not at its end
 	}
 	s, err := d.kube.Knowledge(ctx)
 	if err != nil {
@@ -299,6 +303,15 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 	}
 	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
 		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
+	}
+}
+
+// insecure reports switches of the policy in force that the folder's policy does not have. The check of that warns of its own.
+func (d *doctor) insecure(inForce []string) {
+	for _, s := range inForce {
+		if d.policy == nil || !slices.Contains(d.policy.Insecure(), s) {
+			d.Add(CheckPolicy, checkup.Warn, "If you did not mean it, run muster policy apply with a policy without the switch.", "insecure.%s is on in the policy in force, and not in the folder's", s)
+		}
 	}
 }
 

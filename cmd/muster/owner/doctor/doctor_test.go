@@ -158,7 +158,7 @@ func (p *patient) healthy(t *testing.T) {
 	t.Helper()
 	ctx := t.Context()
 	change(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, true, func(n *corev1.Node) {
-		n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+		n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue, LastHeartbeatTime: metav1.NewTime(time.Now().Add(time.Hour))}} // until the test ends
 	})
 	p.attested(t)
 	change(t, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: "default"}}, true, func(a *v1alpha1.AttestationPolicy) {
@@ -255,7 +255,7 @@ func TestEachHarmIsFound(t *testing.T) {
 			}
 		}
 	}
-	for _, tt := range slices.Concat(p.harms(), p.rolledBack(t), p.records()) {
+	for _, tt := range slices.Concat(p.harms(), p.rolledBack(t), p.records(), p.inForce()) {
 		t.Run(tt.check+": "+tt.says, func(t *testing.T) {
 			p.attested(t)
 			repair := tt.harm(t)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -64,7 +65,26 @@ func (p *patient) rolledBack(t *testing.T) []harm {
 	_, document, err := policyfile.Parse(newer)
 	try(t, err)
 	signed := attest.SignPolicy(key, document)
+	// beside is a warning of another check, which does not hide that the cluster is older.
+	beside := func(other func(*testing.T) func(*testing.T)) func(*testing.T) func(*testing.T) {
+		return func(t *testing.T) func(*testing.T) {
+			t.Helper()
+			undo := other(t)
+			repair := knew(func(k *ownerdir.Known) { k.Epoch = 41 })(t)
+			return func(t *testing.T) { t.Helper(); repair(t); undo(t) }
+		}
+	}
 	return []harm{
+		{CheckKnown, checkup.Fail, "it is at epoch 0, and was at 41", CheckOwnerKey, beside(func(t *testing.T) func(*testing.T) {
+			t.Helper()
+			path := filepath.Join(p.folder, "owner-next.key")
+			_, err := ownerdir.NewKeyFile(path)
+			try(t, err)
+			return func(t *testing.T) { t.Helper(); try(t, os.Remove(path)) }
+		})},
+		{CheckKnown, checkup.Fail, "it is at epoch 0, and was at 41", CheckFolder, beside(p.file("cluster.json", func(path string, b []byte) error {
+			return os.WriteFile(path, []byte(strings.Replace(string(b), `"installed"`, `"requested"`, 1)), 0o600)
+		}))},
 		{CheckKnown, checkup.Fail, "its policy has the serial 1, and had 9", "", knew(func(k *ownerdir.Known) {
 			k.Policy = ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()}
 		})},

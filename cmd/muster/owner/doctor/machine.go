@@ -31,7 +31,7 @@ func ExamineMachine(ctx context.Context, cfg appraisal.VerifyConfig) *checkup.Re
 	r := &checkup.Report{}
 	sight, err := appraisal.Verify(ctx, cfg)
 	if err != nil {
-		remedy := "Look at the network between here and the machine, and on it at journalctl -u muster-bootstrapper."
+		remedy := "Look at the network between here and the machine, and at the machine's console, which says what it waits for. If it is a node already, it serves no port: `muster doctor --node NODE`."
 		if errors.Is(err, syscall.ECONNREFUSED) {
 			remedy = "The machine is a node already, or its bootstrapper is not running: if it is a node, run `muster doctor --node NODE`; if not, look at its console."
 		}
@@ -92,7 +92,11 @@ func status(r *checkup.Report, s *appraisal.MachineStatus) {
 	if !s.Proven {
 		word = "says, unproven,"
 	}
-	r.OK(CheckMachine, "version %s %s that it is at the phase %s", s.Version, word, s.Phase)
+	disk := "and has no state disk yet"
+	if s.Disk != "" {
+		disk = "with the state disk " + s.Disk
+	}
+	r.OK(CheckMachine, "version %s %s that it is at the phase %s, %s", s.Version, word, s.Phase, disk)
 	d := &doctor{}
 	d.skew(CheckClock, "the machine's clock", s.Skew, time.Second)
 	if len(d.Findings) == 0 {

@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -15,7 +16,7 @@ import (
 func TestEachHarmOfAMachineIsFoundFromAfar(t *testing.T) {
 	good := func() (*appraisal.Report, *appraisal.MachineStatus) {
 		return &appraisal.Report{Machine: "aa", Root: "CN=x", Lock: "unlocked", PolicySerial: 1, Accepted: true},
-			&appraisal.MachineStatus{Proven: true, Phase: "waiting", JoinEndpoints: []string{"192.0.2.1:30090"}}
+			&appraisal.MachineStatus{Proven: true, Phase: "waiting", Disk: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab", JoinEndpoints: []string{"192.0.2.1:30090"}}
 	}
 	for name, tt := range map[string]struct {
 		check string
@@ -50,6 +51,11 @@ func TestEachHarmOfAMachineIsFoundFromAfar(t *testing.T) {
 			evidence(r, s)
 			status(r, m)
 			var bad []checkup.Finding
+			if !slices.ContainsFunc(r.Findings, func(f checkup.Finding) bool {
+				return f.Check == CheckMachine && f.Level == checkup.OK && strings.HasSuffix(f.Detail, "at the phase waiting, with the state disk "+m.Disk)
+			}) {
+				t.Errorf("the disk is missing: %+v", r.Findings)
+			}
 			for _, f := range r.Findings {
 				if f.Level != checkup.OK {
 					bad = append(bad, f)

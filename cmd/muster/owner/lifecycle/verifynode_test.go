@@ -181,7 +181,7 @@ func (r *runner) verify(t *testing.T) *appraisal.Report {
 func (r *runner) accepted(t *testing.T) *appraisal.Report {
 	t.Helper()
 	s := r.verify(t)
-	if !s.Accepted || s.Err != nil || s.Problem != nil || s.Record != nil || s.Machine != r.on.Machine.String() {
+	if !s.Accepted || s.Err != nil || s.Problem != nil || s.Record != nil || s.Machine != r.on.Machine.String() || s.Disk != r.on.Disk {
 		t.Errorf("%+v", s)
 	}
 	return s
@@ -243,7 +243,7 @@ func TestARunningNodeIsVerified(t *testing.T) {
 		r.relay = func(w http.ResponseWriter) bool { w.WriteHeader(http.StatusNotFound); return true }
 		s := r.verify(t)
 		refusedAs(t, s, attestv1.Reason_REASON_API_UNAVAILABLE)
-		if !problem.Unreachable(s.Err) || !strings.Contains(problem.Remedy(s.Err), "kubelet of "+runningNode) || s.Record == nil || s.Record.Reason != "ACCEPTED" || s.Record.PolicySerial != 7 || s.Record.Machine != r.on.Machine.String() {
+		if !problem.Unreachable(s.Err) || !strings.Contains(problem.Remedy(s.Err), "kubelet of "+runningNode) || s.Record == nil || s.Record.Reason != "ACCEPTED" || s.Record.PolicySerial != 7 || s.Record.Machine != r.on.Machine.String() || s.Disk != r.on.Disk {
 			t.Errorf("%v: %+v", s.Err, s.Record)
 		}
 		r.relay = nil

@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -51,9 +52,14 @@ type Session struct {
 	transport *atls.Transport
 	client    *http.Client
 
+	connected atomic.Bool // once
+
 	mu     sync.Mutex
 	result *Result
 }
+
+// dialTimeout bounds the wait for a TCP connection, as in package atls.
+const dialTimeout = 5 * time.Second
 
 // Open prepares a session. The first request dials.
 func Open(t Target) (*Session, error) {
@@ -71,19 +77,37 @@ func Open(t Target) (*Session, error) {
 	if t.Purpose != attest.PurposeMachine {
 		inner = t.Policy.ForServer(t.Locks...) // A7
 	}
-	s := &Session{url: "https://" + t.Addr}
+	s, dial := &Session{url: "https://" + t.Addr}, t.DialContext
+	if dial == nil {
+		dial = (&net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}).DialContext
+	}
 	s.transport, err = atls.NewTransport(atls.ClientConfig{
 		Attester:    atls.NoAttester,
 		Verifier:    verifier,
 		Appraiser:   &appraiser{inner: inner, only: t.Only, keep: s.keep},
 		PeerPurpose: t.Purpose,
-		DialContext: t.DialContext,
+		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+			c, err := dial(ctx, network, addr)
+			if err == nil {
+				s.connected.Store(true)
+			}
+			return c, err
+		},
 	})
 	if err != nil {
 		return nil, err
 	}
 	s.client = rpc.HTTPClient(s.transport)
 	return s, nil
+}
+
+// Unanswered returns the error of a request, as one of a dial if the time for the request ended before there was a connection: HTTP clients then
+// return only that it has ended.
+func (s *Session) Unanswered(err error) error {
+	if s.connected.Load() || !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return &net.OpError{Op: "dial", Net: "tcp", Err: err}
 }
 
 // URL is the base for generated clients.

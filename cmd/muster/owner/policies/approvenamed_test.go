@@ -2,8 +2,10 @@ package policies
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -127,5 +129,34 @@ func TestNoMoreMachinesAreAskedThanJoinserviceLists(t *testing.T) {
 	all, err := a.approver(t, ApproveConfig{}).Candidates(t.Context())
 	if want := waitlist.Max + waitlist.MaxUnlisted; err != nil || len(all) != want || all[0].Machine != entries[0].Machine || all[want-1].Machine != entries[want-1].Machine {
 		t.Errorf("%d candidates, %v, want the oldest %d", len(all), err, want)
+	}
+}
+
+// joinservice removes the entry of a machine that it has accepted some seconds later.
+func TestAMachineThatWasAcceptedSinceWaitsNoLonger(t *testing.T) {
+	a := newApproval(t)
+	joined, other := attest.MachineID{1}.String(), attest.MachineID{2}.String()
+	a.lists(t, waitlist.Entry{Machine: joined, Reason: "POLICY_REFUSED"}, waitlist.Entry{Machine: other, Reason: "POLICY_REFUSED"})
+	waiting := func() (out []string) {
+		all, err := a.kube.Waiting(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, w := range all {
+			out = append(out, w.Machine)
+		}
+		return out
+	}
+	if got := waiting(); !slices.Equal(got, []string{joined, other}) {
+		t.Fatalf("before: %q", got)
+	}
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: joined, Role: v1alpha1.RoleWorker}}
+	ownertest.Create(t, n)
+	n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.NewTime(time.Now().Add(time.Minute))}
+	if err := ownertest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	if got := waiting(); !slices.Equal(got, []string{other}) {
+		t.Errorf("it is accepted, and there wait: %q", got)
 	}
 }

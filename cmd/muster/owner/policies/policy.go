@@ -7,6 +7,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -61,17 +62,24 @@ func signText(d *ownerdir.Dir, text []byte) (*attest.Policy, *attestv1.SignedPol
 	return p, attest.SignPolicy(key, json), nil
 }
 
-// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
-// refuses a policy that running nodes do not match. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
-// folder's policy in force as well. leaveOut are names that the cluster has as control planes, and that are none of the owner's.
-func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
-	var err error
-	replaces := text != nil
-	if !replaces {
-		if text, err = d.Read(ownerdir.PolicyFile); err != nil {
-			return nil, err
-		}
-	}
+// Expelled is a running node that a policy would refuse.
+type Expelled struct {
+	Node string `json:"node"`
+	Why  string `json:"why"`
+}
+
+// Application is a policy that may be put in force.
+type Application struct {
+	// Policy is the policy, Refused are the running nodes whose last evidence does not match it.
+	Policy  *attest.Policy
+	Refused []Expelled
+
+	signed *attestv1.SignedPolicy
+	kube   *clusterapi.Client
+}
+
+// PlanPolicy makes the checks of [ApplyPolicy] and changes nothing. That running nodes do not match is no error.
+func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...string) (*Application, error) {
 	p, signed, err := signText(d, text)
 	if err != nil {
 		return nil, err
@@ -90,18 +98,35 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, 
 	if err := MustList(ctx, d, kube, p, leaveOut); err != nil {
 		return nil, err
 	}
-	if !expel {
-		if err := expelsNobody(ctx, kube, p); err != nil {
+	refused, err := expels(ctx, kube, p)
+	return &Application{Policy: p, Refused: refused, signed: signed, kube: kube}, err
+}
+
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
+// refuses a policy that running nodes do not match. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
+// folder's policy in force as well. leaveOut are names that the cluster has as control planes, and that are none of the owner's.
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
+	var err error
+	replaces := text != nil
+	if !replaces {
+		if text, err = d.Read(ownerdir.PolicyFile); err != nil {
 			return nil, err
 		}
+	}
+	plan, err := PlanPolicy(ctx, d, text, leaveOut...)
+	if err != nil {
+		return nil, err
+	}
+	if len(plan.Refused) > 0 && !expel {
+		return nil, expelled(plan.Refused)
 	}
 	if replaces {
 		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
 			return nil, err
 		}
 	}
-	if err := kube.PutPolicy(ctx, signed); err != nil {
+	if err := plan.kube.PutPolicy(ctx, plan.signed); err != nil {
 		return nil, err
 	}
-	return kube.PolicyInForce(ctx)
+	return plan.kube.PolicyInForce(ctx)
 }

@@ -42,26 +42,32 @@ func attested(n *v1alpha1.AttestedNode, now time.Time) bool {
 	return !n.ShutOut() && v != nil && now.Sub(v.Time.Time) < Attests
 }
 
-// expelsNobody returns an error that names the running nodes whose last evidence does not match the policy.
-func expelsNobody(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) error {
+// expels returns the running nodes whose last evidence does not match the policy.
+func expels(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) ([]Expelled, error) {
 	all, err := kube.Enrollments(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	var expelled []string
+	var out []Expelled
 	for i := range all {
 		n := &all[i]
 		if !Running(n, time.Now()) {
 			continue
 		}
 		if err := mayMatch(p, n); err != nil {
-			expelled = append(expelled, n.Name+": "+err.Error())
+			out = append(out, Expelled{n.Name, err.Error()})
 		}
 	}
-	if len(expelled) == 0 {
-		return nil
+	return out, nil
+}
+
+// expelled refuses a policy for running nodes that do not match it.
+func expelled(nodes []Expelled) error {
+	var named []string
+	for _, n := range nodes[:min(len(nodes), maxNamedNodes)] {
+		named = append(named, n.Node+": "+n.Why)
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%d running nodes do not match the policy: %s", len(expelled), strings.Join(expelled[:min(len(expelled), maxNamedNodes)], "; ")),
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%d running nodes do not match the policy: %s", len(nodes), strings.Join(named, "; ")),
 		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them; muster status shows who does. To shut them out, repeat the command with --expel.")
 }
 

@@ -57,6 +57,34 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 			t.Error("it was put in force")
 		}
 	})
+	t.Run("a plan names the node and changes nothing", func(t *testing.T) {
+		had, err := o.Read(ownerdir.PolicyFile)
+		if err != nil {
+			t.Fatal(err)
+		}
+		plan, err := PlanPolicy(ctx, o.Dir, policy(3, next))
+		if err != nil || plan.Policy.Serial() != 3 || len(plan.Refused) != 1 || plan.Refused[0].Node != "old1" || !strings.Contains(plan.Refused[0].Why, "values of no image") {
+			t.Errorf("%+v, %v", plan, err)
+		}
+		if plan, err := PlanPolicy(ctx, o.Dir, policy(3, old, next)); err != nil || len(plan.Refused) != 0 {
+			t.Errorf("%+v, %v", plan, err)
+		}
+		// The checks of an application.
+		if _, err := PlanPolicy(ctx, o.Dir, policy(1, old, next)); err == nil || problem.Explain(err).Reason != "POLICY_INVALID" || !strings.Contains(problem.Explain(err).Remedy, "Set serial to 2") {
+			t.Errorf("another policy of the same serial: %v", err)
+		}
+		ownertest.Create(t, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "cp9"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane}})
+		if _, err := PlanPolicy(ctx, o.Dir, policy(3, old, next)); err == nil || problem.Explain(err).Reason != "SERVER_NOT_LISTED" {
+			t.Errorf("a control plane that is not listed: %v", err)
+		}
+		if _, err := PlanPolicy(ctx, o.Dir, policy(3, old, next), "cp9"); err != nil {
+			t.Error(err)
+		}
+		ownertest.Unenroll(ctx, "cp9")
+		if has, err := o.Read(ownerdir.PolicyFile); err != nil || string(has) != string(had) || inForce() != before {
+			t.Errorf("something was changed: %v", err)
+		}
+	})
 	t.Run("a refused file does not replace the folder's policy", func(t *testing.T) {
 		had, err := o.Read(ownerdir.PolicyFile)
 		if err != nil {

@@ -136,17 +136,22 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 }
 
 // A9: firmware of another class gets no key, also not by recovery.
-func TestAMachineOfAnotherClassGetsNoKey(t *testing.T) {
-	ca := attesttest.NewCA(t)
-	m := attesttest.NewMachine(t, ca, attesttest.Options{Drivers: []string{"Driver0000"}})
-	w := serveWaiting(t, m, opens)
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{attesttest.NewMachine(t, ca, attesttest.Options{})}))
-	if _, err := recoverFrom(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED || w.calls() != 0 || w.described != 0 {
-		t.Errorf("%v, asked %d times", err, w.calls())
-	}
-	o = knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
-	if _, err := recoverFrom(t, o, w, nil); err != nil {
-		t.Errorf("its class is accepted: %v", err)
+func TestAMachineOfAnotherClassOrImageGetsNoKey(t *testing.T) {
+	for name, opts := range map[string]attesttest.Options{"of another class": {Drivers: []string{"Driver0000"}}, "of a former image": {Image: "former"}} {
+		t.Run(name, func(t *testing.T) {
+			ca := attesttest.NewCA(t)
+			m := attesttest.NewMachine(t, ca, opts)
+			w := serveWaiting(t, m, opens)
+			now := attesttest.NewMachine(t, ca, attesttest.Options{})
+			o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{now}))
+			if _, err := recoverFrom(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED || w.calls() != 0 || w.described != 0 {
+				t.Errorf("%v, asked %d times", err, w.calls())
+			}
+			o = knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{now, m}))
+			if _, err := recoverFrom(t, o, w, nil); err != nil {
+				t.Errorf("the policy has both: %v", err)
+			}
+		})
 	}
 }
 

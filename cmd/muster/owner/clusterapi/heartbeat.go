@@ -1,0 +1,58 @@
+package clusterapi
+
+import (
+	"context"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// heartbeatOld is the age from which a kubelet's last sign of life does not support the Node's condition Ready. kube-controller-manager changes
+// the condition after 50 s by default (--node-monitor-grace-period), but where all machines were off, it may not run yet. The kubelet writes the
+// times by its own clock, which may be a minute off, as for doctor.
+const heartbeatOld = 50*time.Second + time.Minute
+
+// heartbeats reads the Leases that kubelets renew every ten seconds: they write the condition itself every five minutes only.
+func (c *Client) heartbeats(ctx context.Context, s *Status, _ time.Time) error {
+	_, now, err := c.readyz(ctx)
+	if err != nil {
+		return err
+	}
+	var leases coordinationv1.LeaseList
+	if err := c.client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease)); err != nil {
+		return err
+	}
+	renewed := map[string]time.Time{}
+	for _, l := range leases.Items {
+		if l.Spec.RenewTime != nil {
+			renewed[l.Name] = l.Spec.RenewTime.Time
+		}
+	}
+	for i := range s.Nodes {
+		s.Nodes[i].heard(renewed[s.Nodes[i].Name], now)
+	}
+	return nil
+}
+
+// heard takes over when the kubelet renewed its Lease, by the API server's clock. A Node whose kubelet is gone is not Ready.
+func (s *NodeStatus) heard(renewed, now time.Time) {
+	if s.Heartbeat != nil && s.Heartbeat.After(renewed) {
+		renewed = *s.Heartbeat
+	}
+	if s.Heartbeat = &renewed; renewed.IsZero() {
+		s.Heartbeat = nil
+	}
+	if s.Ready && now.Sub(renewed) > heartbeatOld {
+		s.Ready, s.ReadySince, s.Stale = false, nil, true
+	}
+}
+
+// silent describes how long ago the kubelet was heard.
+func (s *NodeStatus) silent(now time.Time) string {
+	if s.Heartbeat == nil {
+		return "has never renewed that"
+	}
+	return "has not renewed that for " + now.Sub(*s.Heartbeat).Round(time.Second).String()
+}

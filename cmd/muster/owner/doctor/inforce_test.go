@@ -1,0 +1,42 @@
+package doctor
+
+import (
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/checkup"
+)
+
+// inForce are faults that only the status of objects shows.
+func (p *patient) inForce() []harm {
+	return []harm{
+		{CheckPolicy, checkup.Warn, "insecure.anyMachine is on in the policy in force", "", func(t *testing.T) func(*testing.T) {
+			t.Helper()
+			change(t, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}, true, func(a *v1alpha1.AttestationPolicy) {
+				a.Status.Insecure = []string{"anyMachine"}
+			})
+			return p.healthy
+		}},
+		{CheckNodes, checkup.Warn, "its kubelet has not renewed that for 1h", "", func(t *testing.T) func(*testing.T) {
+			t.Helper()
+			change(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, true, func(n *corev1.Node) {
+				n.Status.Conditions[0].LastHeartbeatTime = metav1.NewTime(time.Now().Add(-time.Hour))
+			})
+			return func(t *testing.T) {
+				t.Helper()
+				lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "node1"}, Spec: coordinationv1.LeaseSpec{RenewTime: new(metav1.NowMicro())}}
+				gone := leased(lease)(t)
+				if r := p.examine(t); !r.Clean(CheckNodes) {
+					t.Errorf("its Lease is renewed: %+v", r.Findings)
+				}
+				gone(t)
+				p.healthy(t)
+			}
+		}},
+	}
+}
