@@ -206,33 +206,33 @@ func (c *Client) Reader() client.Reader { return c.client }
 
 // Ready checks once whether the API server is ready, and returns the time of its clock, to the second.
 func (c *Client) Ready(ctx context.Context) (time.Time, error) {
-	answer, now, err := c.readyz(ctx)
+	code, now, err := c.readyz(ctx)
 	if err != nil {
 		return time.Time{}, err
 	}
-	if answer.StatusCode != http.StatusOK {
-		return time.Time{}, fmt.Errorf("/readyz answers %s", answer.Status)
+	if code != http.StatusOK {
+		return time.Time{}, fmt.Errorf("/readyz answers %d %s", code, http.StatusText(code))
 	}
 	return now, nil
 }
 
 // readyz asks the API server once whether it is ready. The time is that of its clock, to the second, also if it is not.
-func (c *Client) readyz(ctx context.Context) (*http.Response, time.Time, error) {
+func (c *Client) readyz(ctx context.Context) (code int, now time.Time, err error) {
 	hc, err := rest.HTTPClientFor(c.rest)
 	if err != nil {
-		return nil, time.Time{}, err
+		return 0, time.Time{}, err
 	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(c.rest.Host, "/")+"/readyz", http.NoBody)
 	if err != nil {
-		return nil, time.Time{}, err
+		return 0, time.Time{}, err
 	}
 	resp, err := hc.Do(req)
 	if err != nil {
-		return nil, time.Time{}, err
+		return 0, time.Time{}, err
 	}
-	_ = resp.Body.Close()
-	now, err := http.ParseTime(resp.Header.Get("Date"))
-	return resp, now, err
+	defer func() { _ = resp.Body.Close() }()
+	now, err = http.ParseTime(resp.Header.Get("Date"))
+	return resp.StatusCode, now, err
 }
 
 // PodMetrics reads a pod's metrics through the API server, as text (Prometheus exposition format).
