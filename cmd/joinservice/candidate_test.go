@@ -92,3 +92,34 @@ func TestARefusedNodeIsAlsoAppraisedByTheNextPolicy(t *testing.T) {
 		})
 	}
 }
+
+// A vendor has raised a TCB, and the owner asks what its data would do before they are in force: an accepted node stays accepted, and has the
+// reason of the refusal to come. AMD's lists were not captured, so that reason is what the candidate's collateral lacks; each TCB is compared
+// in trust/attest.
+func TestAnAcceptedNodeIsToldOfTheRefusalByRaisedCollateral(t *testing.T) {
+	s := setUp(t, recordsSoon)
+	m := attesttest.NewMachine(t, s.ca, attesttest.Options{Hardware: milan(t, "vcek.der")})
+	s.ticketFor(t, m, worker(t))
+	m.LockTo(s.ID)
+	raised := func(p *attestv1.Policy) {
+		requireMilan(p)
+		p.Hardware.SevSnp.MinTcb[0].Microcode = 255
+	}
+	for i, tt := range []struct {
+		reason string
+		change func(*attestv1.Policy)
+	}{{"HARDWARE_COLLATERAL", raised}, {"ACCEPTED", func(*attestv1.Policy) {}}} {
+		s.candidate(t, attesttest.Policy(t, s.ca, []*attesttest.Machine{m}, tt.change, func(p *attestv1.Policy) { p.Serial = uint64(i) + 2 }))
+		membertest.Eventually(t, func() error { // joinservice learns of the candidate by a watch
+			if _, err := s.reattest(t, m); err != nil {
+				return err
+			}
+			st := s.Node(t, "w1").Status
+			if !st.LastVerdict.Accepted || st.PolicySerial != 1 {
+				t.Fatalf("the verdict is %+v, of serial %d", st.LastVerdict, st.PolicySerial)
+			}
+			c := st.Candidate
+			return membertest.Want(c != nil && c.Reason == tt.reason && c.Accepted == (tt.reason == "ACCEPTED"), "by the next policy %+v", c)
+		})
+	}
+}

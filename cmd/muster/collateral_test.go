@@ -2,8 +2,10 @@ package main
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -14,6 +16,7 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/encoding/protojson"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -156,6 +159,91 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	}
 	if got := policy(); !strings.Contains(got, "tcbInfos") || !strings.Contains(got, "serial: 2") {
 		t.Errorf("the folder's policy:\n%s", got)
+	}
+}
+
+// A vendor has raised a TCB: the owner learns which running node falls below it while nothing refuses it yet. This test has the part of a
+// joinservice, which appraises nodes by the candidate.
+func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
+	t.Parallel()
+	api, file, path := cluster(t), collateralFile(t), filepath.Join(t.TempDir(), "muster-prod")
+	if err := ownersFolder(path, api, testPolicy(t, tdxRules)); err != nil {
+		t.Fatal(err)
+	}
+	dir, err := ownerdir.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = dir.Close() }()
+	kube, err := access.Connect(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, signed, err := policies.SignedPolicy(dir)
+	if err == nil {
+		err = kube.PutPolicy(t.Context(), signed)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	accepts(t, api, 1, nil)
+	n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Spec: v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("ab", 32), Role: v1alpha1.RoleWorker}}
+	if err := api.Client.Create(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
+	if err := api.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	inForce := func() *v1alpha1.AttestationPolicy {
+		p := &v1alpha1.AttestationPolicy{}
+		if err := api.Client.Get(t.Context(), types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	for _, v := range []v1alpha1.Verdict{{Reason: "HARDWARE_TCB", Message: "the platform's TCB is OutOfDate"}, {Accepted: true, Reason: "ACCEPTED"}} {
+		var out strings.Builder
+		a := &app{stdout: &out, stderr: io.Discard, directory: path}
+		done := make(chan error, 1)
+		go func() {
+			done <- a.applyCollateral(t.Context(), file, applyCollateral{dry: true, wait: time.Minute}, june)
+		}()
+		membertest.Eventually(t, func() error {
+			select {
+			case err := <-done:
+				t.Fatalf("the command has ended: %v\n%s", err, out.String())
+			default:
+			}
+			_, text, found := strings.Cut(inForce().Annotations[v1alpha1.PolicyCandidate], " ")
+			if !found {
+				return errors.New("no candidate")
+			}
+			if !strings.Contains(text, "tcbInfos") || !strings.Contains(text, `"serial":2`) {
+				t.Fatalf("the candidate is %s", text)
+			}
+			if err := api.Client.Get(t.Context(), types.NamespacedName{Name: "w1"}, n); err != nil {
+				return err
+			}
+			sum := sha256.Sum256([]byte(text))
+			v.Time = metav1.Now()
+			n.Status.Candidate = &v1alpha1.CandidateVerdict{Digest: hex.EncodeToString(sum[:]), Verdict: v}
+			return api.Client.Status().Update(t.Context(), n)
+		})
+		err := <-done
+		if (err == nil) != v.Accepted || err != nil && exitCode(err) != exitFailed || !strings.Contains(out.String(), "w1") || strings.Contains(out.String(), "HARDWARE_TCB") == v.Accepted {
+			t.Errorf("%s: %v\n%s", v.Reason, err, out.String())
+		}
+		if p := inForce(); strings.Contains(p.Spec.Policy, "tcbInfos") || p.Annotations[v1alpha1.PolicyCandidate] != "" {
+			t.Errorf("%s: something stays: %+v", v.Reason, p)
+		}
+		if had, err := dir.Read(ownerdir.PolicyFile); err != nil || string(had) != string(testPolicy(t, tdxRules)) {
+			t.Errorf("%s: the folder's policy is another, %v", v.Reason, err)
+		}
+		n.Status.Candidate = nil // an answer about the same candidate would be taken
+		if err := api.Client.Status().Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 
