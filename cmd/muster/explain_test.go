@@ -289,7 +289,7 @@ func TestAMachineIsExplainedByItsIDAndByItsNode(t *testing.T) {
 	if err := api.Client.Get(t.Context(), types.NamespacedName{Name: "w1"}, n); err != nil {
 		t.Fatal(err)
 	}
-	if s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder]); err != nil || !strings.Contains(string(s.Text), string(ownerorder.ActionVerify)) {
+	if s, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder]); err != nil || !strings.Contains(s.Text, string(ownerorder.ActionVerify)) {
 		t.Errorf("the order to the node's machine is %q, %v", s.Text, err)
 	}
 }

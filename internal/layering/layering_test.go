@@ -129,6 +129,8 @@ func forbidden(from, to string) string {
 		return "a service never imports another"
 	case strings.HasPrefix(from, "deploy/vm") && (to == "services/bootstrapper/metadata" || to == "services/bootstrapper/metadata/provider"):
 		return "" // the image's tool and its first program read files that the bootstrapper will read
+	case isTestPackage(from) && isTestPackage(to):
+		return ""
 	case service(to) != "" && service(from) == "" && !wires && top(from) != "lab" && top(from) != "e2e":
 		return "services are wired in cmd alone"
 	case program(to) != "" && program(from) == program(to):

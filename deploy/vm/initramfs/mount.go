@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/internal/image/layout"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
+	"github.com/muster-k8s/muster/internal/tree"
 )
 
 type mount struct {

@@ -19,7 +19,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/retry"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
+	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 

@@ -9,7 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
+	"github.com/muster-k8s/muster/internal/tree"
 )
 
 // Sweep removes from [Folders] all files that are neither a component of the list nor from an archive of it, and calls removes with each name before (B8).

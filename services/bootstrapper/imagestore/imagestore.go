@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
 const (

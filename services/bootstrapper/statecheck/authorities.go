@@ -11,11 +11,11 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
 // checkStaged removes new keys of rotations that the cluster does not have in progress: an attacker who had root rights once may have left one, to be

@@ -9,12 +9,12 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/backups"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/orders"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 )
 

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/imagestore"
@@ -17,7 +18,6 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 )
 

@@ -15,6 +15,7 @@ import (
 	"strings"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
@@ -22,7 +23,6 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 	"github.com/muster-k8s/muster/trust/attest"
 )

@@ -13,6 +13,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
+	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -21,7 +22,6 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
-	"github.com/muster-k8s/muster/services/bootstrapper/tree"
 )
 
 // networkFolder has the configuration of the pods' network. The network plugin writes it again when its pod starts.

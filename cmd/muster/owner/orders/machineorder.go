@@ -262,14 +262,14 @@ func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) err
 	case v1alpha1.OrderDone:
 		return nil
 	case v1alpha1.OrderRefused:
-		return problem.WithRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, RefusalOf(r.Message)), "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
+		return problem.WithRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, refusalOf(r.Message)), "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
 	default:
 		return problem.WithRemedy(fmt.Errorf("%s: %s failed: %s", name, action, r.Message), "muster doctor --node "+name+" shows what is wrong on the machine.")
 	}
 }
 
-// RefusalOf returns a machine's message about a refusal, with its reason code if it begins with one (R1).
-func RefusalOf(message string) error {
+// refusalOf returns a machine's message about a refusal, with its reason code if it begins with one (R1).
+func refusalOf(message string) error {
 	name, rest, _ := strings.Cut(message, ": ")
 	if reason, known := attestv1.Reason_value["REASON_"+name]; known {
 		return attest.Refuse(attestv1.Reason(reason), "%s", rest)

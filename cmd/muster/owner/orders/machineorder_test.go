@@ -158,3 +158,14 @@ func TestWhatAMachineFindsIsShownWithoutItsControlCharacters(t *testing.T) {
 		}
 	}
 }
+
+func TestAMachinesRefusalKeepsItsReason(t *testing.T) {
+	for message, want := range map[string]attestv1.Reason{
+		"CLOCK_SKEW: the order was valid until yesterday": attestv1.Reason_REASON_CLOCK_SKEW,
+		"this version can't":                              attestv1.Reason_REASON_INTERNAL, "NO_SUCH_REASON: x": attestv1.Reason_REASON_INTERNAL, "": attestv1.Reason_REASON_INTERNAL,
+	} {
+		if err := refusalOf(message); attest.ReasonOf(err) != want || err.Error() != message {
+			t.Errorf("%q: %v", message, err)
+		}
+	}
+}
