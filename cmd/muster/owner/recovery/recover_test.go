@@ -130,7 +130,7 @@ func knows(t *testing.T, w *waitingMachine, m *attesttest.Machine, disk string, 
 			return false
 		}
 		have, err := ownerorder.ParseRecovery(r, id, ownerorder.Nonce(w.nonce), attest.OwnerKeys{own.Public().(ed25519.PublicKey)})
-		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.ClusterID() && have.Software != nil && have.Software.Endpoint == o.Dir.Cluster().ControlPlaneEndpoint
+		return err == nil && bytes.Equal(have.Key.Expose(), want.Expose()) && have.Cluster == o.ClusterID() && have.Software != nil && have.Software.Endpoint == o.Cluster().ControlPlaneEndpoint
 	}
 	return o
 }
@@ -376,7 +376,7 @@ func TestARecoveryHasTheListsOfTheFolder(t *testing.T) {
 		"the folder is the newest": {cfg: RecoverConfig{ReplaceSoftware: true}, list: "now"},
 		"uncompared":               {cfg: RecoverConfig{Uncompared: true}},
 	} {
-		c := o.Dir.Cluster()
+		c := o.Cluster()
 		c.Components, c.Upgrade, c.Adopted = now.Components, tt.upgrade, true
 		if err := o.Save(c); err != nil {
 			t.Fatal(err)
@@ -397,7 +397,7 @@ func TestARecoveryHasTheListsOfTheFolder(t *testing.T) {
 		}
 	}
 
-	c := o.Dir.Cluster()
+	c := o.Cluster()
 	c.Images = nil
 	if err := o.Save(c); err != nil {
 		t.Fatal(err)

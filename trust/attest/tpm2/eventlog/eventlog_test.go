@@ -421,8 +421,8 @@ func FuzzReplay(f *testing.F) {
 	empty, _ := build(f)
 	f.Add(empty)
 	f.Add([]byte("Spec ID Event03"))
-	for _, real := range []string{"go-tpm-tools/gdc-host.bin", "keylime/bios.bin"} {
-		raw, err := os.ReadFile(filepath.Join("testdata", real))
+	for _, log := range []string{"go-tpm-tools/gdc-host.bin", "keylime/bios.bin"} {
+		raw, err := os.ReadFile(filepath.Join("testdata", log))
 		if err != nil {
 			f.Fatal(err)
 		}
