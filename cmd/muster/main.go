@@ -26,6 +26,7 @@ const (
 )
 
 func main() {
+	quietLibraries()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	a := &app{stdout: os.Stdout, stderr: os.Stderr}
 	err := a.run(ctx, os.Args[1:])
@@ -46,7 +47,6 @@ type app struct {
 }
 
 func (a *app) run(ctx context.Context, args []string) error {
-	quietLibraries()
 	a.stdout, a.stderr = visible(a.stdout), visible(a.stderr)
 	root := a.command()
 	a.mark(root)
