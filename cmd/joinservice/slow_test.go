@@ -74,7 +74,7 @@ func TestACopyGetsNoKeyWhileTheAPIServerIsSlow(t *testing.T) {
 	}
 }
 
-// beside is a second joinservice with these flags, whose requests to the API server each take that much longer.
+// beside starts a second joinservice with these flags. Each of its requests to the API server takes that much longer.
 func (s *fixture) beside(t *testing.T, pause time.Duration, flags ...string) *fixture {
 	t.Helper()
 	next := &fixture{Cluster: s.Cluster, ca: s.ca, cp1: s.cp1, kms: s.kms, rootDir: s.rootDir, pki: s.pki, token: s.token, sockets: s.sockets, flags: flags, timing: s.timing, image: s.image, listed: s.listed, planned: s.planned}
@@ -94,7 +94,7 @@ func (s *fixture) beside(t *testing.T, pause time.Duration, flags ...string) *fi
 	return next
 }
 
-// over returns an administrator's client, whose requests each take that much longer.
+// over returns an administrator's client. Each of its requests takes that much longer.
 func (s *fixture) over(t *testing.T, pause time.Duration) client.Client {
 	t.Helper()
 	api := rest.CopyConfig(s.Admin)
