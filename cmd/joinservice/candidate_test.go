@@ -103,7 +103,7 @@ func TestAnAcceptedNodeIsToldOfTheRefusalByRaisedCollateral(t *testing.T) {
 	m.LockTo(s.ID)
 	raised := func(p *attestv1.Policy) {
 		requireMilan(p)
-		p.Hardware.SevSnp.MinTcb[0].Microcode = 255
+		p.Hardware.SevSnp.MinTcb[0].Microcode = new(uint32(255))
 	}
 	for i, tt := range []struct {
 		reason string

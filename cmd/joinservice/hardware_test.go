@@ -42,7 +42,7 @@ func milan(t *testing.T, certificate string) captured {
 func requireMilan(p *attestv1.Policy) {
 	p.Serial = 2
 	p.Hardware = &attestv1.HardwarePolicy{Require: []string{"sev-snp"}, SevSnp: &attestv1.SevSnpRules{
-		MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
+		MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan", BootLoader: new(uint32), Tee: new(uint32), Snp: new(uint32), Microcode: new(uint32)}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
 	}}
 }
 

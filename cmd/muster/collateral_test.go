@@ -317,7 +317,7 @@ func TestTheFirstPolicyGetsCollateral(t *testing.T) {
 	}
 	a.output = outputPlain
 	// One that lacks what the rules need is refused, and the file stays.
-	save(t, path, testPolicy(t, tdxRules+"  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n"))
+	save(t, path, testPolicy(t, tdxRules+"  sevSnp: {minTcb: [{product: Milan, bootLoader: 0, tee: 0, snp: 0, microcode: 0}], keys: [vcek], anyChip: true, anyMeasurement: true}\n"))
 	had, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)

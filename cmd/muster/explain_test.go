@@ -332,7 +332,7 @@ func TestARefusalForTheHardwareReportIsExplained(t *testing.T) {
 	policy := func(require ...string) string {
 		return save(t, filepath.Join(t.TempDir(), "policy.yaml"), attesttest.Policy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
 			p.Hardware = &attestv1.HardwarePolicy{Require: require, SevSnp: &attestv1.SevSnpRules{
-				MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
+				MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan", BootLoader: new(uint32), Tee: new(uint32), Snp: new(uint32), Microcode: new(uint32)}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
 			}}
 		}))
 	}

@@ -144,6 +144,9 @@ func checkHardware(h *attestv1.HardwarePolicy, ends []attest.CollateralEnd, now 
 		if r.GetAnyMeasurement() {
 			add(name+".anyMeasurement", "a report only shows that some guest runs on such a processor")
 		}
+		if v := r.GetMaxVmpl(); v > 0 {
+			add(name+".maxVmpl", "%d: less privileged software of an accepted guest can ask for a report too, and is then believed as much as the most privileged, VMPL 0", v)
+		}
 		if len(r.GetIdKeys()) > 0 && r.GetMinGuestSvn() == 0 {
 			add(name+".minGuestSvn", "not set: every guest that one of idKeys has ever signed is accepted, also one with known weaknesses; set the lowest guest SVN that you accept, muster verify shows a machine's")
 		}

@@ -106,7 +106,7 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 	weak := strings.Replace(hardwareRules, "require: [tdx]", "require: []", 1)
 	weak, _, _ = strings.Cut(weak, "    mrtds:")
 	weak += "    anyMrtd: true\n"
-	signed := string(read(t, "policy.yaml")) + "hardware:\n  azureSevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, idKeys: [\"" + strings.Repeat("4d", 48) + "\"]}\n"
+	signed := string(read(t, "policy.yaml")) + "hardware:\n  azureSevSnp: {minTcb: [{product: Milan, bootLoader: 0, tee: 0, snp: 0, microcode: 0}], keys: [vcek], anyChip: true, idKeys: [\"" + strings.Repeat("4d", 48) + "\"]}\n"
 	azure := strings.NewReplacer("require: [tdx]", "require: [azure-tdx]", "  tdx:", "  azureTdx:")
 	for name, tt := range map[string]struct {
 		text  string
@@ -115,7 +115,7 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		want  bool
 	}{
 		"no collateral":                   {string(read(t, "policy.yaml")) + hardwareRules, march, "no TCB data of Intel: fetch with --fmspc", true},
-		"collateral of one vendor of two": {string(with) + "  sevSnp: {minTcb: [{product: Milan}, {product: Genoa}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march, "of the line Genoa, and no revocation list of AMD", true},
+		"collateral of one vendor of two": {string(with) + "  sevSnp: {minTcb: [{product: Milan, bootLoader: 0, tee: 0, snp: 0, microcode: 0}, {product: Genoa, bootLoader: 0, tee: 0, snp: 0, microcode: 0}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march, "of the line Genoa, and no revocation list of AMD", true},
 		"valid collateral":                {string(with), march.Add(-10 * 24 * time.Hour), "hardware.collateral", false},
 		"collateral that ends soon":       {string(with), march.Add(20 * 24 * time.Hour), "hardware.collateral: the ", true},
 		"collateral that has ended":       {string(with), march.Add(90 * 24 * time.Hour), "ended on", true},
@@ -129,8 +129,10 @@ func TestCheckReportsWhatHardwareRulesDoNotRestrict(t *testing.T) {
 		"data of a lowest evaluation":     {string(read(t, "policy.yaml")) + hardwareRules + "    minEvaluationNumber: 18\n", march, "minEvaluationNumber", false},
 		"guests of any SVN":               {signed, march, "hardware.azureSevSnp.minGuestSvn: not set", true},
 		"guests of a lowest SVN":          {strings.Replace(signed, "anyChip", "minGuestSvn: 5, anyChip", 1), march, "minGuestSvn", false},
+		"less privileged levels":          {strings.Replace(signed, "anyChip", "maxVmpl: 2, anyChip", 1), march, "hardware.azureSevSnp.maxVmpl: 2", true},
+		"the most privileged level":       {signed, march, "maxVmpl", false},
 		"no rules for reports at all":     {string(read(t, "policy.yaml")), march, "hardware", false},
-		"any chip": {string(read(t, "policy.yaml")) + "hardware:\n  sevSnp: {minTcb: [{product: Milan}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march,
+		"any chip": {string(read(t, "policy.yaml")) + "hardware:\n  sevSnp: {minTcb: [{product: Milan, bootLoader: 0, tee: 0, snp: 0, microcode: 0}], keys: [vcek], anyChip: true, anyMeasurement: true}\n", march,
 			"hardware.sevSnp.anyChip: every", true},
 	} {
 		_, found, err := policyfile.Check([]byte(tt.text), tt.at)

@@ -89,12 +89,12 @@ var measured = strings.Repeat("4d", 48)
 
 func (f *fleet) snpRules() *attestv1.SevSnpRules {
 	return &attestv1.SevSnpRules{
-		MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan", BootLoader: 3, Snp: 8, Microcode: 100}}, Keys: []string{"vcek"}, AnyChip: true, Measurements: []string{measured},
+		MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan", BootLoader: new(uint32(3)), Tee: new(uint32), Snp: new(uint32(8)), Microcode: new(uint32(100))}}, Keys: []string{"vcek"}, AnyChip: true, Measurements: []string{measured},
 	}
 }
 
 func (f *fleet) tdxRules() *attestv1.TdxRules {
-	return &attestv1.TdxRules{Statuses: []string{"UpToDate"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: 6}}, Mrtds: []string{measured}, RequireAttributes: []string{"SEPT_VE_DISABLE"}}
+	return &attestv1.TdxRules{Statuses: []string{"UpToDate"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: new(uint32(6))}}, Mrtds: []string{measured}, RequireAttributes: []string{"SEPT_VE_DISABLE"}}
 }
 
 func (f *fleet) scene(t testing.TB, kind hwreport.Kind) *scene {
@@ -341,14 +341,14 @@ func TestEvidenceWithHardwareReportsThatIsRefused(t *testing.T) {
 	tcb := func(change func(*attestv1.SevSnpTcb)) func(*scene) {
 		return rule(func(p *attestv1.HardwarePolicy) { change(p.GetSevSnp().GetMinTcb()[0]) })
 	}
-	add("boot loader below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.BootLoader = 4 }))
-	add("TEE below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.Tee = 1 }))
-	add("SNP firmware below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.Snp = 9 }))
-	add("microcode below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.Microcode = 116 }))
-	add("microcode below the policy's, on Azure", hardware.TCB, hwreport.AzureSevSnp, rule(func(p *attestv1.HardwarePolicy) { p.GetAzureSevSnp().GetMinTcb()[0].Microcode = 116 }))
+	add("boot loader below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.BootLoader = new(uint32(4)) }))
+	add("TEE below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.Tee = new(uint32(1)) }))
+	add("SNP firmware below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.Snp = new(uint32(9)) }))
+	add("microcode below the policy's", hardware.TCB, hwreport.SevSnp, tcb(func(m *attestv1.SevSnpTcb) { m.Microcode = new(uint32(116)) }))
+	add("microcode below the policy's, on Azure", hardware.TCB, hwreport.AzureSevSnp, rule(func(p *attestv1.HardwarePolicy) { p.GetAzureSevSnp().GetMinTcb()[0].Microcode = new(uint32(116)) }))
 	add("status that the policy does not list", hardware.TCB, hwreport.TDX, rule(func(p *attestv1.HardwarePolicy) { p.Tdx.Statuses = []string{"OutOfDate"} }))
-	add("TDX module below the policy's", hardware.TCB, hwreport.TDX, rule(func(p *attestv1.HardwarePolicy) { p.GetTdx().GetModules()[0].Svn = 7 }))
-	add("TDX module below the policy's, on Azure", hardware.TCB, hwreport.AzureTDX, rule(func(p *attestv1.HardwarePolicy) { p.GetAzureTdx().GetModules()[0].Svn = 7 }))
+	add("TDX module below the policy's", hardware.TCB, hwreport.TDX, rule(func(p *attestv1.HardwarePolicy) { p.GetTdx().GetModules()[0].Svn = new(uint32(7)) }))
+	add("TDX module below the policy's, on Azure", hardware.TCB, hwreport.AzureTDX, rule(func(p *attestv1.HardwarePolicy) { p.GetAzureTdx().GetModules()[0].Svn = new(uint32(7)) }))
 
 	snpRule := func(change func(*attestv1.SevSnpRules)) func(*scene) {
 		return rule(func(p *attestv1.HardwarePolicy) { change(p.GetSevSnp()) })

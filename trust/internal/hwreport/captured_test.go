@@ -142,15 +142,15 @@ func policy(t testing.TB, e hwreport.Evidence) *attestv1.HardwarePolicy {
 	digest := func(b []byte) []string { return []string{hex.EncodeToString(b[:48])} }
 	p := &attestv1.HardwarePolicy{Require: []string{"sev-snp", "tdx", "azure-sev-snp", "azure-tdx"}, Collateral: collateral(t)}
 	p.SevSnp = &attestv1.SevSnpRules{
-		MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}, {Product: "Genoa"}, {Product: "Turin"}}, Keys: []string{"vcek"}, AnyChip: true,
+		MinTcb: []*attestv1.SevSnpTcb{tcb("Milan", 0, 0, 0, 0), tcb("Genoa", 0, 0, 0, 0), {Product: "Turin", Fmc: new(uint32), BootLoader: new(uint32), Tee: new(uint32), Snp: new(uint32), Microcode: new(uint32)}}, Keys: []string{"vcek"}, AnyChip: true,
 		Measurements: digest(make([]byte, 48)), AllowGuestPolicy: []string{"SMT", "MIGRATE_MA"},
 	}
 	p.AzureSevSnp = &attestv1.SevSnpRules{MinTcb: p.GetSevSnp().GetMinTcb(), Keys: []string{"vcek"}, AnyChip: true, IdKeys: digest(make([]byte, 48)), AllowGuestPolicy: []string{"SMT"}}
 	p.Tdx = &attestv1.TdxRules{
-		Statuses: []string{"UpToDate"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: 5}}, Mrtds: digest(make([]byte, 48)), RequireAttributes: []string{"SEPT_VE_DISABLE"},
+		Statuses: []string{"UpToDate"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: new(uint32(5))}}, Mrtds: digest(make([]byte, 48)), RequireAttributes: []string{"SEPT_VE_DISABLE"},
 		AllowAttributes: []string{"PKS", "PERFMON"},
 	}
-	p.AzureTdx = &attestv1.TdxRules{Statuses: []string{"UpToDate"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: 5}}, Mrtds: digest(make([]byte, 48)), RequireAttributes: []string{"SEPT_VE_DISABLE"}}
+	p.AzureTdx = &attestv1.TdxRules{Statuses: []string{"UpToDate"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: new(uint32(5))}}, Mrtds: digest(make([]byte, 48)), RequireAttributes: []string{"SEPT_VE_DISABLE"}}
 	if b := e.Report.GetSevSnp().GetReport(); b != nil {
 		p.SevSnp.Measurements = digest(b[0x90:])
 	}
@@ -243,7 +243,7 @@ func TestCapturedReportsThatAreRefused(t *testing.T) {
 		"guest that allows debugging":         {debug, nil, hardware.Policy},
 		"certificate that AMD has not signed": {spoiled, nil, hardware.Untrusted},
 		"debug TD": {debugTD, func(p *attestv1.HardwarePolicy) {
-			p.Tdx.Modules, p.Tdx.Statuses = []*attestv1.TdxModule{{}}, []string{"UpToDate", "OutOfDate"}
+			p.Tdx.Modules, p.Tdx.Statuses = []*attestv1.TdxModule{{Svn: new(uint32)}}, []string{"UpToDate", "OutOfDate"}
 		}, hardware.Policy},
 		"debug TD on an old platform": {debugTD, nil, hardware.TCB},
 		"collateral that has ended":   {ended, nil, hardware.Collateral},

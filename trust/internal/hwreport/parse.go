@@ -115,6 +115,13 @@ func parseSNP(field string, m *attestv1.SevSnpRules) (*snp.Rules, error) {
 		if _, twice := r.MinTCB[p]; twice || !slices.Contains(snp.Products, p) {
 			return nil, endorsement.Invalid("%s.minTcb: product %q: want each of %q at most once", field, p, snp.Products)
 		}
+		named := []*uint32{t.BootLoader, t.Tee, t.Snp, t.Microcode}
+		if p == snp.Turin {
+			named = append(named, t.Fmc)
+		}
+		if slices.Contains(named, nil) { // A10: no absent value means "any"
+			return nil, endorsement.Invalid("%s.minTcb: %s: name each part: bootLoader, tee, snp and microcode, of Turin fmc too; 0 accepts every version of it", field, p)
+		}
 		parts := []uint32{t.GetFmc(), t.GetBootLoader(), t.GetTee(), t.GetSnp(), t.GetMicrocode()}
 		if slices.Max(parts) > 255 || p != snp.Turin && t.GetFmc() != 0 {
 			return nil, endorsement.Invalid("%s.minTcb: %s: each part is 0 to 255, and only Turin has an fmc", field, p)
@@ -219,6 +226,9 @@ func parseTDX(field string, m *attestv1.TdxRules) (*tdx.Rules, error) {
 	for _, v := range m.GetModules() {
 		if v.GetMajor() > 255 || v.GetSvn() > 255 {
 			return nil, endorsement.Invalid("%s.modules: %d.%d: want numbers of 0 to 255", field, v.GetMajor(), v.GetSvn())
+		}
+		if v.Svn == nil { // A10
+			return nil, endorsement.Invalid("%s.modules: name the svn of version %d; 0 accepts every one", field, v.GetMajor())
 		}
 		if _, twice := r.MinModule[uint8(v.GetMajor())]; twice {
 			return nil, endorsement.Invalid("%s.modules lists version %d twice", field, v.GetMajor())

@@ -11,17 +11,26 @@ import (
 
 var digest = strings.Repeat("4d", 48)
 
+// tcb returns the lowest TCB of a line; that of Turin has an FMC.
+func tcb(product string, bootLoader, tee, snp, microcode uint32) *attestv1.SevSnpTcb {
+	out := &attestv1.SevSnpTcb{Product: product, BootLoader: &bootLoader, Tee: &tee, Snp: &snp, Microcode: &microcode}
+	if product == "Turin" {
+		out.Fmc = new(uint32(1))
+	}
+	return out
+}
+
 func complete() *attestv1.HardwarePolicy {
 	snp := func() *attestv1.SevSnpRules {
 		return &attestv1.SevSnpRules{
-			MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan", BootLoader: 255}, {Product: "Turin", Fmc: 1}}, Keys: []string{"vcek", "vlek"}, Providers: []string{"CN=cc.test"},
+			MinTcb: []*attestv1.SevSnpTcb{tcb("Milan", 255, 0, 0, 0), tcb("Turin", 0, 0, 0, 0)}, Keys: []string{"vcek", "vlek"}, Providers: []string{"CN=cc.test"},
 			Chips: []string{strings.Repeat("ab", 64), strings.Repeat("ab", 8)}, Measurements: []string{digest}, IdKeys: []string{digest}, MaxVmpl: 3,
 			AllowGuestPolicy: []string{"SMT", "MIGRATE_MA", "CXL"}, RequireGuestPolicy: []string{"SINGLE_SOCKET", "MEM_AES_256_XTS", "RAPL_DIS", "CIPHERTEXT_HIDING", "PAGE_SWAP_DISABLE"},
 		}
 	}
 	tdx := func() *attestv1.TdxRules {
 		return &attestv1.TdxRules{
-			Statuses: []string{"UpToDate", "SWHardeningNeeded"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: 255}, {Major: 255}}, Mrtds: []string{digest},
+			Statuses: []string{"UpToDate", "SWHardeningNeeded"}, Modules: []*attestv1.TdxModule{{Major: 1, Svn: new(uint32(255))}, {Major: 255, Svn: new(uint32)}}, Mrtds: []string{digest},
 			RequireAttributes: []string{"SEPT_VE_DISABLE"}, AllowAttributes: []string{"PKS", "PERFMON"},
 		}
 	}
@@ -71,9 +80,15 @@ func TestRulesThatAreRefused(t *testing.T) {
 		"unknown product":                  {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Product = "Naples" }), `"Naples"`},
 		"product in other letters":         {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Product = "milan" }), `"milan"`},
 		"product twice":                    {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[1].Product = "Milan" }), "at most once"},
-		"part of a TCB of 256":             {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].BootLoader = 256 }), "0 to 255"},
-		"microcode of 256":                 {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Microcode = 256 }), "0 to 255"},
-		"FMC of Milan":                     {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Fmc = 1 }), "only Turin"},
+		"part of a TCB of 256":             {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].BootLoader = new(uint32(256)) }), "0 to 255"},
+		"microcode of 256":                 {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Microcode = new(uint32(256)) }), "0 to 255"},
+		"FMC of Milan":                     {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Fmc = new(uint32(1)) }), "only Turin"},
+		"minimum TCB without boot loader":  {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].BootLoader = nil }), "Milan: name each part"},
+		"minimum TCB without tee":          {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Tee = nil }), "Milan: name each part"},
+		"minimum TCB without SNP":          {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[1].Snp = nil }), "Turin: name each part"},
+		"minimum TCB without microcode":    {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Microcode = nil }), "Milan: name each part"},
+		"Turin without FMC":                {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[1].Fmc = nil }), "Turin: name each part"},
+		"Milan with an FMC of 0":           {snp(func(r *attestv1.SevSnpRules) { r.MinTcb[0].Fmc = new(uint32) }), ""},
 		"no keys":                          {snp(func(r *attestv1.SevSnpRules) { r.Keys = nil }), "keys is empty"},
 		"unknown key":                      {snp(func(r *attestv1.SevSnpRules) { r.Keys[0] = "VCEK" }), "want vcek or vlek"},
 		"VLEK without providers":           {snp(func(r *attestv1.SevSnpRules) { r.Providers = nil }), "providers"},
@@ -102,7 +117,8 @@ func TestRulesThatAreRefused(t *testing.T) {
 		"revoked TCBs":                     {tdx(func(r *attestv1.TdxRules) { r.Statuses[0] = "Revoked" }), `"Revoked"`},
 		"no modules":                       {tdx(func(r *attestv1.TdxRules) { r.Modules = nil }), "modules is empty"},
 		"module 256":                       {tdx(func(r *attestv1.TdxRules) { r.Modules[0].Major = 256 }), "0 to 255"},
-		"module with SVN 256":              {tdx(func(r *attestv1.TdxRules) { r.Modules[0].Svn = 256 }), "0 to 255"},
+		"module with SVN 256":              {tdx(func(r *attestv1.TdxRules) { r.Modules[0].Svn = new(uint32(256)) }), "0 to 255"},
+		"module without SVN":               {tdx(func(r *attestv1.TdxRules) { r.Modules[0].Svn = nil }), "svn of version 1"},
 		"module twice":                     {tdx(func(r *attestv1.TdxRules) { r.Modules[1].Major = 1 }), "version 1 twice"},
 		"no MRTD":                          {tdx(func(r *attestv1.TdxRules) { r.Mrtds = nil }), "want either mrtds or anyMrtd"},
 		"MRTDs and any MRTD":               {tdx(func(r *attestv1.TdxRules) { r.AnyMrtd = true }), "want either mrtds or anyMrtd"},

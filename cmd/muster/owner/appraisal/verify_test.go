@@ -85,7 +85,7 @@ func TestAMissingHardwareReportHasItsOwnRemedy(t *testing.T) {
 	cfg.Addr, cfg.Purpose, cfg.Locks = ownertest.ServeFirst(t, m).Addr, attest.PurposeMachine, []attest.Lock{attest.Unlocked()}
 	cfg.Policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
 		p.Hardware = &attestv1.HardwarePolicy{Require: []string{"sev-snp"}, SevSnp: &attestv1.SevSnpRules{
-			MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
+			MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan", BootLoader: new(uint32), Tee: new(uint32), Snp: new(uint32), Microcode: new(uint32)}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true,
 		}}
 	})
 	s, err := Verify(t.Context(), cfg)
@@ -114,7 +114,7 @@ func TestVerifyShowsTheValuesOfAGenuineReport(t *testing.T) {
 	cfg := VerifyConfig{}
 	cfg.Addr, cfg.Purpose, cfg.Locks = ownertest.ServeFirst(t, m).Addr, attest.PurposeMachine, []attest.Lock{attest.Unlocked()}
 	cfg.Policy = attesttest.ParsedPolicy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) {
-		p.Hardware = &attestv1.HardwarePolicy{SevSnp: &attestv1.SevSnpRules{MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan"}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true}}
+		p.Hardware = &attestv1.HardwarePolicy{SevSnp: &attestv1.SevSnpRules{MinTcb: []*attestv1.SevSnpTcb{{Product: "Milan", BootLoader: new(uint32), Tee: new(uint32), Snp: new(uint32), Microcode: new(uint32)}}, Keys: []string{"vcek"}, AnyChip: true, AnyMeasurement: true}}
 	})
 	s, err := Verify(t.Context(), cfg)
 	if err != nil || s.Accepted || s.Hardware != "sev-snp, not accepted" {

@@ -2525,23 +2525,24 @@ func (x *SevSnpRules) GetRequirePlatformInfo() uint64 {
 	return 0
 }
 
-// SevSnpTcb is a TCB (SEV-SNP Firmware ABI, TCB_VERSION); each part is 0 to 255, otherwise
-// POLICY_INVALID. It is reached if no part is lower.
+// SevSnpTcb is a TCB (SEV-SNP Firmware ABI, TCB_VERSION). It is reached if no part is lower.
+// Each part must be set, to 0 to 255, otherwise POLICY_INVALID: a part that the owner forgot
+// would accept any version.
 type SevSnpTcb struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The line of processors: "Milan", "Genoa" (also Bergamo and Siena) or "Turin",
 	// otherwise POLICY_INVALID.
 	Product string `protobuf:"bytes,1,opt,name=product,proto3" json:"product,omitempty"`
-	// Of the FMC, for Turin only; otherwise it must be 0.
-	Fmc uint32 `protobuf:"varint,2,opt,name=fmc,proto3" json:"fmc,omitempty"`
+	// Of the FMC, for Turin only; otherwise it must be 0 or not set.
+	Fmc *uint32 `protobuf:"varint,2,opt,name=fmc,proto3,oneof" json:"fmc,omitempty"`
 	// Of the boot loader.
-	BootLoader uint32 `protobuf:"varint,3,opt,name=boot_loader,json=bootLoader,proto3" json:"boot_loader,omitempty"`
+	BootLoader *uint32 `protobuf:"varint,3,opt,name=boot_loader,json=bootLoader,proto3,oneof" json:"boot_loader,omitempty"`
 	// Of the operating system of the security processor.
-	Tee uint32 `protobuf:"varint,4,opt,name=tee,proto3" json:"tee,omitempty"`
+	Tee *uint32 `protobuf:"varint,4,opt,name=tee,proto3,oneof" json:"tee,omitempty"`
 	// Of the SNP firmware.
-	Snp uint32 `protobuf:"varint,5,opt,name=snp,proto3" json:"snp,omitempty"`
+	Snp *uint32 `protobuf:"varint,5,opt,name=snp,proto3,oneof" json:"snp,omitempty"`
 	// Of the microcode.
-	Microcode     uint32 `protobuf:"varint,6,opt,name=microcode,proto3" json:"microcode,omitempty"`
+	Microcode     *uint32 `protobuf:"varint,6,opt,name=microcode,proto3,oneof" json:"microcode,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2584,36 +2585,36 @@ func (x *SevSnpTcb) GetProduct() string {
 }
 
 func (x *SevSnpTcb) GetFmc() uint32 {
-	if x != nil {
-		return x.Fmc
+	if x != nil && x.Fmc != nil {
+		return *x.Fmc
 	}
 	return 0
 }
 
 func (x *SevSnpTcb) GetBootLoader() uint32 {
-	if x != nil {
-		return x.BootLoader
+	if x != nil && x.BootLoader != nil {
+		return *x.BootLoader
 	}
 	return 0
 }
 
 func (x *SevSnpTcb) GetTee() uint32 {
-	if x != nil {
-		return x.Tee
+	if x != nil && x.Tee != nil {
+		return *x.Tee
 	}
 	return 0
 }
 
 func (x *SevSnpTcb) GetSnp() uint32 {
-	if x != nil {
-		return x.Snp
+	if x != nil && x.Snp != nil {
+		return *x.Snp
 	}
 	return 0
 }
 
 func (x *SevSnpTcb) GetMicrocode() uint32 {
-	if x != nil {
-		return x.Microcode
+	if x != nil && x.Microcode != nil {
+		return *x.Microcode
 	}
 	return 0
 }
@@ -2731,8 +2732,8 @@ type TdxModule struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Its major version, 0 to 255, otherwise POLICY_INVALID.
 	Major uint32 `protobuf:"varint,1,opt,name=major,proto3" json:"major,omitempty"`
-	// Its security version (SVN), 0 to 255, otherwise POLICY_INVALID.
-	Svn           uint32 `protobuf:"varint,2,opt,name=svn,proto3" json:"svn,omitempty"`
+	// Its security version (SVN). It must be set, to 0 to 255, otherwise POLICY_INVALID.
+	Svn           *uint32 `protobuf:"varint,2,opt,name=svn,proto3,oneof" json:"svn,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2775,8 +2776,8 @@ func (x *TdxModule) GetMajor() uint32 {
 }
 
 func (x *TdxModule) GetSvn() uint32 {
-	if x != nil {
-		return x.Svn
+	if x != nil && x.Svn != nil {
+		return *x.Svn
 	}
 	return 0
 }
@@ -3126,15 +3127,21 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	" \x01(\rR\vminGuestSvn\x12,\n" +
 	"\x12allow_guest_policy\x18\v \x03(\tR\x10allowGuestPolicy\x120\n" +
 	"\x14require_guest_policy\x18\f \x03(\tR\x12requireGuestPolicy\x122\n" +
-	"\x15require_platform_info\x18\r \x01(\x04R\x13requirePlatformInfo\"\x9a\x01\n" +
+	"\x15require_platform_info\x18\r \x01(\x04R\x13requirePlatformInfo\"\xe9\x01\n" +
 	"\tSevSnpTcb\x12\x18\n" +
-	"\aproduct\x18\x01 \x01(\tR\aproduct\x12\x10\n" +
-	"\x03fmc\x18\x02 \x01(\rR\x03fmc\x12\x1f\n" +
-	"\vboot_loader\x18\x03 \x01(\rR\n" +
-	"bootLoader\x12\x10\n" +
-	"\x03tee\x18\x04 \x01(\rR\x03tee\x12\x10\n" +
-	"\x03snp\x18\x05 \x01(\rR\x03snp\x12\x1c\n" +
-	"\tmicrocode\x18\x06 \x01(\rR\tmicrocode\"\x9c\x02\n" +
+	"\aproduct\x18\x01 \x01(\tR\aproduct\x12\x15\n" +
+	"\x03fmc\x18\x02 \x01(\rH\x00R\x03fmc\x88\x01\x01\x12$\n" +
+	"\vboot_loader\x18\x03 \x01(\rH\x01R\n" +
+	"bootLoader\x88\x01\x01\x12\x15\n" +
+	"\x03tee\x18\x04 \x01(\rH\x02R\x03tee\x88\x01\x01\x12\x15\n" +
+	"\x03snp\x18\x05 \x01(\rH\x03R\x03snp\x88\x01\x01\x12!\n" +
+	"\tmicrocode\x18\x06 \x01(\rH\x04R\tmicrocode\x88\x01\x01B\x06\n" +
+	"\x04_fmcB\x0e\n" +
+	"\f_boot_loaderB\x06\n" +
+	"\x04_teeB\x06\n" +
+	"\x04_snpB\f\n" +
+	"\n" +
+	"_microcode\"\x9c\x02\n" +
 	"\bTdxRules\x12\x1a\n" +
 	"\bstatuses\x18\x01 \x03(\tR\bstatuses\x125\n" +
 	"\amodules\x18\x02 \x03(\v2\x1b.muster.attest.v1.TdxModuleR\amodules\x12\x14\n" +
@@ -3142,10 +3149,11 @@ const file_muster_attest_v1_attest_proto_rawDesc = "" +
 	"\bany_mrtd\x18\x04 \x01(\bR\aanyMrtd\x12-\n" +
 	"\x12require_attributes\x18\x05 \x03(\tR\x11requireAttributes\x12)\n" +
 	"\x10allow_attributes\x18\x06 \x03(\tR\x0fallowAttributes\x122\n" +
-	"\x15min_evaluation_number\x18\a \x01(\rR\x13minEvaluationNumber\"3\n" +
+	"\x15min_evaluation_number\x18\a \x01(\rR\x13minEvaluationNumber\"@\n" +
 	"\tTdxModule\x12\x14\n" +
-	"\x05major\x18\x01 \x01(\rR\x05major\x12\x10\n" +
-	"\x03svn\x18\x02 \x01(\rR\x03svn\"\xd6\x01\n" +
+	"\x05major\x18\x01 \x01(\rR\x05major\x12\x15\n" +
+	"\x03svn\x18\x02 \x01(\rH\x00R\x03svn\x88\x01\x01B\x06\n" +
+	"\x04_svn\"\xd6\x01\n" +
 	"\n" +
 	"Collateral\x12\x19\n" +
 	"\bamd_crls\x18\x01 \x03(\fR\aamdCrls\x12\x1b\n" +
@@ -3291,6 +3299,8 @@ func file_muster_attest_v1_attest_proto_init() {
 		(*HardwareReport_Tdx)(nil),
 		(*HardwareReport_Azure)(nil),
 	}
+	file_muster_attest_v1_attest_proto_msgTypes[30].OneofWrappers = []any{}
+	file_muster_attest_v1_attest_proto_msgTypes[32].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
