@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"regexp"
 	"slices"
@@ -42,7 +43,7 @@ type boot struct {
 
 // logRules are the rules of a class over the event log.
 type logRules struct {
-	drivers    [][]byte
+	drivers    map[string]bool   // by digest
 	secureBoot map[string][]byte // digests of PK, KEK and db; nil: not appraised
 }
 
@@ -127,13 +128,13 @@ func (p *Policy) parseLogRules(field string, m *attestv1.EventLogRules) (*logRul
 	if m == nil {
 		return nil, nil
 	}
-	r := &logRules{}
+	r := &logRules{drivers: map[string]bool{}}
 	for i, s := range m.GetDrivers() {
 		d, err := parseHex(s, p.bank.Size())
 		if err != nil {
 			return nil, invalid("%s.eventLog.drivers[%d]: %q: %w", field, i, s, err)
 		}
-		r.drivers = append(r.drivers, d)
+		r.drivers[string(d)] = true
 	}
 	if m.GetSecureBoot() == nil {
 		return r, nil
@@ -153,17 +154,21 @@ func (p *Policy) parseLogRules(field string, m *attestv1.EventLogRules) (*logRul
 // most similar one: the one with the fewest different PCRs, because several rules may fail for one
 // PCR.
 func fit(kind string, all []boot, c Claims) (string, *MismatchError) {
-	best := &MismatchError{Kind: kind} // A3: no match
+	closest, least := -1, 0
 	for i, b := range all {
-		m := b.differs(c)
-		if len(m) == 0 {
+		n := b.distance(c)
+		if n == 0 {
 			return b.name, nil
 		}
-		if i == 0 || pcrs(m) <= pcrs(best.Mismatches) { // of equally similar ones take the last, since new ones are appended
-			best = &MismatchError{Kind: kind, Name: b.name, Others: len(all) - 1, Mismatches: m}
+		if i == 0 || n <= least { // of equally similar ones take the last, since new ones are appended
+			closest, least = i, n
 		}
 	}
-	return "", best
+	bad := &MismatchError{Kind: kind} // A3: no match
+	if closest >= 0 {
+		bad.Name, bad.Others, bad.Mismatches = all[closest].name, len(all)-1, all[closest].differs(c)
+	}
+	return "", bad
 }
 
 // MayMatch returns nil if the policy may accept a machine with these PCR values, and otherwise EK_UNTRUSTED or POLICY_REFUSED. It is
@@ -227,54 +232,88 @@ func (b boot) has(values map[int][]byte) bool {
 	return true
 }
 
-// pcrs returns how many PCRs differ; an event log that cannot be appraised counts as one.
-func pcrs(all []Mismatch) int {
-	seen := map[int]bool{}
-	for _, m := range all {
-		seen[m.PCR] = true
+// violation is a rule that a machine does not fulfill. Texts are made of those that are shown alone: who sends an event log
+// chooses how many there are, before anything is known about that machine.
+type violation struct {
+	pcr      int            // -1: the event log as a whole
+	expected []byte         // value of the PCR; nil: the rule is one over the event log
+	event    *checked.Event // that violates the rule; nil: none
+	rule     string
+}
+
+// violations yields what an image or class does not accept of a machine; nothing if the machine matches.
+func (b boot) violations(c Claims) iter.Seq[violation] {
+	return func(yield func(violation) bool) {
+		for i := range LockPCR {
+			if want := b.pcrs[i]; want != nil && !bytes.Equal(want, c.pcr(i)) && !yield(violation{pcr: i, expected: want}) { // A2: from the checked quote alone
+				return
+			}
+		}
+		if b.log != nil {
+			b.log.violations(c, yield)
+		}
+	}
+}
+
+func (r *logRules) violations(c Claims, yield func(violation) bool) {
+	fw, err := c.firmware()
+	if err != nil {
+		yield(violation{pcr: -1, rule: err.Error()})
+		return
+	}
+	for i, e := range fw.Drivers {
+		if !r.drivers[string(e.Digest)] && !yield(violation{pcr: e.PCR, event: &fw.Drivers[i], rule: " is not listed"}) {
+			return
+		}
+	}
+	for i, e := range fw.DriverConfig {
+		if !yield(violation{pcr: e.PCR, event: &fw.DriverConfig[i], rule: ", want nothing"}) {
+			return
+		}
+	}
+	if r.secureBoot == nil {
+		return
+	}
+	if !fw.SecureBoot && !yield(violation{pcr: 7, rule: "Secure Boot is off"}) {
+		return
+	}
+	for _, name := range []string{"PK", "KEK", "db"} {
+		if want, got := r.secureBoot[name], fw.Keys[name]; !bytes.Equal(want, got) && !yield(violation{pcr: 7, rule: fmt.Sprintf("the digest of %s is %x, want %x", name, got, want)}) {
+			return
+		}
+	}
+}
+
+// distance returns how many PCRs differ, 0 if the machine matches; an event log that cannot be appraised counts as one.
+func (b boot) distance(c Claims) int {
+	seen := make([]int, 0, LockPCR+1)
+	for v := range b.violations(c) {
+		if !slices.Contains(seen, v.pcr) {
+			seen = append(seen, v.pcr)
+		}
 	}
 	return len(seen)
 }
 
-func (b boot) differs(c Claims) []Mismatch {
-	var out []Mismatch
-	for _, i := range slices.Sorted(maps.Keys(b.pcrs)) {
-		if seen := c.PCR(i); !bytes.Equal(b.pcrs[i], seen) { // A2: from the checked quote alone
-			out = append(out, Mismatch{PCR: i, Expected: b.pcrs[i], Seen: seen, Why: c.measured(i)})
+// differs describes what does not match: of each PCR at most maxMeasured events of the log.
+func (b boot) differs(c Claims) (out []Mismatch) {
+	events := map[int]int{} // by PCR
+	for v := range b.violations(c) {
+		m := Mismatch{PCR: v.pcr, Expected: v.expected, Seen: c.PCR(v.pcr), Why: v.rule}
+		switch {
+		case v.expected != nil:
+			m.Why = c.measured(v.pcr)
+		case v.event != nil:
+			if events[v.pcr]++; events[v.pcr] > maxMeasured {
+				continue
+			}
+			m.Why = describe(*v.event) + v.rule
 		}
+		out = append(out, m)
 	}
-	if b.log != nil {
-		out = append(out, b.log.differs(c)...)
-	}
-	return out
-}
-
-func (r *logRules) differs(c Claims) []Mismatch {
-	fw, err := c.Firmware()
-	if err != nil {
-		return []Mismatch{{PCR: -1, Why: err.Error()}}
-	}
-	var out []Mismatch
-	add := func(pcr int, format string, args ...any) {
-		out = append(out, Mismatch{PCR: pcr, Seen: c.PCR(pcr), Why: fmt.Sprintf(format, args...)})
-	}
-	for _, e := range fw.Drivers {
-		if !slices.ContainsFunc(r.drivers, func(d []byte) bool { return bytes.Equal(d, e.Digest) }) {
-			add(e.PCR, "%s is not listed", describe(e))
-		}
-	}
-	for _, e := range fw.DriverConfig {
-		add(e.PCR, "%s, want nothing", describe(e))
-	}
-	if r.secureBoot == nil {
-		return out
-	}
-	if !fw.SecureBoot {
-		add(7, "Secure Boot is off")
-	}
-	for _, name := range []string{"PK", "KEK", "db"} {
-		if want, got := r.secureBoot[name], fw.Keys[name]; !bytes.Equal(want, got) {
-			add(7, "the digest of %s is %x, want %x", name, got, want)
+	for _, pcr := range slices.Sorted(maps.Keys(events)) {
+		if more := events[pcr] - maxMeasured; more > 0 {
+			out = append(out, Mismatch{PCR: pcr, Seen: c.PCR(pcr), Why: fmt.Sprintf("%d more events that are not accepted", more)})
 		}
 	}
 	return out

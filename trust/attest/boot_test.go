@@ -55,6 +55,85 @@ func TestLongEventsHideNoDriver(t *testing.T) {
 	}
 }
 
+// longLog returns a policy that lists another machine, and an unlisted one whose event log has 1,020 drivers and configurations that no
+// class accepts.
+func longLog(t testing.TB, images, classes int) (*Policy, *checked.Facts) {
+	t.Helper()
+	root, pemRoot := ca(t, "operator")
+	m := goodPolicy(pemRoot)
+	m.Tpm2.MachineIds = []string{strings.Repeat("00", 32)}
+	image := m.GetTpm2().GetImages()[0]
+	m.Tpm2.Images, m.Tpm2.Classes = nil, nil
+	for i := range images {
+		next := proto.CloneOf(image)
+		next.Name = fmt.Sprintf("image-%d", i)
+		m.Tpm2.Images = append(m.Tpm2.Images, next)
+	}
+	for i := range classes {
+		m.Tpm2.Classes = append(m.Tpm2.Classes, &attestv1.MachineClass{Name: fmt.Sprintf("class-%d", i), EventLog: &attestv1.EventLogRules{}})
+	}
+	p, err := ParsePolicy(encode(t, m))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := facts(root)
+	f.Firmware = &checked.Firmware{SecureBoot: true, DriverConfig: slices.Repeat([]Event{{PCR: 3, Type: "EV_EFI_VARIABLE_DRIVER_CONFIG", Digest: value('c')}}, 20)}
+	for i := range 1000 {
+		f.Firmware.Drivers = append(f.Firmware.Drivers, Event{PCR: 2, Type: "EV_EFI_BOOT_SERVICES_DRIVER", Text: "driver.efi", Digest: slices.Concat(value('d')[:30], []byte{byte(i >> 8), byte(i)})})
+	}
+	f.Events = slices.Concat(f.Firmware.Drivers, f.Firmware.DriverConfig)
+	return p, f
+}
+
+// A peer of which nothing but its own evidence is known must not make a refusal expensive: each image and class differs from
+// the machine in a long event log, and only the closest one is described.
+func TestARefusalCostsNoMoreForALongLog(t *testing.T) {
+	p, f := longLog(t, MaxImages, MaxClasses)
+	for _, image := range []string{"as listed", "other"} {
+		if image == "other" {
+			for _, i := range everyBootPCR {
+				f.PCRs[i] = value('x')
+			}
+		}
+		c := claimsOf(f)
+		var err error
+		if n := testing.AllocsPerRun(1, func() {
+			p.Compare(c)
+			list := ""
+			if list, err = p.AppraiseAsListed(c, Unlocked()); list != "tpm2.machineIds" {
+				t.Errorf("list %q", list)
+			}
+		}); n > 20000 {
+			t.Errorf("image %s: %.0f allocations", image, n)
+		}
+		bad := MismatchesOf(err)
+		if image == "as listed" && (len(bad) > 40 || !strings.Contains(err.Error(), "PCR 2: 984 more events") || !strings.Contains(err.Error(), "PCR 3: 4 more events")) {
+			t.Errorf("%d mismatches: %v", len(bad), err)
+		}
+		if len(bad) == 0 {
+			t.Errorf("image %s: accepted: %v", image, err)
+		}
+	}
+}
+
+// BenchmarkUnlistedMachine measures what a joinservice adds for a peer with genuine evidence that the policy does not list: the refusal, and how
+// it differs from the policy.
+func BenchmarkUnlistedMachine(b *testing.B) {
+	for _, n := range []int{3, MaxClasses} {
+		b.Run(fmt.Sprintf("%d images and classes", n), func(b *testing.B) {
+			p, f := longLog(b, n, n)
+			c := claimsOf(f)
+			for b.Loop() {
+				_, err := p.Appraise(c, Unlocked())
+				p.Compare(c)
+				if list, as := p.AppraiseAsListed(c, Unlocked()); err == nil || as == nil || list == "" {
+					b.Fatal(err, as, list)
+				}
+			}
+		})
+	}
+}
+
 func TestEventLogRules(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	driver := func(b byte) Event {

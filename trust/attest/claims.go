@@ -60,10 +60,15 @@ func (c Claims) Bank() crypto.Hash {
 
 // PCR returns a copy of PCR i, 0 to 15, as long as the bank's digest; nil if i is out of range.
 func (c Claims) PCR(i int) []byte {
+	return bytes.Clone(c.pcr(i))
+}
+
+// pcr is PCR without a copy.
+func (c Claims) pcr(i int) []byte {
 	if !c.valid() || i < 0 || i >= len(c.facts.PCRs) {
 		return nil
 	}
-	return bytes.Clone(c.facts.PCRs[i])
+	return c.facts.PCRs[i]
 }
 
 // Machine returns the machine's ID.
@@ -180,6 +185,17 @@ var errNoEventLog = errors.New("the machine sent no event log")
 // Firmware returns the firmware's part of the replayed event log, or the error why no part of it
 // can be trusted.
 func (c Claims) Firmware() (*Firmware, error) {
+	known, err := c.firmware()
+	if err != nil {
+		return nil, err
+	}
+	fw := *known // a copy: claims do not change (A2)
+	fw.Drivers, fw.DriverConfig, fw.Keys = slices.Clone(fw.Drivers), slices.Clone(fw.DriverConfig), maps.Clone(fw.Keys)
+	return &fw, nil
+}
+
+// firmware is Firmware without a copy.
+func (c Claims) firmware() (*Firmware, error) {
 	switch {
 	case !c.valid():
 		return nil, errNoEventLog
@@ -188,13 +204,11 @@ func (c Claims) Firmware() (*Firmware, error) {
 	case c.facts.Firmware == nil:
 		return nil, errNoEventLog
 	}
-	fw := *c.facts.Firmware // a copy: claims do not change (A2)
-	fw.Drivers, fw.DriverConfig, fw.Keys = slices.Clone(fw.Drivers), slices.Clone(fw.DriverConfig), maps.Clone(fw.Keys)
-	return &fw, nil
+	return c.facts.Firmware, nil
 }
 
 const (
-	// maxMeasured bounds the events that a mismatch lists of one PCR.
+	// maxMeasured bounds the events of one PCR that a refusal lists.
 	maxMeasured = 16
 	// maxShown bounds the text of each of them, in bytes, so that long device paths do not hide the
 	// events after them: an audit record has less than 1 KiB for all.
@@ -203,9 +217,12 @@ const (
 
 // measured describes the event log's entries for a PCR.
 func (c Claims) measured(pcr int) string {
+	if !c.valid() {
+		return ""
+	}
 	var all []string
 	more := 0
-	for _, e := range c.Events() {
+	for _, e := range c.facts.Events { // without a copy: a log may have 1,024
 		switch {
 		case e.PCR != pcr:
 		case len(all) == maxMeasured:
