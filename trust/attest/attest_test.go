@@ -173,6 +173,18 @@ func TestParsePolicy(t *testing.T) {
 			p.Tpm2.EkRoots[0].Operator = false
 			p.Tpm2.MachineIds = []string{MachineIDOf([]byte("ek")).String()}
 		}},
+		"a machine ID twice is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.MachineIds = slices.Repeat([]string{MachineIDOf([]byte("ek")).String()}, 2)
+		}, "tpm2.machineIds lists"},
+		"a machine without a certificate twice is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.BareMachineIds = slices.Repeat([]string{MachineIDOf([]byte("ek")).String()}, 2)
+		}, "tpm2.bareMachineIds lists"},
+		"a machine of a cloud twice is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.PlatformRoots = []*attestv1.PlatformRoot{{Pem: vendorRoot, Provider: "gcp", Key: "ecc-p256", MachineIds: slices.Repeat([]string{MachineIDOf([]byte("ek")).String()}, 2)}}
+		}, "tpm2.platformRoots[0].machineIds lists"},
+		"a machine of AWS twice is refused": {func(p *attestv1.Policy) {
+			p.Tpm2.NitroRoots = []*attestv1.NitroRoot{{Pem: vendorRoot, MachineIds: slices.Repeat([]string{MachineIDOf([]byte("ek")).String()}, 2)}}
+		}, "tpm2.nitroRoots[0].machineIds lists"},
 		"a machine ID in capitals is refused":              {func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{strings.Repeat("AB", 32)} }, "machineIds"},
 		"no image is refused":                              {func(p *attestv1.Policy) { p.Tpm2.Images = nil }, "want 1 to 64"},
 		"more images than allowed are refused":             {func(p *attestv1.Policy) { p.Tpm2.Images = slices.Repeat(p.Tpm2.Images, MaxImages+1) }, "want 1 to 64"},
@@ -253,10 +265,19 @@ func TestAppraise(t *testing.T) {
 		want   attestv1.Reason
 		class  string // empty: class-a
 	}{
-		"a machine that booted the image is accepted":     {locks: []Lock{Unlocked()}},
-		"a changed boot PCR is refused":                   {facts: func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
-		"something in PCR 12 is refused":                  {facts: func(f *checked.Facts) { f.PCRs[12] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
-		"another root is refused":                         {facts: func(f *checked.Facts) { f.Root = foreign }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine that booted the image is accepted": {locks: []Lock{Unlocked()}},
+		"a changed boot PCR is refused":               {facts: func(f *checked.Facts) { f.PCRs[4] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"something in PCR 12 is refused":              {facts: func(f *checked.Facts) { f.PCRs[12] = value('b') }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_POLICY_REFUSED},
+		"another root is refused":                     {facts: func(f *checked.Facts) { f.Root = foreign }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"the same authority with another certificate is accepted": {facts: func(f *checked.Facts) {
+			f.Root = &x509.Certificate{Raw: []byte("renewed"), RawSubject: root.RawSubject, RawSubjectPublicKeyInfo: root.RawSubjectPublicKeyInfo}
+		}, locks: []Lock{Unlocked()}},
+		"the name of the authority with another key is refused": {facts: func(f *checked.Facts) {
+			f.Root = &x509.Certificate{RawSubject: root.RawSubject, RawSubjectPublicKeyInfo: foreign.RawSubjectPublicKeyInfo}
+		}, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
+		"the key of the authority with another name is refused": {facts: func(f *checked.Facts) {
+			f.Root = &x509.Certificate{RawSubject: foreign.RawSubject, RawSubjectPublicKeyInfo: root.RawSubjectPublicKeyInfo}
+		}, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a key of another kind below the root is refused": {facts: func(f *checked.Facts) { f.KeyKind = "rsa-2048" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a key of no kind is refused":                     {facts: func(f *checked.Facts) { f.KeyKind = "" }, locks: []Lock{Unlocked()}, want: attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a key of the root's kind is accepted": {

@@ -49,6 +49,18 @@ func (ca *CA) Intermediate(t testing.TB, change func(*x509.Certificate)) *CA {
 	return newCA(t, "attesttest intermediate", ca, change)
 }
 
+// Renewed returns the root with another certificate for the same name and key.
+func (ca *CA) Renewed(t testing.TB) *CA {
+	t.Helper()
+	template := *ca.cert
+	template.SerialNumber, template.NotAfter = big.NewInt(serial.Add(1)), ca.cert.NotAfter.Add(time.Hour)
+	cert, err := x509.ParseCertificate(create(t, &template, &template, ca.key.Public(), ca.key))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &CA{cert: cert, key: ca.key}
+}
+
 func newCA(t testing.TB, name string, parent *CA, change func(*x509.Certificate)) *CA {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

@@ -96,14 +96,15 @@ func TestANitroDocumentIsAppraisedByItsRule(t *testing.T) {
 		"below another root":              {c, []func(*attestv1.Policy){nitroRoot(other, ours)}, badEK},
 		"below another root, any machine": {c, []func(*attestv1.Policy){nitroRoot(other), anyMachine}, badEK},
 		"listed for another root":         {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(other, ours)}, unlisted},
-		"in the second rule of its root":  {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(ca, ours)}, accepted},
-		"without a rule":                  {c, []func(*attestv1.Policy){ekRoot}, badEK},
-		"as if with a platform key":       {c, []func(*attestv1.Policy){platform}, badEK},
-		"as if without a certificate":     {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), lists(m.ID())}, unlisted},
-		"revoked by its ID":               {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), revoke(m.ID())}, badEK},
-		"whose document's key is revoked": {c, []func(*attestv1.Policy){nitroRoot(ca, ours), revoke(c.Chain()[0].Key)}, badEK},
-		"whose authority is revoked":      {c, []func(*attestv1.Policy){nitroRoot(ca, ours), revoke(sha256.Sum256(ca.Root().RawSubjectPublicKeyInfo))}, badEK},
-		"of a policy for another bank":    {c, []func(*attestv1.Policy){nitroRoot(ca, ours), bankSHA256}, unlisted},
+		"in the second of two certificates of one authority": {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(ca.Renewed(t), ours)}, accepted},
+		"in the second rule of its root":                     {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), nitroRoot(ca, ours)}, accepted},
+		"without a rule":                                     {c, []func(*attestv1.Policy){ekRoot}, badEK},
+		"as if with a platform key":                          {c, []func(*attestv1.Policy){platform}, badEK},
+		"as if without a certificate":                        {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), lists(m.ID())}, unlisted},
+		"revoked by its ID":                                  {c, []func(*attestv1.Policy){nitroRoot(ca, theirs), revoke(m.ID())}, badEK},
+		"whose document's key is revoked":                    {c, []func(*attestv1.Policy){nitroRoot(ca, ours), revoke(c.Chain()[0].Key)}, badEK},
+		"whose authority is revoked":                         {c, []func(*attestv1.Policy){nitroRoot(ca, ours), revoke(sha256.Sum256(ca.Root().RawSubjectPublicKeyInfo))}, badEK},
+		"of a policy for another bank":                       {c, []func(*attestv1.Policy){nitroRoot(ca, ours), bankSHA256}, unlisted},
 	}, func(appraised) []func(*attestv1.Policy) { return []func(*attestv1.Policy){nitroRoot(ca, ours)} })
 	t.Run("the rule accepts nothing else", func(t *testing.T) {
 		for name, o := range map[string]attesttest.Options{"an EK certificate": {Bank: tpm.SHA384}, "a platform key": {Bank: tpm.SHA384, Platform: &attesttest.Platform{Project: "ours", Zone: "a"}}} {

@@ -101,8 +101,11 @@ func TestAPlatformKeyIsAppraisedByItsRule(t *testing.T) {
 		"revoked by its ID":                 {inGCP, []func(*attestv1.Policy){platformRoot(ca, ours(nil)), revoke(google.ID())}, badEK},
 		"revoked by its platform key":       {inGCP, []func(*attestv1.Policy){platformRoot(ca, ours(nil)), revoke(inGCP.Chain()[0].Key)}, badEK},
 		"whose authority is revoked":        {inGCP, []func(*attestv1.Policy){platformRoot(ca, ours(nil)), revoke(sha256.Sum256(ca.Root().RawSubjectPublicKeyInfo))}, badEK},
-		"of Azure, listed":                  {inAzure, []func(*attestv1.Policy){platformRoot(ca, azureList)}, accepted},
-		"of Azure, not listed":              {inAzure, []func(*attestv1.Policy){platformRoot(ca, &attestv1.PlatformRoot{Provider: "azure", Key: "rsa-2048", MachineIds: []string{google.ID().String()}})}, unlisted},
+		"in the second of two certificates of one authority": {inGCP, []func(*attestv1.Policy){
+			platformRoot(ca, ours(func(r *attestv1.PlatformRoot) { r.Projects = []string{"theirs"} })), platformRoot(ca.Renewed(t), ours(nil)),
+		}, accepted},
+		"of Azure, listed":     {inAzure, []func(*attestv1.Policy){platformRoot(ca, azureList)}, accepted},
+		"of Azure, not listed": {inAzure, []func(*attestv1.Policy){platformRoot(ca, &attestv1.PlatformRoot{Provider: "azure", Key: "rsa-2048", MachineIds: []string{google.ID().String()}})}, unlisted},
 		"of Azure, as if of GCP": {inAzure, []func(*attestv1.Policy){platformRoot(ca, ours(func(r *attestv1.PlatformRoot) {
 			r.Key, r.Projects, r.MachineIds = "rsa-2048", nil, []string{microsoft.ID().String()}
 		}))}, badEK},

@@ -210,6 +210,12 @@ func rootOf(c *x509.Certificate, roots []*x509.Certificate, check func(*x509.Cer
 // named reports whether c names issuer as its issuer (RFC 5280, 6.1.3 (a)(4)).
 func named(issuer, c *x509.Certificate) bool { return bytes.Equal(issuer.RawSubject, c.RawIssuer) }
 
+// SameAuthority reports whether two certificates are of one authority: of one name and key. A renewed
+// certificate of an authority stands beside the old one in a policy, and a chain leads to both.
+func SameAuthority(a, b *x509.Certificate) bool {
+	return a != nil && b != nil && bytes.Equal(a.RawSubject, b.RawSubject) && bytes.Equal(a.RawSubjectPublicKeyInfo, b.RawSubjectPublicKeyInfo)
+}
+
 // checkKey accepts RSA keys of 2048 to 4096 bits, P-256 and P-384. The owner chooses the roots, so
 // their keys are not restricted: some vendors have roots on P-521.
 func checkKey(key any) error {

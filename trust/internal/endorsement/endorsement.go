@@ -115,13 +115,17 @@ func ParseHex(s string, n int) ([]byte, error) {
 	return b, nil
 }
 
-// ParseMachineIDs reads a list of machine IDs. field is its name, for the error.
+// ParseMachineIDs reads a list of machine IDs. field is its name, for the error. It refuses an ID that
+// stands twice: a machine that its owner takes off the list would stay on it.
 func ParseMachineIDs(field string, list []string) (map[[32]byte]bool, error) {
 	out := make(map[[32]byte]bool, len(list))
 	for _, s := range list {
 		b, err := ParseHex(s, 32)
 		if err != nil {
 			return nil, Invalid("%s: machine ID %q: %w", field, s, err)
+		}
+		if out[[32]byte(b)] {
+			return nil, Invalid("%s lists %s twice", field, s)
 		}
 		out[[32]byte(b)] = true
 	}

@@ -111,7 +111,7 @@ func (r *rules) Authorities() (out []endorsement.Authority) {
 // certifier returns the root that certifies the machine's endorsement key; -1 if there is none.
 func (r *rules) certifier(f *checked.Facts) int {
 	return slices.IndexFunc(r.roots, func(c root) bool {
-		return c.cert.Equal(f.Root) && (c.kind == endorsement.KeyKind(f.KeyKind) || c.kind == anyKind)
+		return endorsement.SameAuthority(c.cert, f.Root) && (c.kind == endorsement.KeyKind(f.KeyKind) || c.kind == anyKind)
 	})
 }
 

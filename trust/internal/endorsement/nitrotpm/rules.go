@@ -62,7 +62,7 @@ func (c root) accepts(machine [32]byte) bool { return len(c.machines) == 0 || c.
 
 // CheckAuthority implements [endorsement.Rules].
 func (r *rules) CheckAuthority(f *checked.Facts) error {
-	if !slices.ContainsFunc(r.roots, func(c root) bool { return c.cert.Equal(f.Root) }) { // A6
+	if !slices.ContainsFunc(r.roots, func(c root) bool { return endorsement.SameAuthority(c.cert, f.Root) }) { // A6
 		return endorsement.Refuse(endorsement.Untrusted, "the NitroTPM document is of %s, and leads to %s: no rule of tpm2.nitroRoots allows that", f.Instance, endorsement.RootName(f.Root))
 	}
 	return nil
@@ -70,7 +70,7 @@ func (r *rules) CheckAuthority(f *checked.Facts) error {
 
 // CheckMachine implements [endorsement.Rules].
 func (r *rules) CheckMachine(f *checked.Facts) error {
-	if !slices.ContainsFunc(r.roots, func(c root) bool { return c.cert.Equal(f.Root) && c.accepts(f.Machine) }) {
+	if !slices.ContainsFunc(r.roots, func(c root) bool { return endorsement.SameAuthority(c.cert, f.Root) && c.accepts(f.Machine) }) {
 		return endorsement.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "machine %x, %s, is not listed in machineIds of tpm2.nitroRoots", f.Machine, f.Instance)
 	}
 	return nil
@@ -91,7 +91,7 @@ func (r *rules) Listed(machine [32]byte) string {
 
 // Unlisted implements [endorsement.Rules].
 func (r *rules) Unlisted(f *checked.Facts) string {
-	i := slices.IndexFunc(r.roots, func(c root) bool { return c.cert.Equal(f.Root) })
+	i := slices.IndexFunc(r.roots, func(c root) bool { return endorsement.SameAuthority(c.cert, f.Root) })
 	if i < 0 || r.CheckMachine(f) == nil {
 		return ""
 	}

@@ -94,7 +94,7 @@ func (r *rules) Authorities() (out []endorsement.Authority) {
 // covers reports whether the root certifies the machine's key, for an instance that it allows.
 func (c root) covers(f *checked.Facts) bool {
 	in := f.Instance
-	return c.cert.Equal(f.Root) && c.kind == endorsement.KeyKind(f.KeyKind) && c.provider == in.Provider &&
+	return endorsement.SameAuthority(c.cert, f.Root) && c.kind == endorsement.KeyKind(f.KeyKind) && c.provider == in.Provider &&
 		(len(c.projects) == 0 || slices.Contains(c.projects, in.Project)) &&
 		(len(c.zones) == 0 || slices.Contains(c.zones, in.Zone))
 }
