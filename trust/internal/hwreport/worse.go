@@ -26,8 +26,11 @@ func Lacks(h *attestv1.HardwarePolicy, m *attestv1.Collateral, v Vendors) (out [
 		}
 	}
 	for _, p := range slices.Sorted(maps.Keys(products)) {
-		if len(c.AMD[snp.Product(p)].RevocationLists) == 0 {
+		switch len(c.AMD[snp.Product(p)].RevocationLists) {
+		case 0:
 			out = append(out, fmt.Sprintf("there are rules for processors of the line %s, and no revocation list of AMD: fetch with --product %s", p, p))
+		case 1: // AMD's roots have two
+			out = append(out, fmt.Sprintf("there is only one of AMD's two revocation lists for processors of the line %s: fetch with --product %s", p, p))
 		}
 	}
 	if hasTDX(h) && (len(m.GetTcbInfos()) == 0 || len(m.GetQeIdentity()) == 0 || len(m.GetIntelCrls()) == 0) {
