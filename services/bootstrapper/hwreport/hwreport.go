@@ -34,7 +34,8 @@ const AzureMetadata = "http://169.254.169.254"
 
 const (
 	timeout   = 5 * time.Second
-	maxAnswer = 64 << 10
+	maxAnswer = 64 << 10 // bytes, of a body
+	maxHeader = 16 << 10 // bytes
 	// fresh is how long an answer of the metadata service is used. The report itself is made at boot.
 	fresh = time.Hour
 	// retry is how long the previous answer is used after the service has failed.
@@ -175,9 +176,10 @@ func (r *Reports) quote(ctx context.Context, report []byte) ([]byte, error) {
 	return b, nil
 }
 
-// client uses no proxy and follows no redirects: the address is that of the host below this machine.
+// client uses no proxy, follows no redirects and decompresses nothing: the address is that of the host below this machine. A
+// neighbor that answers in its place must not fill the attester's memory.
 var client = &http.Client{
-	Transport:     &http.Transport{DisableKeepAlives: true},
+	Transport:     &http.Transport{DisableKeepAlives: true, DisableCompression: true, MaxResponseHeaderBytes: maxHeader},
 	CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 }
 

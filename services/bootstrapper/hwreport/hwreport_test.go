@@ -2,6 +2,7 @@ package hwreport
 
 import (
 	"bytes"
+	"compress/gzip"
 	"context"
 	"encoding/base64"
 	"encoding/json"
@@ -319,15 +320,27 @@ func TestAzuresErrorsAreReported(t *testing.T) {
 		wrong http.HandlerFunc
 		want  string
 	}{
-		"refusal":              {hcl.SNP, func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusTooManyRequests) }, "429"},
-		"redirect":             {hcl.SNP, func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/other", http.StatusFound) }, "302"},
-		"no JSON":              {hcl.SNP, text("<html>"), "invalid character"},
-		"too long":             {hcl.SNP, text(strings.Repeat(" ", maxAnswer+1)), "more than 65536 bytes"},
-		"no certificate":       {hcl.SNP, text(`{}`), "no certificate vcekCert"},
-		"a key in PEM":         {hcl.SNP, text(`{"vcekCert":"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"}`), "no certificate vcekCert"},
-		"number for text":      {hcl.SNP, text(`{"vcekCert":1}`), "cannot unmarshal"},
-		"no quote":             {hcl.TDX, text(`{}`), "no quote"},
-		"quote in base64":      {hcl.TDX, text(`{"quote":"+/=="}`), "no quote"},
+		"refusal":         {hcl.SNP, func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusTooManyRequests) }, "429"},
+		"redirect":        {hcl.SNP, func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/other", http.StatusFound) }, "302"},
+		"no JSON":         {hcl.SNP, text("<html>"), "invalid character"},
+		"too long":        {hcl.SNP, text(strings.Repeat(" ", maxAnswer+1)), "more than 65536 bytes"},
+		"no certificate":  {hcl.SNP, text(`{}`), "no certificate vcekCert"},
+		"a key in PEM":    {hcl.SNP, text(`{"vcekCert":"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"}`), "no certificate vcekCert"},
+		"number for text": {hcl.SNP, text(`{"vcekCert":1}`), "cannot unmarshal"},
+		"no quote":        {hcl.TDX, text(`{}`), "no quote"},
+		"quote in base64": {hcl.TDX, text(`{"quote":"+/=="}`), "no quote"},
+		"17 KiB of headers": {hcl.SNP, func(w http.ResponseWriter, _ *http.Request) {
+			for i := range 17 {
+				w.Header().Set(fmt.Sprintf("X-%d", i), strings.Repeat("x", 1<<10))
+			}
+			_ = json.NewEncoder(w).Encode(map[string]string{"vcekCert": string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: vcek}))})
+		}, "headers exceeded"},
+		"compressed": {hcl.SNP, func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Encoding", "gzip")
+			z := gzip.NewWriter(w)
+			_ = json.NewEncoder(z).Encode(map[string]string{"vcekCert": string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: vcek}))})
+			_ = z.Close()
+		}, "invalid character"},
 		"connection that ends": {hcl.TDX, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, "EOF"},
 	} {
 		a := newAzure(t)
