@@ -63,6 +63,7 @@ const (
 type TPM interface {
 	tpm2.Endorser
 	ReadPCR(ctx context.Context, bank tpm.Bank, pcr int) ([]byte, error)
+	CertificateIndex(ctx context.Context) (tpm.CertificateIndex, error)
 }
 
 // Config configures the checks. All fields are required but Roots.
@@ -178,6 +179,9 @@ func (d *doctor) tpm(ctx context.Context) {
 	d.device = device
 	d.OK(CheckTPM, "%s answers, bank %s", d.image.TPM.Device, d.bank)
 	id, endorsement, err := tpm2.Identity(ctx, device)
+	if endorsement != "nitro-tpm" { // which no certificate in the TPM endorses
+		d.index(ctx)
+	}
 	if err != nil {
 		d.Err(CheckEK, "Look at the certificates in the TPM's NV memory: the machine does not attest with one that does not fit its key.", err)
 		return
@@ -207,6 +211,20 @@ func (d *doctor) tpm(ctx context.Context) {
 		return
 	}
 	d.chain(leaf, ek.Certificates[1:])
+}
+
+// index warns of a certificate's NV index that root on this machine could have defined, in an earlier boot too: with junk in it, the
+// machine does not attest any more.
+func (d *doctor) index(ctx context.Context) {
+	i, err := d.device.CertificateIndex(ctx)
+	switch {
+	case errors.Is(err, tpm.ErrNoCertificate):
+	case err != nil:
+		d.Err(CheckEK, "Look at the NV indices of the TPM (tpm2_nvreadpublic).", err)
+	case !i.PlatformCreated:
+		d.Add(CheckEK, checkup.Warn, fmt.Sprintf("If neither you nor your cloud has written it, remove it from a system that you trust: tpm2_nvundefine -C o 0x%08x (docs/endorsements.md#a-certificate-that-is-not-the-makers).", i.Index),
+			"NV index 0x%08x decides by which key this machine is known, and the platform has not created it: whoever was root here may have", i.Index)
+	}
 }
 
 // platformKey reports when the certificate of the cloud's platform key ends. After that, each verifier refuses the machine.

@@ -45,6 +45,13 @@ type keyless struct{ TPM }
 
 func (keyless) EndorsementKey(context.Context) (tpm.EK, error) { return tpm.EK{}, nil }
 
+// defined is a TPM in which the owner has defined an index for a certificate.
+type defined struct{ TPM }
+
+func (defined) CertificateIndex(context.Context) (tpm.CertificateIndex, error) {
+	return tpm.CertificateIndex{Index: 0x01C10002}, nil
+}
+
 // bare is a TPM without an EK certificate.
 type bare struct{ TPM }
 
@@ -182,6 +189,8 @@ func TestEachHarmOfAMachineIsFound(t *testing.T) {
 		"a damaged journal":                {CheckJournal, checkup.Fail, "damaged", func(t *testing.T, m *host) { m.write(t, "journal", "x") }},
 		"a TPM that does not answer":       {CheckTPM, checkup.Fail, "no such device", func(_ *testing.T, m *host) { m.opens(silent{m.Machine}) }},
 		"a TPM without an EK certificate":  {CheckEK, checkup.Warn, "bare-ek", func(_ *testing.T, m *host) { m.opens(bare{m.Machine}) }},
+		"a certificate of the owner's":     {CheckEK, checkup.Warn, "NV index 0x01c10002", func(_ *testing.T, m *host) { m.opens(defined{m.Machine}) }},
+		"junk of the owner's":              {CheckEK, checkup.Warn, "NV index 0x01c10002", func(_ *testing.T, m *host) { m.opens(defined{wrongPlatform{m.Machine}}) }},
 		"a TPM with a broken platform key": {CheckEK, checkup.Fail, "platform", func(_ *testing.T, m *host) { m.opens(wrongPlatform{m.Machine}) }},
 		"a platform key whose certificate has ended": {CheckEK, checkup.Fail, "so the machine is refused with EK_UNTRUSTED", func(t *testing.T, m *host) {
 			m.opens(platformUntil(t, m, time.Now().Add(-time.Hour)))

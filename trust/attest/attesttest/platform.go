@@ -111,6 +111,17 @@ func (m *Machine) PlatformCertificates(ctx context.Context) ([][]byte, error) {
 	return cloneAll(m.platform.chain), ctx.Err()
 }
 
+// CertificateIndex returns the index of a TPM's maker or of Google's ECC key, as [tpm.TPM.CertificateIndex] does.
+func (m *Machine) CertificateIndex(ctx context.Context) (tpm.CertificateIndex, error) {
+	switch {
+	case m.platform != nil:
+		return tpm.CertificateIndex{Index: 0x01C10002, PlatformCreated: true}, ctx.Err()
+	case len(m.chain) == 0:
+		return tpm.CertificateIndex{}, tpm.ErrNoCertificate
+	}
+	return tpm.CertificateIndex{Index: 0x01C0000A, PlatformCreated: true}, ctx.Err()
+}
+
 // Certify implements [tpm.Device].
 func (m *Machine) Certify(ctx context.Context, extraData [32]byte) (tpm.Certified, error) {
 	if m.platform == nil {
