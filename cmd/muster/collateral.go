@@ -170,7 +170,7 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("the services said nothing within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
-	p, err := policies.ApplyPolicy(ctx, dir, policy, false)
+	p, err := policies.ApplyPolicy(ctx, dir, policy, policies.Consent{})
 	if err != nil {
 		return err
 	}

@@ -83,9 +83,10 @@ func (a *app) signCommand() *cobra.Command {
 
 func (a *app) applyCommand() *cobra.Command {
 	var (
-		timeout    time.Duration
-		expel, dry bool
-		out        []string
+		timeout time.Duration
+		consent policies.Consent
+		dry     bool
+		out     []string
 	)
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
@@ -94,11 +95,11 @@ func (a *app) applyCommand() *cobra.Command {
 muster policy diff has the cluster appraise them by it, with everything else that a policy demands.
 
 With --dry-run, it makes all its checks, shows what would change and which running nodes would be refused, and writes nothing. The exit
-code is 1 if there is such a node, unless --expel is given.`,
+code is 1 if there is such a node, unless --expel is given, and if a list of machines became empty, unless --any-machine is.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if dry {
-				return a.withFolder(func(dir *ownerdir.Dir) error { return a.dryApply(cmd.Context(), dir, args, expel, timeout, out) })
+				return a.withFolder(func(dir *ownerdir.Dir) error { return a.dryApply(cmd.Context(), dir, args, consent, timeout, out) })
 			}
 			path, err := a.folder()
 			if err != nil {
@@ -117,7 +118,7 @@ code is 1 if there is such a node, unless --expel is given.`,
 			}
 			ctx, cancel := context.WithTimeoutCause(cmd.Context(), timeout, fmt.Errorf("the services said nothing within %s: %w", timeout, context.DeadlineExceeded))
 			defer cancel()
-			p, err := policies.ApplyPolicy(ctx, dir, text, expel, out...)
+			p, err := policies.ApplyPolicy(ctx, dir, text, consent, out...)
 			if err != nil {
 				return err
 			}
@@ -132,15 +133,19 @@ code is 1 if there is such a node, unless --expel is given.`,
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
 	leaveOut(cmd.Flags(), &out)
 	cmd.Flags().BoolVar(&dry, "dry-run", false, "only show what would change, and which running nodes would be refused")
-	cmd.Flags().BoolVar(&expel, "expel", false, "also if running nodes do not match the policy: they get no key and no certificate from then on")
+	cmd.Flags().BoolVar(&consent.AnyMachine, "any-machine", false, "also if a list of machines is empty now, and was not: it accepts every machine that its authorities certify")
+	cmd.Flags().BoolVar(&consent.Expel, "expel", false, "also if running nodes do not match the policy: they get no key and no certificate from then on")
 	return cmd
 }
 
 // errWouldExpel is the result of a dry run that finds a running node refused.
 var errWouldExpel = errors.New("running nodes do not match the policy, so muster policy apply refuses it without --expel; nothing was changed")
 
+// errWouldOpen is the result of a dry run that finds an empty list.
+var errWouldOpen = errors.New("a list of machines is empty, and accepts every machine, so muster policy apply refuses the policy without --any-machine; nothing was changed")
+
 // dryApply shows what muster policy apply would do.
-func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, expel bool, timeout time.Duration, leaveOut []string) error {
+func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, consent policies.Consent, timeout time.Duration, leaveOut []string) error {
 	text, err := dir.Read(ownerdir.PolicyFile)
 	if len(args) == 1 {
 		text, err = a.nextPolicy(dir, args[0])
@@ -159,11 +164,14 @@ func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, ex
 		return err
 	}
 	if a.output == outputJSON {
-		err = a.json(map[string]any{"serial": plan.Policy.Serial(), "diff": diff, "refused": append([]policies.Expelled{}, plan.Refused...)})
+		err = a.json(map[string]any{"serial": plan.Policy.Serial(), "diff": diff, "refused": append([]policies.Expelled{}, plan.Refused...), "opened": append([]string{}, plan.Opened...)})
 	} else {
 		fmt.Fprint(a.stdout, diff)
 		for _, n := range plan.Refused {
 			fmt.Fprintf(a.stdout, "%s would be refused: %s\n", n.Node, n.Why)
+		}
+		for _, l := range plan.Opened {
+			fmt.Fprintf(a.stdout, "%s would be empty: every machine that its authorities certify could join\n", l)
 		}
 		what := "would be put in force"
 		if diff == "" {
@@ -171,7 +179,11 @@ func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, ex
 		}
 		_, err = fmt.Fprintf(a.stdout, "The policy of serial %d %s. Nothing was changed.\n", plan.Policy.Serial(), what)
 	}
-	if err == nil && len(plan.Refused) > 0 && !expel {
+	switch {
+	case err != nil:
+	case len(plan.Opened) > 0 && !consent.AnyMachine:
+		err = &shown{errWouldOpen}
+	case len(plan.Refused) > 0 && !consent.Expel:
 		err = &shown{errWouldExpel}
 	}
 	return err
@@ -204,7 +216,17 @@ func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
+	opened, err := policyfile.OpenedLists(before, text)
+	if err != nil {
+		return nil, err
+	}
+	for _, l := range opened {
+		fmt.Fprintf(a.stderr, "Warning: %s lists no machine in %s, and the policy in the folder does: every machine that its authorities certify would be accepted.\n", path, l)
+	}
 	for _, l := range dropped {
+		if len(opened) > 0 && l.Field != "tpm2.bareMachineIds" {
+			continue // it may be one of those that are accepted then
+		}
 		fmt.Fprintf(a.stderr, "Warning: %s does not list machine %s, which the policy in the folder has in %s: it is refused from then on, unless another rule accepts it.\n", path, l.Machine, l.Field)
 	}
 	older, err := policyfile.OlderCollateral(before, text)

@@ -67,7 +67,18 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 			add(Warning, "nodeCidrs", "%s is wide: a node may have any address in it that is still free", s)
 		}
 	}
+	images, classes := map[string]string{}, map[string]string{} // names by values
+	for i, c := range m.GetTpm2().GetImages() {
+		if other, ok := images[valuesOf(c.GetPcrs(), nil)]; ok {
+			add(Warning, fmt.Sprintf("tpm2.images[%d]", i), "%s has the same values as %s: after the removal of one of the two, the image is still accepted", c.GetName(), other)
+		}
+		images[valuesOf(c.GetPcrs(), nil)] = c.GetName()
+	}
 	for i, c := range m.GetTpm2().GetClasses() {
+		if other, ok := classes[valuesOf(c.GetPcrs(), c.GetEventLog())]; ok {
+			add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), "%s has the same values as %s: after the removal of one of the two, the firmware is still accepted", c.GetName(), other)
+		}
+		classes[valuesOf(c.GetPcrs(), c.GetEventLog())] = c.GetName()
 		checkClass(c, func(format string, args ...any) { add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), format, args...) })
 	}
 	if n := len(m.GetTpm2().GetBareMachineIds()); n > 0 {
@@ -101,6 +112,16 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	checkHardware(m.GetHardware(), p.CollateralEnds(), now, func(field, format string, args ...any) { add(Warning, field, format, args...) })
 	found = append(found, checkRoots(p.Authorities(), now)...)
 	return p, found, nil
+}
+
+// valuesOf returns what an image or class accepts, for comparisons.
+func valuesOf(pcrs []*attestv1.PcrValue, log *attestv1.EventLogRules) string {
+	var all []string
+	for _, v := range pcrs {
+		all = append(all, fmt.Sprintf("%d %s", v.GetIndex(), v.GetValue()))
+	}
+	slices.Sort(all)
+	return fmt.Sprint(all, log)
 }
 
 // checkClass reports what rules over the event log do not restrict.

@@ -124,6 +124,23 @@ func TestRulesOfBeforeAreKept(t *testing.T) {
 	if again, what, err := policyfile.KeepRules(got, []byte(before)); err != nil || len(what) != 0 || string(again) != string(got) {
 		t.Errorf("of a policy with these rules were kept: %q, %v", what, err)
 	}
+	json, err := policyfile.ToJSON([]byte(before))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, other := range map[string]*strings.Replacer{
+		"no line break at its end": strings.NewReplacer(`-----END CERTIFICATE-----\n"`, `-----END CERTIFICATE-----"`),
+		"line breaks of Windows":   strings.NewReplacer(`\n`, `\r\n`),
+		"a comment before it":      strings.NewReplacer(`"-----BEGIN`, `"our authority\n-----BEGIN`),
+	} {
+		text := other.Replace(string(json))
+		if text == string(json) {
+			t.Fatalf("%s: nothing was changed", name)
+		}
+		if got, what, err := policyfile.KeepRules(built, []byte(text)); err != nil || len(what) != 3 || !strings.Contains(string(got), "0x0007005500110500") {
+			t.Errorf("a root in PEM with %s: %q, %v", name, what, err)
+		}
+	}
 	full := read(t, "policy-full.yaml")
 	if got, what, err := policyfile.KeepRules(full, read(t, "policy.yaml")); err != nil || len(what) != 0 || string(got) != string(full) {
 		t.Errorf("of a policy that accepts any firmware: %q, %v", what, err)

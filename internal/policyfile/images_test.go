@@ -5,7 +5,12 @@ import (
 	"strings"
 	"testing"
 
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // build returns the measurements of another build.
@@ -57,7 +62,7 @@ func TestImagesAreAddedAndRemovedInPlace(t *testing.T) {
 	}
 }
 
-func TestImagesThatCannotBeAddedOrRemoved(t *testing.T) {
+func TestImagesThatCannotBeAddedOrReedited(t *testing.T) {
 	made := withPlatform(t)
 	first, other := template(t).Measurements[0], build(t, "muster-v2", "2")
 	wrong, short := build(t, "muster-v2", "2"), build(t, "muster-v2", "2")
@@ -90,6 +95,67 @@ func TestImagesThatCannotBeAddedOrRemoved(t *testing.T) {
 	if _, err := policyfile.RemoveImage(made, 9, policyfile.NameOf(first.Image)); err == nil {
 		t.Error("the last image can be removed")
 	}
+}
+
+// An empty list accepts every machine: the same edit shuts machines out if an entry is left, and lets all in if none is.
+func TestAListThatBecomesEmptyIsNamed(t *testing.T) {
+	one, two := attest.MachineID{1}, attest.MachineID{2}
+	made := withPlatform(t)
+	full, err := policyfile.ListMachines(made, 9, []policyfile.Listing{{Field: machines, Machine: one}, {Field: machines, Machine: two}, {Field: platform, Machine: one}, {Field: bare, Machine: [32]byte{3}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	edited := func(change func(*attestv1.Tpm2Policy)) []byte {
+		t.Helper()
+		m := &attestv1.Policy{}
+		out, err := policyfile.ToJSON(full)
+		if err == nil {
+			err = protojson.Unmarshal(out, m)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		change(m.GetTpm2())
+		if out, err = protojson.Marshal(m); err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	for name, tt := range map[string]struct {
+		before, after []byte
+		want          []string
+	}{
+		"nothing changes":                    {full, full, nil},
+		"one of two machines":                {full, edited(func(p *attestv1.Tpm2Policy) { p.MachineIds = p.GetMachineIds()[:1] }), nil},
+		"both machines":                      {full, edited(func(p *attestv1.Tpm2Policy) { p.MachineIds = nil }), []string{machines}},
+		"the machine of a cloud":             {full, edited(func(p *attestv1.Tpm2Policy) { p.PlatformRoots[0].MachineIds = nil }), []string{platform}},
+		"the machine without a certificate":  {full, edited(func(p *attestv1.Tpm2Policy) { p.BareMachineIds = nil }), nil},
+		"all, in a policy that is made anew": {full, made, []string{machines, platform}},
+		"the list was empty before":          {made, made, nil},
+		"the authority is gone, too":         {full, edited(func(p *attestv1.Tpm2Policy) { p.PlatformRoots = nil }), nil},
+		"all authorities of TPMs are gone":   {full, edited(func(p *attestv1.Tpm2Policy) { p.EkRoots, p.MachineIds = nil, nil }), nil},
+		"another rule for the same authority": {full, edited(func(p *attestv1.Tpm2Policy) {
+			p.PlatformRoots[0].Projects, p.PlatformRoots[0].MachineIds = []string{"ours", "b"}, nil
+		}), []string{platform}},
+		"a second rule that was open before": {edited(second), edited(func(p *attestv1.Tpm2Policy) { second(p); p.PlatformRoots = p.GetPlatformRoots()[1:] }), nil},
+		"the list of the second rule":        {edited(func(p *attestv1.Tpm2Policy) { second(p); p.PlatformRoots[1].MachineIds = []string{one.String()} }), edited(second), []string{"tpm2.platformRoots[1].machineIds"}},
+		"a policy of before that is none":    {[]byte("{"), made, nil},
+	} {
+		got, err := policyfile.OpenedLists(tt.before, tt.after)
+		if err != nil || !slices.Equal(got, tt.want) {
+			t.Errorf("%s: %q, %v, want %q", name, got, err, tt.want)
+		}
+	}
+	if _, err := policyfile.OpenedLists(full, []byte("{")); err == nil {
+		t.Error("a text that is no policy was compared")
+	}
+}
+
+// second adds a rule for the same authority and another project, which lists no machine.
+func second(p *attestv1.Tpm2Policy) {
+	r := proto.CloneOf(p.GetPlatformRoots()[0])
+	r.Projects, r.MachineIds = []string{"other"}, nil
+	p.PlatformRoots = append(p.PlatformRoots, r)
 }
 
 // A policy that is made anew loses what the owner has listed since.

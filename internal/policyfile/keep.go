@@ -80,7 +80,7 @@ func tpmRules(m, old *attestv1.Tpm2Policy) (out []rule) {
 	}
 	for i, r := range m.GetEkRoots() {
 		for _, o := range old.GetEkRoots() {
-			if o.GetPem() != r.GetPem() || r.GetMinFirmwareVersion() != "" || o.GetMinFirmwareVersion() == "" {
+			if !sameKey(o.GetPem(), r.GetPem()) || r.GetMinFirmwareVersion() != "" || o.GetMinFirmwareVersion() == "" {
 				continue
 			}
 			out = append(out, rule{

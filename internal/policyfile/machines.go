@@ -203,6 +203,69 @@ func DroppedMachines(before, after []byte) (dropped []Listing, err error) {
 	return dropped, nil
 }
 
+// OpenedLists returns the lists of the policy after that are empty, and so accept every machine that their authorities certify, where
+// the policy before lists machines. A policy before that is not valid lists none.
+func OpenedLists(before, after []byte) (opened []string, err error) {
+	next, err := message(after)
+	if err != nil {
+		return nil, err
+	}
+	old, err := message(before)
+	if err != nil {
+		return nil, nil //nolint:nilerr // it is about to be replaced
+	}
+	was, is := old.GetTpm2(), next.GetTpm2()
+	if len(was.GetMachineIds()) > 0 && len(is.GetMachineIds()) == 0 && len(is.GetEkRoots()) > 0 {
+		opened = append(opened, "tpm2.machineIds")
+	}
+	for i, r := range is.GetPlatformRoots() {
+		same := func(o *attestv1.PlatformRoot) bool { return sameKey(o.GetPem(), r.GetPem()) }
+		open := func(o *attestv1.PlatformRoot) bool {
+			return same(o) && len(o.GetMachineIds()) == 0 && slices.Equal(o.GetProjects(), r.GetProjects()) && slices.Equal(o.GetZones(), r.GetZones())
+		}
+		listed := func(o *attestv1.PlatformRoot) bool { return same(o) && len(o.GetMachineIds()) > 0 }
+		if all := was.GetPlatformRoots(); len(r.GetMachineIds()) == 0 && slices.ContainsFunc(all, listed) && !slices.ContainsFunc(all, open) {
+			opened = append(opened, fmt.Sprintf("tpm2.platformRoots[%d].machineIds", i))
+		}
+	}
+	for i, r := range is.GetNitroRoots() {
+		same := func(o *attestv1.NitroRoot) bool { return sameKey(o.GetPem(), r.GetPem()) }
+		open := func(o *attestv1.NitroRoot) bool { return same(o) && len(o.GetMachineIds()) == 0 }
+		if all := was.GetNitroRoots(); len(r.GetMachineIds()) == 0 && slices.ContainsFunc(all, same) && !slices.ContainsFunc(all, open) {
+			opened = append(opened, fmt.Sprintf("tpm2.nitroRoots[%d].machineIds", i))
+		}
+	}
+	return opened, nil
+}
+
+// sameKey reports whether two certificates in PEM have the same public key.
+func sameKey(a, b string) bool {
+	key := func(s string) []byte {
+		p, _ := pem.Decode([]byte(s))
+		if p == nil {
+			return nil
+		}
+		c, err := x509.ParseCertificate(p.Bytes)
+		if err != nil {
+			return nil
+		}
+		return c.RawSubjectPublicKeyInfo
+	}
+	k := key(a)
+	return k != nil && bytes.Equal(k, key(b))
+}
+
+// Empty reports whether a list has no machine, and so accepts every one that its authorities certify; tpm2.bareMachineIds, which
+// accepts none then, is none of these lists.
+func Empty(text []byte, list string) (bool, error) {
+	m, err := message(text)
+	if err != nil {
+		return false, err
+	}
+	l := listOf(m.GetTpm2(), list)
+	return l != nil && len(*l) == 0 && list != "tpm2.bareMachineIds", nil
+}
+
 // MoreMachines returns the machines that the policy after lists and the policy before does not. only reports whether the two
 // differ in nothing else but the serial, which is higher in after.
 func MoreMachines(before, after []byte) (more []Listing, only bool, err error) {

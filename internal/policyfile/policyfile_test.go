@@ -14,6 +14,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -251,6 +252,22 @@ func TestCheckTellsWhatTheOwnerShouldKnow(t *testing.T) {
 		"warning tpm2.ekRoots[0], warning tpm2.ekRoots[1], warning tpm2.ekRoots[2], warning tpm2.platformRoots[0]"
 	if s := strings.Join(got, ", "); s != want {
 		t.Errorf("found %s\nwant  %s", s, want)
+	}
+	p = template(t)
+	twin := p.Measurements[0]
+	twin.Image = "twin"
+	p.Measurements = append(p.Measurements, twin)
+	p.Classes = append(p.Classes, class(t, "rack-2", firmware))
+	if text, err = policyfile.Build(p); err != nil {
+		t.Fatal(err)
+	}
+	_, found, err = policyfile.Check(text, now)
+	for _, field := range []string{"tpm2.images[1]", "tpm2.classes[1]"} {
+		if err != nil || !slices.ContainsFunc(found, func(f policyfile.Finding) bool {
+			return f.Field == field && strings.Contains(f.Text, "the same values as")
+		}) {
+			t.Errorf("%s has the values of another: %v, %v", field, found, err)
+		}
 	}
 	p = template(t)
 	p.MachineIDs, p.ControlPlanes = []attest.MachineID{{1}}, []policyfile.ControlPlane{{Machine: attest.MachineID{1}}}

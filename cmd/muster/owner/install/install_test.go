@@ -317,7 +317,7 @@ func checkApply(t *testing.T, o *ownertest.Owned) {
 	if err := setStatus(func(s *v1alpha1.AttestationPolicyStatus) { s.Accepted, s.Serial = true, 2 }); err != nil {
 		t.Fatal(err)
 	}
-	if p, err := policies.ApplyPolicy(t.Context(), o.Dir, nil, false); err != nil || p.Status.Serial != 2 {
+	if p, err := policies.ApplyPolicy(t.Context(), o.Dir, nil, policies.Consent{}); err != nil || p.Status.Serial != 2 {
 		t.Errorf("the same policy again: %v", err)
 	}
 	text, err := o.Read(ownerdir.PolicyFile)
@@ -328,7 +328,7 @@ func checkApply(t *testing.T, o *ownertest.Owned) {
 	if err := o.Write(ownerdir.PolicyFile, changed); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := policies.ApplyPolicy(t.Context(), o.Dir, nil, false); err == nil || !strings.Contains(problem.Explain(err).Remedy, "Set serial to 3") {
+	if _, err := policies.ApplyPolicy(t.Context(), o.Dir, nil, policies.Consent{}); err == nil || !strings.Contains(problem.Explain(err).Remedy, "Set serial to 3") {
 		t.Errorf("another policy of the same serial: %v", err)
 	}
 	next, err := policyfile.ListControlPlanes(changed, 3, nil, nil)
@@ -340,7 +340,7 @@ func checkApply(t *testing.T, o *ownertest.Owned) {
 	}
 	done := make(chan error, 1)
 	go func() { done <- refuseNext(t.Context(), setStatus) }()
-	_, err = policies.ApplyPolicy(t.Context(), o.Dir, nil, false)
+	_, err = policies.ApplyPolicy(t.Context(), o.Dir, nil, policies.Consent{})
 	if p := problem.Explain(err); p.Reason != "POLICY_SIGNATURE" || !strings.Contains(p.Message, "serial 2 stays in force") {
 		t.Errorf("a policy that the services refuse: %v", err)
 	}

@@ -153,7 +153,7 @@ func TestThePolicyListsTheControlPlanes(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, err = policies.ApplyPolicy(ctx, o.Dir, nil, false)
+		_, err = policies.ApplyPolicy(ctx, o.Dir, nil, policies.Consent{})
 		if p := problem.Explain(err); p.Reason != "SERVER_NOT_LISTED" || !strings.Contains(p.Remedy, two.String()+`" # cp8`) {
 			t.Errorf("%+v", p)
 		}

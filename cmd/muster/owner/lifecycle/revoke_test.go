@@ -101,7 +101,7 @@ func TestABannedControlPlaneIsRevokedBeforeItIsForgotten(t *testing.T) {
 			}
 			cancel()
 		}()
-		_, err = policies.ApplyPolicy(waiting, o.Dir, nil, false)
+		_, err = policies.ApplyPolicy(waiting, o.Dir, nil, policies.Consent{})
 		cancel()
 		<-done
 		if put && errors.Is(err, context.Canceled) {

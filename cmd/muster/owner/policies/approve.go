@@ -79,6 +79,7 @@ type Approver struct {
 	clusterID [32]byte
 	unsent    []policyfile.Listing
 	text      []byte // of the folder's policy
+	inForce   []byte // the text of the cluster's
 	// former says of machines that were or are in the cluster what the owner has done with them.
 	former map[string]string
 }
@@ -153,7 +154,7 @@ func (a *Approver) load(ctx context.Context) error {
 	if _, err := OpenPolicy(have, public); err != nil {
 		return fmt.Errorf("the cluster's policy: %w", err)
 	}
-	a.policy, a.text, a.unsent = p, text, nil
+	a.policy, a.text, a.inForce, a.unsent = p, text, []byte(have.Spec.Policy), nil
 	if have.Spec.Policy == string(json) {
 		return nil
 	}
@@ -261,6 +262,10 @@ func (a *Approver) examine(ctx context.Context, c *Candidate, named bool) {
 	}
 	if c.Differs != "" {
 		a.booted(c, errors.New(c.Differs))
+		return
+	}
+	if err := a.open(c.List); err != nil {
+		c.refuse(err)
 		return
 	}
 	a.refuseUnnamed(c, named, nil)
@@ -380,32 +385,6 @@ func (a *Approver) Approve(ctx context.Context, machines []Candidate, report fun
 		}
 	}
 	return a.load(ctx)
-}
-
-func (a *Approver) list(ctx context.Context, add []policyfile.Listing, report func(string)) error {
-	return policyChange{
-		done: func(text []byte, _ *attest.Policy) (bool, error) {
-			for _, l := range add {
-				if has, err := policyfile.Lists(text, l); err != nil || !has {
-					return false, err
-				}
-			}
-			return true, nil
-		},
-		edit: func(text []byte, serial uint64) ([]byte, error) {
-			out, err := policyfile.ListMachines(text, serial, add)
-			if err != nil {
-				return nil, err
-			}
-			p, _, err := policyfile.Parse(out)
-			if err == nil && p.OnlyECC() && !a.policy.OnlyECC() { // A8
-				err = problem.WithRemedy(errors.New("a policy that lists a machine without an EK certificate accepts ECC attestation keys only, and the policy in force accepts RSA keys: running nodes could be refused"),
-					"List the machine in "+bareList+" of "+a.dir.File(ownerdir.PolicyFile)+" by hand, increment serial, see by muster policy diff whether a node would be refused, then run muster policy apply.")
-			}
-			return out, err
-		},
-		what: func(*attest.Policy) string { return fmt.Sprintf("it lists %d more machines", len(add)) },
-	}.apply(ctx, a.dir, a.kube, report)
 }
 
 // Await approves up to n machines in the network from as they come, until ctx ends; a zero from is any network. approved is called

@@ -14,6 +14,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	waitlist "github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -159,4 +160,67 @@ func TestAMachineThatWasAcceptedSinceWaitsNoLonger(t *testing.T) {
 	if got := waiting(); !slices.Equal(got, []string{other}) {
 		t.Errorf("it is accepted, and there wait: %q", got)
 	}
+}
+
+// An empty list accepts every machine, so none waits for a place in it. The cluster's record alone could otherwise close the
+// list, which would shut out all others.
+func TestNoApprovalClosesAnOpenList(t *testing.T) {
+	open := func(p *attestv1.Policy) {
+		p.Tpm2.MachineIds, p.Tpm2.PlatformRoots[0].MachineIds = nil, nil
+	}
+	a := newApproval(t, open)
+	away := attesttest.NewMachine(t, a.ca, attesttest.Options{})
+	for _, list := range []string{machineIDs, platformIDs} {
+		a.lists(t, waits(away, "192.0.2.99", list))
+		ap := a.approver(t, ApproveConfig{TrustCluster: true, BareEK: true, AnyAccount: true, AnyTPM: true})
+		all, err := ap.Candidates(t.Context())
+		if err != nil || len(all) != 1 {
+			t.Fatalf("%d candidates, %v", len(all), err)
+		}
+		named, err := ap.Machine(t.Context(), away.ID())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range []Candidate{all[0], named} {
+			if c.Problem == nil || !strings.Contains(c.Problem.Message, list+" is empty") {
+				t.Errorf("%s: problem %+v", list, c.Problem)
+			}
+			c.Problem = nil
+			if err := ap.Approve(t.Context(), []Candidate{c}, quiet); err == nil || !strings.Contains(err.Error(), list+" is empty") {
+				t.Errorf("%s is approved: %v", list, err)
+			}
+		}
+		a.has(t, 1)
+	}
+	text, err := a.Read(ownerdir.PolicyFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	edited, err := policyfile.ListMachines(text, 2, []policyfile.Listing{{Field: machineIDs, Machine: someone}})
+	if err == nil {
+		err = a.Write(ownerdir.PolicyFile, edited)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := a.approver(t, ApproveConfig{}).Approve(t.Context(), nil, quiet); err == nil || !strings.Contains(err.Error(), machineIDs+" is empty") {
+		t.Errorf("an edit of the owner's is sent as an approval: %v", err)
+	}
+	have, err := a.kube.Policy(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p, err := attest.ParsePolicy([]byte(have.Spec.Policy)); err != nil || p.Serial() != 1 {
+		t.Errorf("%v: %s", err, have.Spec.Policy)
+	}
+	if err := a.Write(ownerdir.PolicyFile, text); err != nil {
+		t.Fatal(err)
+	}
+	bare := a.boot(t, "192.0.2.4", attesttest.Options{Bare: true})
+	a.lists(t, waits(bare, "192.0.2.4", bareList))
+	ap := a.approver(t, ApproveConfig{BareEK: true})
+	if all, err := ap.Candidates(t.Context()); err != nil || len(all) != 1 || all[0].Problem != nil || ap.Approve(t.Context(), all, quiet) != nil {
+		t.Errorf("the first machine without a certificate: %+v, %v", all, err)
+	}
+	a.has(t, 2, policyfile.Listing{Field: bareList, Machine: bare.ID()})
 }

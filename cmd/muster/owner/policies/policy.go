@@ -73,6 +73,8 @@ type Application struct {
 	// Policy is the policy, Refused are the running nodes whose last evidence does not match it.
 	Policy  *attest.Policy
 	Refused []Expelled
+	// Opened are its lists that are empty, and so accept every machine, where the policy in force lists machines.
+	Opened []string
 
 	signed *attestv1.SignedPolicy
 	kube   *clusterapi.Client
@@ -98,14 +100,24 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err := MustList(ctx, d, kube, p, leaveOut); err != nil {
 		return nil, err
 	}
+	open, err := policyfile.OpenedLists([]byte(have.Spec.Policy), signed.GetPolicy())
+	if err != nil {
+		return nil, err
+	}
 	refused, err := expels(ctx, kube, p)
-	return &Application{Policy: p, Refused: refused, signed: signed, kube: kube}, err
+	return &Application{Policy: p, Refused: refused, Opened: open, signed: signed, kube: kube}, err
 }
 
-// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
-// refuses a policy that running nodes do not match. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
+// Consent is what an owner wants of a policy that is otherwise taken for a mistake.
+type Consent struct {
+	// Expel accepts that running nodes do not match the policy, AnyMachine that a list of machines became empty, which accepts all.
+	Expel, AnyMachine bool
+}
+
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. It refuses a policy
+// with a likely mistake that consent does not name. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
 // folder's policy in force as well. leaveOut are names that the cluster has as control planes, and that are none of the owner's.
-func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
+func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, consent Consent, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
 	var err error
 	replaces := text != nil
 	if !replaces {
@@ -117,7 +129,10 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, 
 	if err != nil {
 		return nil, err
 	}
-	if len(plan.Refused) > 0 && !expel {
+	if len(plan.Opened) > 0 && !consent.AnyMachine {
+		return nil, opened(plan.Opened)
+	}
+	if len(plan.Refused) > 0 && !consent.Expel {
 		return nil, expelled(plan.Refused)
 	}
 	if replaces {

@@ -49,7 +49,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		if err := o.Write(ownerdir.PolicyFile, policy(2, next)); err != nil {
 			t.Fatal(err)
 		}
-		_, err := ApplyPolicy(ctx, o.Dir, nil, false)
+		_, err := ApplyPolicy(ctx, o.Dir, nil, Consent{})
 		if p := problem.Explain(err); p.Reason != "POLICY_REFUSED" || !strings.Contains(p.Message, "1 running nodes") || !strings.Contains(p.Message, "old1: POLICY_REFUSED: its PCRs have the values of no image") || !strings.Contains(p.Remedy, "--expel") {
 			t.Errorf("%+v", p)
 		}
@@ -90,7 +90,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := ApplyPolicy(ctx, o.Dir, policy(3, next), false); err == nil {
+		if _, err := ApplyPolicy(ctx, o.Dir, policy(3, next), Consent{}); err == nil {
 			t.Error("it is accepted")
 		}
 		if has, err := o.Read(ownerdir.PolicyFile); err != nil || string(has) != string(had) {
@@ -104,7 +104,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		if err := o.Write(ownerdir.PolicyFile, revoking); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := ApplyPolicy(ctx, o.Dir, nil, false); err == nil || !strings.Contains(err.Error(), "next1: EK_UNTRUSTED: the policy revokes") || strings.Contains(err.Error(), "old1") {
+		if _, err := ApplyPolicy(ctx, o.Dir, nil, Consent{}); err == nil || !strings.Contains(err.Error(), "next1: EK_UNTRUSTED: the policy revokes") || strings.Contains(err.Error(), "old1") {
 			t.Errorf("%v", err)
 		}
 	})
@@ -115,7 +115,7 @@ func TestAPolicyIsComparedWithWhatRuns(t *testing.T) {
 		waiting, stop := context.WithCancel(ctx) // no service answers
 		defer stop()
 		done := make(chan error, 1)
-		go func() { _, err := ApplyPolicy(waiting, o.Dir, nil, true); done <- err }()
+		go func() { _, err := ApplyPolicy(waiting, o.Dir, nil, Consent{Expel: true}); done <- err }()
 		for inForce() == before {
 			if err := ctx.Err(); err != nil {
 				t.Fatal(err)

@@ -1,0 +1,62 @@
+package policies
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// list lists machines in the policy, and puts it in force.
+func (a *Approver) list(ctx context.Context, add []policyfile.Listing, report func(string)) error {
+	for _, l := range add {
+		if err := a.open(l.Field); err != nil {
+			return err
+		}
+	}
+	return policyChange{
+		done: func(text []byte, _ *attest.Policy) (bool, error) {
+			for _, l := range add {
+				if has, err := policyfile.Lists(text, l); err != nil || !has {
+					return false, err
+				}
+			}
+			return true, nil
+		},
+		edit: func(text []byte, serial uint64) ([]byte, error) {
+			out, err := policyfile.ListMachines(text, serial, add)
+			if err != nil {
+				return nil, err
+			}
+			p, _, err := policyfile.Parse(out)
+			if err == nil && p.OnlyECC() && !a.policy.OnlyECC() { // A8
+				err = problem.WithRemedy(errors.New("a policy that lists a machine without an EK certificate accepts ECC attestation keys only, and the policy in force accepts RSA keys: running nodes could be refused"),
+					"List the machine in "+bareList+" of "+a.dir.File(ownerdir.PolicyFile)+" by hand, increment serial, see by muster policy diff whether a node would be refused, then run muster policy apply.")
+			}
+			return out, err
+		},
+		what: func(*attest.Policy) string { return fmt.Sprintf("it lists %d more machines", len(add)) },
+	}.apply(ctx, a.dir, a.kube, report)
+}
+
+// open refuses a list that accepts every machine: none waits for a place in it, and the first one there would shut out all others.
+func (a *Approver) open(list string) error {
+	empty, err := policyfile.Empty(a.inForce, list)
+	if err != nil || !empty {
+		return err
+	}
+	return problem.WithRemedy(fmt.Errorf("%s is empty in the policy in force, so it accepts every machine that its authorities certify: with a first machine there, all others would be refused", list),
+		"If you want to accept listed machines only, list all of them in policy.yaml and run muster policy apply, which shows the running nodes that would be refused. Otherwise undo what you have edited: the cluster's record of this machine is old or wrong.")
+}
+
+// opened refuses a policy that accepts every machine where the one in force lists machines.
+func opened(lists []string) error {
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "%s of the policy is empty, and the policy in force lists machines there: every machine that its authorities certify, and that booted an accepted image, could join", strings.Join(lists, " and ")),
+		"The policy in force is unchanged. List the machines again: muster policy diff shows which ones are missing. If every machine shall be accepted, repeat the command with --any-machine.")
+}

@@ -1,0 +1,74 @@
+package policies
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
+)
+
+// Who forgets the machines in a policy that is made anew must not let in all others.
+func TestAPolicyWhoseListBecameEmptyIsRefused(t *testing.T) {
+	a := newApproval(t, func(p *attestv1.Policy) { p.Tpm2.MachineIds = append(p.Tpm2.MachineIds, attest.MachineID{7}.String()) })
+	model := attesttest.NewMachine(t, a.ca, attesttest.Options{})
+	next := func(ids, cloud []string) []byte {
+		return attesttest.Policy(t, a.ca, []*attesttest.Machine{model}, func(p *attestv1.Policy) {
+			p.Serial, p.Tpm2.MachineIds = 2, ids
+			p.Tpm2.PlatformRoots = []*attestv1.PlatformRoot{{Pem: a.cloud.PEM(), Provider: "gcp", Key: "ecc-p256", Projects: []string{"ours"}, MachineIds: cloud}}
+		})
+	}
+	listed := []string{someone.String()}
+	for name, tt := range map[string]struct {
+		text []byte
+		want []string
+	}{
+		"one of two machines":    {next(listed, listed), nil},
+		"all machines":           {next(nil, listed), []string{machineIDs}},
+		"all machines of a rule": {next(listed, nil), []string{platformIDs}},
+		"all":                    {next(nil, nil), []string{machineIDs, platformIDs}},
+	} {
+		plan, err := PlanPolicy(t.Context(), a.Dir, tt.text)
+		if err != nil || !slices.Equal(plan.Opened, tt.want) {
+			t.Fatalf("%s: %q, %v", name, plan.Opened, err)
+		}
+		if tt.want == nil {
+			continue
+		}
+		_, err = ApplyPolicy(t.Context(), a.Dir, tt.text, Consent{Expel: true})
+		if p := problem.Explain(err); !strings.Contains(p.Message, strings.Join(tt.want, " and ")+" of the policy") || !strings.Contains(p.Remedy, "--any-machine") {
+			t.Errorf("%s: %+v", name, p)
+		}
+		a.has(t, 1)
+	}
+	if err := a.Write(ownerdir.PolicyFile, next(nil, nil)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ApplyPolicy(t.Context(), a.Dir, nil, Consent{}); err == nil || !strings.Contains(problem.Explain(err).Remedy, "--any-machine") {
+		t.Errorf("the folder's own policy: %v", err)
+	}
+	waiting, stop := context.WithCancel(t.Context()) // no service answers
+	done := make(chan error, 1)
+	go func() { _, err := ApplyPolicy(waiting, a.Dir, nil, Consent{AnyMachine: true}); done <- err }()
+	for {
+		p, err := a.kube.Policy(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if have, err := attest.ParsePolicy([]byte(p.Spec.Policy)); err == nil && have.Serial() == 2 {
+			break
+		}
+		select {
+		case err := <-done:
+			t.Fatalf("the owner wants it: %v", err)
+		default:
+		}
+	}
+	stop()
+	<-done
+}
