@@ -99,7 +99,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 			return err
 		}
 	}
-	if err := ck.finishRenewal(ctx); err != nil {
+	if err := ck.finishRenewal(ctx, controlPlane); err != nil {
 		return err
 	}
 	lists := []versions.Images{s.Images}
