@@ -7,13 +7,14 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 
 	"golang.org/x/sys/unix"
 )
 
-// RemoveAll is [os.RemoveAll] for trees that pods have made. Those can be so deep that a program which holds each folder open has no files or memory left,
-// and so wide that one which looks at a folder anew for each few names takes hours, at every boot. This one moves what is more than maxDepth folders deep
-// to the top of the tree, and goes on there. A link is removed, never followed.
+// RemoveAll is [os.RemoveAll] for trees that pods have made, or root before the reboot. Those can be so deep that a program which holds each folder open has
+// no files or memory left, and so wide that one which looks at a folder anew for each few names takes hours, at every boot. This one moves what is more than
+// maxDepth folders deep to the top of the tree, and goes on there. A link is removed, never followed, and attributes that prevent a removal are cleared.
 func RemoveAll(at string) error {
 	info, err := os.Lstat(at)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -27,7 +28,7 @@ func RemoveAll(at string) error {
 			return err
 		}
 	}
-	return os.Remove(at)
+	return mutably(func() error { return os.Remove(at) }, place{unix.AT_FDCWD, filepath.Dir(at)}, place{unix.AT_FDCWD, at})
 }
 
 // Empty removes the content of a folder, and keeps the folder itself, which may be a mount point. A missing folder is empty.
@@ -40,7 +41,21 @@ func Empty(folder string) error {
 		return err
 	}
 	defer top.Close()
-	return empty(top, top, 0)
+	r := remover{top: top}
+	if err := r.empty(top, 0); err != nil {
+		return errors.Join(err, r.close())
+	}
+	for r.tooDeep != nil {
+		at, name := r.tooDeep, r.name
+		r.tooDeep, r.name = nil, ""
+		if err := errors.Join(r.empty(at, 0), at.Close()); err != nil {
+			return errors.Join(err, r.close())
+		}
+		if err := unlink(int(top.Fd()), name, unix.AT_REMOVEDIR); err != nil {
+			return errors.Join(fmt.Errorf("remove %q: %w", name, err), r.close())
+		}
+	}
+	return nil
 }
 
 // open opens a folder by its name in another one.
@@ -52,22 +67,38 @@ func open(in int, name string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), name), nil
 }
 
+// remover empties a folder in rounds. Each empties one folder, 12 folders deep, and leaves what is deeper for the next round.
+type remover struct {
+	top *os.File
+	// tooDeep is the first folder that was too deep in this round, moved to top under name; the others of the round are moved into it. So each folder is read
+	// in one round only, and no new one is made, for which a full disk may have no room. nil: none was too deep.
+	tooDeep *os.File
+	name    string
+}
+
+func (r *remover) close() error {
+	if r.tooDeep == nil {
+		return nil
+	}
+	return r.tooDeep.Close()
+}
+
 // empty removes the content of a folder, until it finds none. It reads the folder to its end before it begins again: ext4 would look at each block that it
 // has emptied already.
-func empty(top, folder *os.File, depth int) error {
+func (r *remover) empty(folder *os.File, depth int) error {
 	for {
 		f, err := open(int(folder.Fd()), ".")
 		if err != nil {
 			return err
 		}
-		removed, err := emptyOnce(top, f, depth)
+		removed, err := r.emptyOnce(f, depth)
 		if err := errors.Join(err, f.Close()); err != nil || removed == 0 {
 			return err
 		}
 	}
 }
 
-func emptyOnce(top, folder *os.File, depth int) (removed int, err error) {
+func (r *remover) emptyOnce(folder *os.File, depth int) (removed int, err error) {
 	for {
 		names, err := folder.Readdirnames(maxNames)
 		if errors.Is(err, io.EOF) {
@@ -77,7 +108,10 @@ func emptyOnce(top, folder *os.File, depth int) (removed int, err error) {
 			return removed, err
 		}
 		for _, name := range names {
-			if err := remove(top, folder, name, depth); err != nil {
+			if name == r.name {
+				continue
+			}
+			if err := r.remove(folder, name, depth); err != nil {
 				return removed, fmt.Errorf("remove %q: %w", name, err)
 			}
 			removed++
@@ -85,24 +119,46 @@ func emptyOnce(top, folder *os.File, depth int) (removed int, err error) {
 	}
 }
 
-// remove removes an entry of a folder that is so many folders below top.
-func remove(top, folder *os.File, name string, depth int) error {
+// remove removes an entry of a folder that is so many folders below the one of this round.
+func (r *remover) remove(folder *os.File, name string, depth int) error {
 	in := int(folder.Fd())
-	err := unix.Unlinkat(in, name, 0)
+	err := unlink(in, name, 0)
 	switch {
 	case errors.Is(err, unix.ENOENT):
 		return nil
 	case !errors.Is(err, unix.EISDIR):
 		return err
 	case depth == maxDepth:
-		return unix.Renameat(in, name, int(top.Fd()), rand.Text())
+		return r.leave(in, name)
 	}
 	inside, err := open(in, name)
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(empty(top, inside, depth+1), inside.Close()); err != nil {
+	if err := errors.Join(r.empty(inside, depth+1), inside.Close()); err != nil {
 		return err
 	}
-	return unix.Unlinkat(in, name, unix.AT_REMOVEDIR)
+	return unlink(in, name, unix.AT_REMOVEDIR)
+}
+
+// leave leaves a folder for the next round.
+func (r *remover) leave(in int, name string) (err error) {
+	if r.tooDeep != nil {
+		return move(in, name, int(r.tooDeep.Fd()), rand.Text())
+	}
+	as := rand.Text()
+	if err := move(in, name, int(r.top.Fd()), as); err != nil {
+		return err
+	}
+	r.name = as
+	r.tooDeep, err = open(int(r.top.Fd()), as)
+	return err
+}
+
+func unlink(in int, name string, flags int) error {
+	return mutably(func() error { return unix.Unlinkat(in, name, flags) }, place{in, "."}, place{in, name})
+}
+
+func move(in int, name string, to int, as string) error {
+	return mutably(func() error { return unix.Renameat(in, name, to, as) }, place{in, "."}, place{in, name}, place{to, "."})
 }

@@ -92,6 +92,7 @@ func TestNoFileIsLeftInThePlaceOfAFolder(t *testing.T) {
 	folders := []string{
 		"var/lib/muster/backup", "var/lib/muster/orders", "var/lib/muster/restore", "var/lib/muster/rotation", "var/lib/muster/upgrade",
 		"var/lib/kubelet/image_manager", "var/lib/kubelet/device-plugins", "var/log/muster-backup", "var/log/muster-verify", "etc/kubernetes/tmp",
+		"var/lib/kubelet/pod-resources", "etc/kubernetes/muster-renewal",
 	}
 	for _, at := range folders {
 		w.drop(t, at)
@@ -100,6 +101,30 @@ func TestNoFileIsLeftInThePlaceOfAFolder(t *testing.T) {
 	w.startAgain(t)
 	for _, at := range folders {
 		if info, err := os.Lstat(filepath.Join(w.root, at)); err == nil && !info.IsDir() {
+			t.Errorf("%s is there", at)
+		}
+		if !strings.Contains(w.get("run/muster/state-findings"), `"/`+at+`"`) {
+			t.Errorf("%s is not among the findings: %q", at, w.get("run/muster/state-findings"))
+		}
+	}
+}
+
+// A file in the place of a folder, or a folder in that of the lock, would end the renewal of a control plane's certificates, and keep a staged one, and so the
+// machine, from its place at each boot.
+func TestNothingInThePlacesOfARenewalKeepsAMachineFromStarting(t *testing.T) {
+	const staged, lock = "etc/kubernetes/muster-renewal", "etc/kubernetes/.muster-renewal.lock"
+	for _, at := range []string{staged, staged + "/pki", staged + "/pki/etcd", lock} {
+		w := rebooted(t)
+		if at == lock {
+			w.put(t, staged+"/pki/apiserver.crt", "staged")
+			w.drop(t, lock)
+			w.put(t, lock+"/inside", "evil")
+		} else {
+			w.drop(t, at)
+			w.put(t, at, "evil")
+		}
+		w.startAgain(t)
+		if info, err := os.Lstat(filepath.Join(w.root, at)); err == nil && info.IsDir() == (at == lock) {
 			t.Errorf("%s is there", at)
 		}
 		if !strings.Contains(w.get("run/muster/state-findings"), `"/`+at+`"`) {

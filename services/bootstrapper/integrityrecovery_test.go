@@ -1,7 +1,6 @@
 package bootstrapper_test
 
 import (
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -124,19 +123,84 @@ func TestARecoveryByAnOlderFolderChangesNothing(t *testing.T) {
 	w.startAgain(t)
 }
 
-// Without a certificate of its own, the machine would take orders from any server: the owner's folder has none to put in its place.
-func TestARecoveryWantsTheMachinesAuthority(t *testing.T) {
+// Root needs only to remove or damage the disk's list. The owner decides then, too.
+func TestARecoveryOfADiskWithoutAListChangesNoProgram(t *testing.T) {
+	const evil = "usr/local/bin/evil"
+	kept := strings.TrimPrefix(component.KeptList, "/")
+	for name, harm := range map[string]func(t *testing.T, w *fixture){
+		"no list":        func(t *testing.T, w *fixture) { w.drop(t, kept) },
+		"a huge one":     func(t *testing.T, w *fixture) { w.leave(t, kept, false) },
+		"a folder":       func(t *testing.T, w *fixture) { w.leave(t, kept, true) },
+		"a damaged list": func(t *testing.T, w *fixture) { w.put(t, kept, "{") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			w.desires(t, byRecovery)
+			harm(t, w)
+			w.put(t, "usr/local/bin/kubeadm", newKubeadm)
+			w.put(t, etcdFile, "next")
+			r := w.boot()
+			if err := r.end(t); attest.ReasonOf(err) != attestv1.Reason_REASON_STATE_DISK || !strings.Contains(err.Error(), "--replace-software") {
+				t.Errorf("%v", err)
+			}
+			if w.get("usr/local/bin/kubeadm") != newKubeadm || w.get(etcdFile) != "next" || w.exists(strings.TrimPrefix(mayStart, "/")) {
+				t.Error("it goes on")
+			}
+			w.put(t, evil, "#!evil")
+			w.desires(t, byRecovery, func(d *component.Desired) { d.Replace = true })
+			w.startAgain(t)
+			if w.get("usr/local/bin/kubeadm") != string(kubeadmBinary) || w.exists(evil) {
+				t.Error("the owner's decision does not count")
+			}
+		})
+	}
+	// An adopted control plane may have none.
 	w := rebooted(t)
-	w.desires(t, byRecovery)
-	if err := os.Remove(filepath.Join(w.root, "etc/kubernetes/pki/ca.crt")); err != nil {
-		t.Fatal(err)
-	}
-	before := w.get("etc/kubernetes/kubelet.conf")
-	r := w.boot()
-	if err := r.end(t); attest.ReasonOf(err) != attestv1.Reason_REASON_STATE_DISK || !strings.Contains(err.Error(), "ca.crt") {
-		t.Errorf("%v", err)
-	}
-	if w.get("etc/kubernetes/kubelet.conf") != before || w.exists(strings.TrimPrefix(mayStart, "/")) {
-		t.Error("it goes on")
+	w.desires(t, byRecovery, func(d *component.Desired) { d.Adopted = true })
+	w.drop(t, kept)
+	w.startAgain(t)
+}
+
+// Without a certificate of its own, the machine would take orders from any server: the owner's folder has none to put in its place. With one that no program
+// can read, nothing would run.
+func TestARecoveryWantsTheMachinesAuthority(t *testing.T) {
+	const ca = "etc/kubernetes/pki/ca.crt"
+	for name, harm := range map[string]func(t *testing.T, w *fixture){
+		"none":          func(t *testing.T, w *fixture) { w.drop(t, ca) },
+		"an empty file": func(t *testing.T, w *fixture) { w.put(t, ca, "") },
+		"a folder":      func(t *testing.T, w *fixture) { w.leave(t, ca, true) },
+		"garbage":       func(t *testing.T, w *fixture) { w.put(t, ca, "x") },
+		"no certificate": func(t *testing.T, w *fixture) {
+			w.put(t, ca, "-----BEGIN CERTIFICATE-----\neA==\n-----END CERTIFICATE-----\n")
+		},
+		"and no kubelet.conf": func(t *testing.T, w *fixture) { w.drop(t, ca); w.drop(t, "etc/kubernetes/kubelet.conf") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			w.desires(t, byRecovery)
+			right := w.get(ca)
+			w.put(t, "usr/local/bin/kubeadm", newKubeadm)
+			harm(t, w)
+			before := map[string]string{}
+			for _, file := range []string{"etc/kubernetes/kubelet.conf", "etc/kubernetes/admin.conf", "usr/local/bin/kubeadm"} {
+				before[file] = w.get(file)
+			}
+			r := w.boot()
+			if err := r.end(t); attest.ReasonOf(err) != attestv1.Reason_REASON_STATE_DISK || !strings.Contains(err.Error(), "ca.crt") || !strings.Contains(err.Error(), "backup") {
+				t.Errorf("%v", err)
+			}
+			for file, text := range before {
+				if w.get(file) != text {
+					t.Errorf("%s was changed", file)
+				}
+			}
+			if w.exists(strings.TrimPrefix(mayStart, "/")) {
+				t.Error("it goes on")
+			}
+			if name != "and no kubelet.conf" {
+				w.put(t, ca, right)
+				w.startAgain(t)
+			}
+		})
 	}
 }

@@ -145,15 +145,20 @@ func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
 	}
 }
 
-// B8: an interrupted renewal leaves files that the next boot puts in place.
+// B8: an interrupted renewal leaves files that the next boot puts in place. Without the authority's key it does not, and they would be put there later.
 func TestAStagedRenewalIsComparedToo(t *testing.T) {
-	w := rebooted(t)
-	evil := strings.Replace(w.get("etc/kubernetes/admin.conf"), "  user:\n", "  user:\n    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n", 1)
-	w.put(t, "etc/kubernetes/pki/ca.key", "key")
-	w.put(t, "etc/kubernetes/muster-renewal/admin.conf", evil)
-	w.startAgain(t)
-	if got := w.get("etc/kubernetes/admin.conf"); strings.Contains(got, "evil") || w.exists("etc/kubernetes/muster-renewal/admin.conf") {
-		t.Errorf("%s", got)
+	for name, authority := range map[string]func(t *testing.T, w *fixture){
+		"with the authority's key": func(t *testing.T, w *fixture) { w.put(t, "etc/kubernetes/pki/ca.key", "key") },
+		"and it was moved away":    func(t *testing.T, w *fixture) { w.drop(t, "etc/kubernetes/pki/ca.key") },
+	} {
+		w := rebooted(t)
+		evil := strings.Replace(w.get("etc/kubernetes/admin.conf"), "  user:\n", "  user:\n    exec: {apiVersion: client.authentication.k8s.io/v1, command: /var/evil, interactiveMode: Never}\n", 1)
+		authority(t, w)
+		w.put(t, "etc/kubernetes/muster-renewal/admin.conf", evil)
+		w.startAgain(t)
+		if got := w.get("etc/kubernetes/admin.conf"); strings.Contains(got, "evil") || w.exists("etc/kubernetes/muster-renewal/admin.conf") {
+			t.Errorf("%s: %s", name, got)
+		}
 	}
 }
 
@@ -221,7 +226,7 @@ func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
 func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 	w := rebooted(t)
 	const pod = "var/lib/kubelet/pods/u"
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp/profile.json", "var/lib/kubelet/config.json"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap/kube-proxy/kubeconfig.conf", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io/csi/d/globalmount/x", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp/profile.json", "var/lib/kubelet/config.json", "var/lib/kubelet/device-plugins/kubelet.sock", "var/lib/kubelet/device-plugins/x/inside", "var/lib/kubelet/pod-resources/kubelet.sock/inside"} {
 		w.put(t, gone, "evil")
 	}
 	for _, stays := range []string{pod + "/volumes/kubernetes.io~empty-dir/v/data", pod + "/volumes/kubernetes.io~csi/pv/vol_data.json", pod + "/volumes/kubernetes.io~csi/pv/mount/data", "run/muster/secret"} {
@@ -231,7 +236,7 @@ func TestNothingIsLeftInVolumesThatTheAPIFills(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.startAgain(t)
-	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp", "var/lib/kubelet/config.json", "var/lib/kubelet/pods/a"} {
+	for _, gone := range []string{pod + "/volumes/kubernetes.io~configmap", pod + "/etc-hosts", "etc/cni/net.d/00-evil.conflist", "var/lib/kubelet/plugins/kubernetes.io", "var/lib/kubelet/dra_manager_state", "var/lib/kubelet/allocated_pods_state", "var/lib/kubelet/seccomp", "var/lib/kubelet/config.json", "var/lib/kubelet/pods/a", "var/lib/kubelet/device-plugins/kubelet.sock", "var/lib/kubelet/device-plugins/x", "var/lib/kubelet/pod-resources/kubelet.sock"} {
 		if w.exists(gone) {
 			t.Errorf("%s is there", gone)
 		}

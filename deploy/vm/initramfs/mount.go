@@ -176,9 +176,9 @@ func filesAlone(top, inside string) error {
 	inside = filepath.Join(top, inside)
 	return tree.Walk(inside, func(at string, d fs.DirEntry) error {
 		if !d.IsDir() && (!d.Type().IsRegular() || at == inside) {
-			return remove(at)
+			return tree.RemoveAll(at)
 		}
-		if _, err := mutable(unix.AT_FDCWD, at); err != nil || !d.IsDir() {
+		if _, err := tree.Mutable(unix.AT_FDCWD, at); err != nil || !d.IsDir() {
 			return err
 		}
 		for _, pattern := range unchecked {
@@ -192,22 +192,7 @@ func filesAlone(top, inside string) error {
 			}
 		}
 		return nil
-	}, remove)
-}
-
-// remove removes a file or a folder, whatever attributes they have. Nothing may be there.
-func remove(at string) error {
-	isDir, err := mutable(unix.AT_FDCWD, at)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err == nil && isDir {
-		err = mutableBelow(unix.AT_FDCWD, at, 1)
-	}
-	if err != nil {
-		return err
-	}
-	return tree.RemoveAll(at)
+	}, tree.RemoveAll)
 }
 
 // isFolder reports whether a folder is there, and not a link to one. An error is not taken for a missing file: a link may be
@@ -225,14 +210,14 @@ func linkTo(target, at string) error {
 	if to, err := os.Readlink(at); err == nil && to == target {
 		return nil
 	}
-	if err := remove(at); err != nil {
+	if err := tree.RemoveAll(at); err != nil {
 		return err
 	}
 	return os.Symlink(target, at)
 }
 
 func folder(at string, perm fs.FileMode) error {
-	if _, err := mutable(unix.AT_FDCWD, filepath.Dir(at)); err != nil {
+	if _, err := tree.Mutable(unix.AT_FDCWD, filepath.Dir(at)); err != nil {
 		return err
 	}
 	is, err := isFolder(at)
@@ -240,52 +225,23 @@ func folder(at string, perm fs.FileMode) error {
 		return err
 	}
 	if !is {
-		if err := errors.Join(remove(at), os.MkdirAll(at, perm)); err != nil {
+		if err := errors.Join(tree.RemoveAll(at), os.MkdirAll(at, perm)); err != nil {
 			return err
 		}
 	}
-	if _, err := mutable(unix.AT_FDCWD, at); err != nil {
+	if _, err := tree.Mutable(unix.AT_FDCWD, at); err != nil {
 		return err
 	}
 	// Whoever may write it could put another folder in the place of one inside.
 	return errors.Join(os.Lchown(at, os.Geteuid(), -1), os.Chmod(at, perm))
 }
 
-// These are FS_IMMUTABLE_FL and FS_APPEND_FL of linux/fs.h.
-const immutable, appendOnly = 0x10, 0x20
-
-// mutable clears the attributes of a folder or regular file that prevent root from changing or deleting it. name is
-// relative to an open folder. It reports whether name is a folder.
-func mutable(in int, name string) (isFolder bool, err error) {
-	var is unix.Statx_t
-	if err := unix.Statx(in, name, unix.AT_SYMLINK_NOFOLLOW, unix.STATX_TYPE, &is); err != nil {
-		return false, fmt.Errorf("%s: %w", name, err)
-	}
-	kind := is.Mode & unix.S_IFMT
-	isFolder = kind == unix.S_IFDIR
-	if is.Attributes&(unix.STATX_ATTR_IMMUTABLE|unix.STATX_ATTR_APPEND) == 0 || !isFolder && kind != unix.S_IFREG {
-		return isFolder, nil
-	}
-	fd, err := unix.Openat(in, name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return false, fmt.Errorf("%s: %w", name, err)
-	}
-	defer func() { _ = unix.Close(fd) }()
-	flags, err := unix.IoctlGetInt(fd, unix.FS_IOC_GETFLAGS)
-	if err == nil {
-		err = unix.IoctlSetPointerInt(fd, unix.FS_IOC_SETFLAGS, flags&^(immutable|appendOnly))
-	}
-	if err != nil {
-		return false, fmt.Errorf("clear the attributes of %s: %w", name, err)
-	}
-	return isFolder, nil
-}
-
 // maxDepth is how many folders inside of each other mutableBelow opens: a process of the initramfs may have 4096 files
 // open at first (Linux, INR_OPEN_MAX).
 const maxDepth = 1000
 
-// mutableBelow clears the attributes of everything in a folder, at most maxDepth folders deep. A pod may have made any
+// mutableBelow clears the attributes of everything in a folder, at most maxDepth folders deep: of what other programs than
+// this one and the bootstrapper remove. Those two clear them as they remove. A pod may have made any
 // number of files there, and paths of any length: neither may keep the machine from starting.
 func mutableBelow(in int, name string, depth int) error {
 	fd, err := unix.Openat(in, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
@@ -303,7 +259,7 @@ func mutableBelow(in int, name string, depth int) error {
 			return err
 		}
 		for _, entry := range some {
-			isFolder, err := mutable(fd, entry)
+			isFolder, err := tree.Mutable(fd, entry)
 			if err == nil && isFolder && depth < maxDepth {
 				err = mutableBelow(fd, entry, depth+1)
 			}
@@ -339,7 +295,7 @@ func machineIDOf(file string) ([]byte, error) {
 			return b, nil
 		}
 	}
-	if err := remove(file); err != nil {
+	if err := tree.RemoveAll(file); err != nil {
 		return nil, err
 	}
 	id := make([]byte, 16)

@@ -12,6 +12,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/muster-k8s/muster/internal/tree"
 )
 
 // B8: an attacker who was root before the reboot leaves links at paths where this program, systemd or containerd
@@ -77,6 +79,9 @@ func TestNoLinkOfTheStateDiskIsFollowed(t *testing.T) {
 		t.Errorf("%q, was %q, %v", again, made, err)
 	}
 }
+
+// These are FS_IMMUTABLE_FL and FS_APPEND_FL of linux/fs.h.
+const immutable, appendOnly = 0x10, 0x20
 
 func setFlags(t *testing.T, at string, flags int) {
 	t.Helper()
@@ -169,15 +174,15 @@ func TestAPodsDeepFoldersKeepNoMachineFromStarting(t *testing.T) {
 		"lib/kubelet/pods/1/volumes/kubernetes.io~empty-dir/v",
 		"lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots/1/fs", "lib/containerd/io.containerd.grpc.v1.cri/containers/1/volumes/1",
 	} {
-		deep(t, filepath.Join(top, writable), maxDepth+10)
+		deep(t, filepath.Join(top, writable), maxDepth+10, 0)
 	}
 	if err := prepare(top, 0o755, []string{"lib"}, []string{"lib/kubelet", "lib/containerd"}); err != nil {
 		t.Error(err)
 	}
 }
 
-// deep makes so many folders, each in the one before.
-func deep(t *testing.T, folder string, depth int) {
+// deep makes so many folders, each in the one before, and a file with attributes in the last of them, which has them too.
+func deep(t *testing.T, folder string, depth, flags int) {
 	t.Helper()
 	if err := os.MkdirAll(folder, 0o755); err != nil {
 		t.Fatal(err)
@@ -194,6 +199,24 @@ func deep(t *testing.T, folder string, depth int) {
 			t.Fatal(err)
 		}
 		at = next
+	}
+	if flags != 0 {
+		if err := at.WriteFile("file", nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range []string{"file", "."} {
+			f, err := at.Open(name)
+			if err == nil {
+				err = unix.IoctlSetPointerInt(int(f.Fd()), unix.FS_IOC_SETFLAGS, flags)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { // what is left would keep the test's folder
+				_ = unix.IoctlSetPointerInt(int(f.Fd()), unix.FS_IOC_SETFLAGS, 0)
+				_ = f.Close()
+			})
+		}
 	}
 	if err := at.Close(); err != nil {
 		t.Fatal(err)
@@ -216,7 +239,9 @@ func TestNoAttributeKeepsAFileInTheWay(t *testing.T) {
 			setFlags(t, filepath.Join(at, "inside", "file"), immutable)
 			setFlags(t, at, appendOnly)
 		},
-		"deep folders": func(t *testing.T, at string) { deep(t, at, 1100) },
+		"deep folders":                   func(t *testing.T, at string) { deep(t, at, 1100, 0) },
+		"deep folders and a file":        func(t *testing.T, at string) { deep(t, at, 1100, immutable) },
+		"deep folders to which is added": func(t *testing.T, at string) { deep(t, at, 1100, appendOnly) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			top := filepath.Join(t.TempDir(), "var")
@@ -289,7 +314,7 @@ func TestNoFileIsLeftInThePlaceOfAFolder(t *testing.T) {
 // B8: root can make folders deeper than any path that a program can use.
 func TestDeepFoldersOfRootKeepNoMachineFromStarting(t *testing.T) {
 	top := filepath.Join(t.TempDir(), "var")
-	deep(t, filepath.Join(top, "lib/muster/x"), 50)
+	deep(t, filepath.Join(top, "lib/muster/x"), 50, 0)
 	if err := prepare(top, 0o755, []string{"lib"}, []string{"lib/muster"}); err != nil {
 		t.Fatal(err)
 	}
@@ -320,7 +345,7 @@ func TestAnErrorIsNoMissingFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	asOther(t, func() {
-		if err := remove(filepath.Join(hidden, "a")); !errors.Is(err, fs.ErrPermission) {
+		if err := tree.RemoveAll(filepath.Join(hidden, "a")); !errors.Is(err, fs.ErrPermission) {
 			t.Errorf("remove: %v", err)
 		}
 		if isFolder, err := isFolder(filepath.Join(hidden, "a")); !errors.Is(err, fs.ErrPermission) {

@@ -53,13 +53,14 @@ var folders = []string{
 	discovery.StateFolder + "/restore", discovery.StateFolder + "/rotation", discovery.StateFolder + "/upgrade", discovery.StateFolder + "/upgrade/staged",
 	"/var/log/muster", backups.Folder, orders.EvidenceFolder, "/var/log/pods", "/var/log/containers",
 	machine.KubernetesFolder, machine.KubernetesFolder + "/tmp", machine.PKIFolder, machine.PKIFolder + "/etcd", networkFolder,
+	renewal.Folder, renewal.Folder + "/pki", renewal.Folder + "/pki/etcd",
 	machine.KubeletFolder, machine.KubeletPKI, machine.KubeletFolder + "/checkpoints", machine.KubeletFolder + "/device-plugins", machine.KubeletFolder + "/plugins",
 	machine.KubeletFolder + "/plugins_registry", machine.KubeletFolder + "/pod-resources", machine.KubeletFolder + "/pods", machine.KubeletFolder + "/image_manager",
 	machine.KubeletFolder + "/image_manager/pulled", machine.KubeletFolder + "/image_manager/pulling",
 }
 
 // fileEndings are endings of files' names. No folder of Kubernetes or Muster has one.
-var fileEndings = []string{".conf", ".crt", ".env", ".json", ".key", ".pem", ".pub", ".yaml"}
+var fileEndings = []string{".conf", ".crt", ".env", ".json", ".key", ".lock", ".pem", ".pub", ".yaml"}
 
 // onlyFile reports whether only a file can have the path.
 func onlyFile(name string) bool {

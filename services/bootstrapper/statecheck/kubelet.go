@@ -43,10 +43,11 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 		}
 	}
 	// The kubelet makes these anew, from the API or by itself; seccomp profiles are written by the pod that brings them. It would keep existing files in a
-	// ConfigMap's volume, take devices from a checkpoint, and pull images for all pods with the credentials of the last two, which a node of Muster's has not.
+	// ConfigMap's volume, take devices from a checkpoint, end if its sockets' places are taken, and pull images for all pods with the credentials of the last
+	// two, which a node of Muster's has not.
 	for _, pattern := range []string{
 		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
-		"/plugins/kubernetes.io", "/device-plugins/kubelet_internal_checkpoint", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
+		"/plugins/kubernetes.io", "/device-plugins/*", "/pod-resources/*", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
 		"/allocated_pods_state", "/actuated_pods_state", seccompFolder, "/config.json", "/.dockercfg",
 	} {
 		err := eachMatch(ck.On(machine.KubeletFolder), pattern, func(at string) error {

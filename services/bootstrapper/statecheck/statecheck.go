@@ -14,11 +14,14 @@ import (
 	"slices"
 	"strings"
 
+	certutil "k8s.io/client-go/util/cert"
+
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/tree"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
+	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
@@ -82,8 +85,13 @@ func Run(ctx context.Context, n *provision.Node) error {
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	if err := ck.newest(d, s, other); err != nil { // before anything is changed
+	if err := ck.newest(d, s, other); err != nil { // before programs and pods are changed
 		return err
+	}
+	if d.Recovered {
+		if _, err := ck.ownAuthority(); err != nil {
+			return err
+		}
 	}
 	if err := ck.checkPrograms(ctx, s, other); err != nil {
 		return err
@@ -99,7 +107,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 			return err
 		}
 	}
-	if err := ck.finishRenewal(ctx); err != nil {
+	if err := ck.finishRenewal(ctx, controlPlane); err != nil {
 		return err
 	}
 	lists := []versions.Images{s.Images}
@@ -121,9 +129,12 @@ func Run(ctx context.Context, n *provision.Node) error {
 		return err
 	}
 	if d.Recovered {
-		if err := ck.ownAuthority(d); err != nil {
+		ca, err := ck.ownAuthority()
+		if err != nil {
 			return err
 		}
+		// The owner's folder has no authority, and who was root on a control plane has the key of the machine's.
+		d.Authorities = map[string][]byte{component.CA: ca}
 	} else if err := ck.checkStaged(ctx, d.Rotation); err != nil { // a recovery does not know whether one is in progress
 		return err
 	}
@@ -191,31 +202,51 @@ func (ck *check) software(d *component.Desired) (s, other *component.Software, e
 	return s, other, nil
 }
 
-// newest refuses the lists of a recovery if the disk lists other software as installed: the owner's folder may be a copy from before an upgrade of
-// Kubernetes, by which a control plane would lose its static pods. Root can have changed the disk's list, so the owner decides. A disk without a list that
-// can be read is compared.
+// newest refuses the lists of a recovery if the disk of a node lists other software as installed, or none: the owner's folder may be a copy from before an
+// upgrade of Kubernetes, by which a control plane would lose its static pods. Root can have changed or deleted the disk's list, so the owner decides. An
+// adopted node without a list is compared: it may never have had one.
 func (ck *check) newest(d *component.Desired, lists ...*component.Software) error {
 	if !d.Recovered || d.Replace {
 		return nil
 	}
 	kept, err := component.ListFile(ck.On(component.KeptList)).Load()
-	if err != nil || kept == nil || slices.ContainsFunc(lists, func(s *component.Software) bool { return s != nil && component.Same(*kept, s.List) }) {
-		return nil //nolint:nilerr // it is replaced
+	if err != nil || kept == nil {
+		if d.Adopted || ck.Lock.Record().Step < journal.StepDone {
+			return nil
+		}
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the disk does not list the software that is installed, so nothing of it is started: root has removed or damaged the list. Reboot the machine and repeat `muster recover` with the newest copy of the owner's folder and --replace-software")
+	}
+	if slices.ContainsFunc(lists, func(s *component.Software) bool { return s != nil && component.Same(*kept, s.List) }) {
+		return nil
 	}
 	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the disk lists other software as installed than the owner's folder that recovered it, so nothing of it is started: reboot the machine and repeat `muster recover` with the newest copy of the folder, or with --replace-software if this one is the newest: root has then changed the disk's list")
 }
 
-// ownAuthority has the later steps go by the machine's own authority: the owner's folder has none, and who was root on a control plane has its key.
-func (ck *check) ownAuthority(d *component.Desired) error {
-	ca, err := ck.trusted(d)
-	if err != nil {
-		return err
+// ownAuthority returns the machine's own authority, by which a recovery compares the disk. It refuses a node that has none: kubeconfigs without an
+// authority trust all that the system does, and with one that can't be read nothing starts.
+func (ck *check) ownAuthority() ([]byte, error) {
+	isNode := false
+	for _, file := range append([]string{path.Base(kubeadm.KubeletConf)}, administrators...) {
+		_, err := os.Lstat(ck.On(machine.KubernetesFolder + "/" + file))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+		isNode = isNode || err == nil
 	}
-	if _, err := os.Lstat(ck.On(kubeadm.KubeletConf)); err == nil && len(ca) == 0 {
-		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s/%s has no certificate, so the state disk can't be compared: recover another control plane, and remove this one", machine.PKIFolder, component.CA)
+	var ca []byte
+	at := ck.On(path.Join(machine.PKIFolder, component.CA))
+	info, err := os.Lstat(at)
+	if err == nil && info.Mode().IsRegular() { // what a link leads to may have any size
+		ca, err = os.ReadFile(at)
 	}
-	d.Authorities = map[string][]byte{component.CA: ca}
-	return nil
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	ca = bytes.TrimSpace(ca)
+	if _, err := certutil.ParseCertsPEM(ca); isNode && err != nil { // as the API server and the kubelet read it
+		return nil, attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s/%s has no certificate, so the state disk can't be compared: recover another control plane, and remove this one; without another one, restore the cluster from a backup: %w", machine.PKIFolder, component.CA, err)
+	}
+	return ca, nil
 }
 
 // keepLists has the disk's lists of software be the cluster's: an upgrade, and a boot without a list, go by them (B8).

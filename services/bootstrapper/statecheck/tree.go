@@ -172,9 +172,18 @@ func (ck *check) ownFile(ctx context.Context, at, name string) error {
 }
 
 // finishRenewal finishes an interrupted renewal of certificates, so that the files that it puts in place are compared as well.
-func (ck *check) finishRenewal(ctx context.Context) error {
+func (ck *check) finishRenewal(ctx context.Context, controlPlane bool) error {
 	if ck.Lock.Record().Step < journal.StepDone {
 		return renewal.Discard(ck.Root) // there is no node whose certificates could be renewed
+	}
+	if controlPlane {
+		_, err := os.Stat(ck.On(machine.PKIFolder + "/ca.key"))
+		if errors.Is(err, fs.ErrNotExist) { // B8: once the key is back, the files would be put in place, and nothing would compare them
+			return renewal.Discard(ck.Root)
+		}
+		if err != nil {
+			return err
+		}
 	}
 	if err := ck.RenewControlPlane(ctx); err != nil {
 		ck.Log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)

@@ -155,7 +155,7 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	switch {
 	case n.Stale:
 		add(about, "Its machine is off, or its kubelet does not run: the machine's console says what it waits for. kube-controller-manager would have marked the Node: unless the cluster was recovered minutes ago, kubectl -n kube-system get pods shows why it does not.",
-			"its condition says Ready, and its kubelet %s", n.silent(now))
+			"its condition says Ready, and its kubelet %s", n.silent())
 	case !n.Ready:
 		add(about, "kubectl describe node "+n.Name+" says why; if its kubelet does not run, the machine's console says what it waits for.", "it is not Ready")
 	}

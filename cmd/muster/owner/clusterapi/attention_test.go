@@ -1,12 +1,17 @@
 package clusterapi
 
 import (
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
@@ -150,8 +155,42 @@ func TestANodeIsReadyAsLongAsItsKubeletIsHeard(t *testing.T) {
 	}
 	var s NodeStatus
 	s.see(&corev1.Node{Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}}})
-	if s.heard(time.Time{}, now); s.Ready || !s.Stale || s.silent(now) != "has never renewed that" {
+	if s.heard(time.Time{}, now); s.Ready || !s.Stale || s.silent() != "has never renewed that" {
 		t.Errorf("without any time: %+v", s)
+	}
+}
+
+// The workstation's clock may be hours behind the cluster's.
+func TestTheSilenceOfAKubeletIsByTheClustersClock(t *testing.T) {
+	s := sound()
+	s.Nodes[0].Heartbeat = before(10 * time.Minute)
+	s.Nodes[0].heard(*before(5 * time.Minute), now)
+	for _, workstation := range []time.Time{now, now.Add(-3 * time.Hour)} {
+		got := s.attention(workstation)
+		if !slices.ContainsFunc(got, func(a Attention) bool {
+			return strings.Contains(a.Problem, "its kubelet has not renewed that for 5m0s")
+		}) {
+			t.Errorf("%+v", got)
+		}
+	}
+}
+
+// A proxy or load balancer may remove the API server's time. What the conditions say is then shown.
+func TestWithoutTheClustersClockTheConditionsCount(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header()["Date"] = nil // the server adds none
+		if r.URL.Path != "/readyz" {
+			t.Errorf("%s is asked", r.URL)
+		}
+	}))
+	defer server.Close()
+	c := &Client{rest: &rest.Config{Host: server.URL}}
+	s := &Status{Nodes: []NodeStatus{{Name: "node1", Ready: true}}}
+	if err := c.heartbeats(t.Context(), s, now); err != nil || !s.Nodes[0].Ready {
+		t.Errorf("%v, %+v", err, s.Nodes[0])
+	}
+	if _, err := c.Ready(t.Context()); !errors.Is(err, errNoClock) {
+		t.Errorf("%v, want that there is no time", err)
 	}
 }
 

@@ -216,7 +216,10 @@ func (c *Client) Ready(ctx context.Context) (time.Time, error) {
 	return now, nil
 }
 
-// readyz asks the API server once whether it is ready. The time is that of its clock, to the second, also if it is not.
+// errNoClock is returned for an answer without a time, as through some proxies.
+var errNoClock = errors.New("its answer has no time (header Date), which a proxy or load balancer in between may have removed")
+
+// readyz asks the API server once whether it is ready. The time is that of its clock, to the second, also if it is not; without one, the error is errNoClock.
 func (c *Client) readyz(ctx context.Context) (code int, now time.Time, err error) {
 	hc, err := rest.HTTPClientFor(c.rest)
 	if err != nil {
@@ -231,7 +234,9 @@ func (c *Client) readyz(ctx context.Context) (code int, now time.Time, err error
 		return 0, time.Time{}, err
 	}
 	defer func() { _ = resp.Body.Close() }()
-	now, err = http.ParseTime(resp.Header.Get("Date"))
+	if now, err = http.ParseTime(resp.Header.Get("Date")); err != nil {
+		err = fmt.Errorf("%s: %w", req.URL, errNoClock)
+	}
 	return resp.StatusCode, now, err
 }
 

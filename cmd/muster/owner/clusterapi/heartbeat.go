@@ -2,6 +2,7 @@ package clusterapi
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -17,6 +18,9 @@ const heartbeatOld = 50*time.Second + time.Minute
 // heartbeats reads the Leases that kubelets renew every ten seconds: they write the condition itself every five minutes only.
 func (c *Client) heartbeats(ctx context.Context, s *Status, _ time.Time) error {
 	_, now, err := c.readyz(ctx)
+	if errors.Is(err, errNoClock) {
+		return nil // what kubelets wrote can't be compared with it: the conditions count
+	}
 	if err != nil {
 		return err
 	}
@@ -45,14 +49,14 @@ func (s *NodeStatus) heard(renewed, now time.Time) {
 		s.Heartbeat = nil
 	}
 	if s.Ready && now.Sub(renewed) > heartbeatOld {
-		s.Ready, s.ReadySince, s.Stale = false, nil, true
+		s.Ready, s.ReadySince, s.Stale, s.silence = false, nil, true, now.Sub(renewed)
 	}
 }
 
-// silent describes how long ago the kubelet was heard.
-func (s *NodeStatus) silent(now time.Time) string {
+// silent describes how long ago the kubelet of a stale node was heard.
+func (s *NodeStatus) silent() string {
 	if s.Heartbeat == nil {
 		return "has never renewed that"
 	}
-	return "has not renewed that for " + now.Sub(*s.Heartbeat).Round(time.Second).String()
+	return "has not renewed that for " + s.silence.Round(time.Second).String()
 }

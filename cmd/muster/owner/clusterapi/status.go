@@ -119,6 +119,8 @@ type NodeStatus struct {
 	// Heartbeat is when the kubelet last renewed its Lease or the condition. Stale reports that the condition still says Ready, long after that.
 	Heartbeat *time.Time `json:"heartbeat,omitempty"`
 	Stale     bool       `json:"stale,omitempty"`
+	// silence is how long a stale node's kubelet has not been heard, by the API server's clock: this computer's may differ by hours.
+	silence time.Duration
 	// ReadySince is when it became Ready; nil: it is not.
 	ReadySince *time.Time `json:"readySince,omitempty"`
 	// Held reports that it takes no pods since a command drained it, until that command ends.

@@ -89,6 +89,12 @@ func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, di
 	}
 	want := KnownDisk(d, known, machine)
 	if want == "" {
+		for uid, id := range known.BannedMachines {
+			if id == machine.String() {
+				return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) was banned, and has no enrollment any more", machine, known.Names[uid]),
+					"Recover another control plane.")
+			}
+		}
 		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the folder knows no disk of machine %s, and the machine has %s", machine, disk),
 			wayOut+" muster status notes the disks of a cluster that is well.")
 	}
@@ -99,13 +105,22 @@ func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, di
 	return nil
 }
 
+// firstOf returns the machine on which the cluster was initialized or is being restored, while known.json can't have its enrollment; else nil. Of a first
+// machine that was forgotten later, as of any other, a recovery opens no disk.
+func firstOf(d *ownerdir.Dir, known *ownerdir.Known) *ownerdir.Machine {
+	if c := d.Cluster(); known.Version == 0 || c.Restore != nil {
+		return c.FirstMachine
+	}
+	return nil
+}
+
 // KnownDisk returns the machine's disk by the cluster's last known state; empty: the folder knows none.
 func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID) string {
 	if _, n, ok := known.OfMachine(machine); ok {
 		return n.Disk.ID
 	}
-	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.ID == machine {
-		return c.FirstMachine.DiskID
+	if first := firstOf(d, known); first != nil && first.ID == machine {
+		return first.DiskID
 	}
 	return ""
 }
@@ -133,8 +148,8 @@ func KnownSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.D
 	if slices.Contains(known.Erased, disk.String()) { // K4
 		return none(errors.New("it was erased"))
 	}
-	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.DiskID == disk.String() && c.FirstMachine.DiskSalt != "" {
-		salt, err := keys.ParseDiskSalt(c.FirstMachine.DiskSalt)
+	if first := firstOf(d, known); first != nil && first.DiskID == disk.String() && first.DiskSalt != "" {
+		salt, err := keys.ParseDiskSalt(first.DiskSalt)
 		if err != nil {
 			return none(fmt.Errorf("cluster.json: %w", err))
 		}

@@ -123,7 +123,7 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 			if tt.otherKey {
 				key = ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
 			}
-			o.Remembers(t, tt.last, key, nil)
+			o.Remembers(t, tt.last, key, map[string]ownerdir.KnownNode{"node1": {MachineID: m.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: waitingDisk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}})
 			_, err = recoverFrom(t, o, w, nil)
 			if got := rpc.ReasonFrom(err); err == nil != (tt.want == attestv1.Reason_REASON_UNSPECIFIED) || err != nil && got != tt.want {
 				t.Errorf("%v, want %s", err, attest.ReasonName(tt.want))
@@ -267,36 +267,113 @@ func TestAClusterThatCaughtUpWithItsNumbersIsNoticed(t *testing.T) {
 	}
 }
 
-// A disk whose node was removed can be restored to a cluster, but not used for a recovery.
+// A disk whose node was removed can be restored to a cluster, but not used for a recovery: also not that of the first machine, which cluster.json has too.
 func TestADiskOfANodeThatHasGoneIsNotRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
 	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first, second})
-	w := serveWaiting(t, second, opens)
-	o := knows(t, w, first, otherDisk, policy)
-	key, err := o.OwnerKey()
-	if err != nil {
-		t.Fatal(err)
+	for name, tt := range map[string]struct {
+		gone   *attesttest.Machine
+		banned bool
+		want   attestv1.Reason
+	}{
+		"another machine, forgotten":            {second, false, attestv1.Reason_REASON_DISK_MISMATCH},
+		"another machine, banned and forgotten": {second, true, attestv1.Reason_REASON_BANNED},
+		"the first one, forgotten":              {first, false, attestv1.Reason_REASON_DISK_MISMATCH},
+		"the first one, banned and forgotten":   {first, true, attestv1.Reason_REASON_BANNED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := serveWaiting(t, tt.gone, opens, opens)
+			disk := otherDisk
+			if tt.gone == first {
+				disk = waitingDisk
+			}
+			o := knows(t, w, first, disk, policy)
+			key, err := o.OwnerKey()
+			if err != nil {
+				t.Fatal(err)
+			}
+			enrolled := map[string]ownerdir.KnownNode{"node2": {UID: "u2", MachineID: tt.gone.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: waitingDisk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}}
+			o.Remembers(t, policy, key, enrolled)
+			known, err := o.Known()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if tt.banned {
+				known.Bans, known.BannedMachines = map[string]int64{"u2": 2}, map[string]string{"u2": tt.gone.ID().String()}
+			}
+			gone := known.Keep(&ownerdir.Known{Policy: known.Policy})
+			if err := o.Remember(gone); err != nil || len(gone.Disks) != 1 {
+				t.Fatalf("%+v, %v", gone, err)
+			}
+			id := tt.gone.ID()
+			for named, want := range map[string]attestv1.Reason{"": tt.want, waitingDisk: attestv1.Reason_REASON_DISK_ERASED} {
+				if _, err := recoverDisk(t, o, w, &id, named); rpc.ReasonFrom(err) != want || w.calls() != 0 {
+					t.Errorf("named %q: %v, %d keys sent", named, err, w.calls())
+				}
+			}
+			o.Remembers(t, policy, key, enrolled)
+			if _, err := recoverDisk(t, o, w, &id, ""); err != nil {
+				t.Error(err)
+			}
+			if tt.gone != first {
+				return
+			}
+			// While the cluster is restored on a machine, known.json is still that of the lost one.
+			c := o.Cluster()
+			c.Stage, c.Restore = ownerdir.StageRequested, &ownerdir.Restore{SHA256: strings.Repeat("0", 64)}
+			if err := errors.Join(o.Save(c), o.Remember(known.Keep(&ownerdir.Known{Policy: known.Policy}))); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := recoverDisk(t, o, w, &id, ""); err != nil {
+				t.Errorf("a machine of a restore: %v", err)
+			}
+		})
 	}
-	enrolled := map[string]ownerdir.KnownNode{"node2": {MachineID: second.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: waitingDisk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}}
-	o.Remembers(t, policy, key, enrolled)
-	known, err := o.Known()
-	if err != nil {
-		t.Fatal(err)
-	}
-	gone := known.Keep(&ownerdir.Known{Policy: known.Policy})
-	if err := o.Remember(gone); err != nil || len(gone.Disks) != 1 {
-		t.Fatalf("%+v, %v", gone, err)
-	}
-	id := second.ID()
-	for named, want := range map[string]attestv1.Reason{"": attestv1.Reason_REASON_DISK_MISMATCH, waitingDisk: attestv1.Reason_REASON_DISK_ERASED} {
-		if _, err := recoverDisk(t, o, w, &id, named); rpc.ReasonFrom(err) != want || w.calls() != 0 {
-			t.Errorf("named %q: %v, %d keys sent", named, err, w.calls())
-		}
-	}
-	o.Remembers(t, policy, key, enrolled)
-	if _, err := recoverDisk(t, o, w, &id, ""); err != nil {
-		t.Error(err)
+}
+
+// A7: a machine that the owner has removed from the policy's control planes gets no key, whatever known.json says.
+func TestAMachineThatThePolicyDoesNotListGetsNoKey(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
+	both := []*attesttest.Machine{first, second}
+	for name, tt := range map[string]struct {
+		listed []*attesttest.Machine
+		stage  ownerdir.Stage
+		want   attestv1.Reason
+	}{
+		"listed":                             {both, ownerdir.StageInstalled, attestv1.Reason_REASON_UNSPECIFIED},
+		"not listed":                         {both[1:], ownerdir.StageInstalled, attestv1.Reason_REASON_SERVER_NOT_LISTED},
+		"of a policy without a list":         {nil, ownerdir.StageInstalled, attestv1.Reason_REASON_UNSPECIFIED},
+		"not listed yet, during its init":    {both[1:], ownerdir.StageInitialized, attestv1.Reason_REASON_UNSPECIFIED},
+		"not listed, during another's init ": {both[:1], ownerdir.StageInitialized, attestv1.Reason_REASON_SERVER_NOT_LISTED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			there := first
+			if tt.stage == ownerdir.StageInitialized && tt.listed[0] == first {
+				there = second
+			}
+			w := serveWaiting(t, there, opens)
+			o := knows(t, w, first, waitingDisk, attesttest.Policy(t, ca, both, attesttest.ControlPlanes(tt.listed...)))
+			c := o.Cluster()
+			c.Stage = tt.stage
+			if err := o.Save(c); err != nil {
+				t.Fatal(err)
+			}
+			id := there.ID()
+			for _, disk := range []string{waitingDisk, ""} {
+				_, err := recoverDisk(t, o, w, &id, disk)
+				if tt.want == attestv1.Reason_REASON_UNSPECIFIED {
+					if err != nil {
+						t.Error(err)
+					}
+					return
+				}
+				if rpc.ReasonFrom(err) != tt.want || w.calls() != 0 || w.described != 0 || !strings.Contains(problem.Remedy(err), "controlPlanes") {
+					t.Errorf("%v, asked %d times: %s", err, w.calls(), problem.Remedy(err))
+				}
+			}
+		})
 	}
 }
 

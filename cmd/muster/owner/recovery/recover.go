@@ -138,6 +138,9 @@ func (r *recoverer) load() error {
 	if err := policies.Current(r.Dir, r.known, policy, json); err != nil {
 		return err
 	}
+	if err := mayRecover(c, policy, *r.Machine); err != nil {
+		return err
+	}
 	if !r.Uncompared {
 		if r.software, err = softwareOf(c, r.ReplaceSoftware); err != nil {
 			return err
@@ -158,6 +161,19 @@ func (r *recoverer) load() error {
 	}
 	r.older = r.target
 	r.older.Locks = []attest.Lock{attest.LockedTo(r.cluster)}
+	return nil
+}
+
+// mayRecover refuses a machine that the policy does not list as a control plane (A7): the cluster's keys are on its disk. Until an init or a restore is at
+// its end, its machine may not be listed yet. A policy that lists none is of a cluster from before there were lists.
+func mayRecover(c ownerdir.Cluster, policy *attest.Policy, machine attest.MachineID) error {
+	begun := c.Stage != ownerdir.StageInstalled && c.FirstMachine != nil && c.FirstMachine.ID == machine
+	if begun || len(policy.ControlPlanes()) == 0 {
+		return nil
+	}
+	if err := policy.MayServe(machine); err != nil { // A7
+		return problem.WithRemedy(err, "Recover a control plane that "+ownerdir.PolicyFile+" of the folder lists. If this one was removed by mistake, add it to controlPlanes there, and increase serial.")
+	}
 	return nil
 }
 
@@ -323,11 +339,20 @@ func (r *recoverer) explain(err error) error {
 	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
 		return problem.WithRemedy(err, "A machine that waits for its disk's key is not locked yet, and this one is: it has its state, and needs no recovery. If it does not become a node, look at its console.")
 	case reason == attestv1.Reason_REASON_OWNER_SIGNATURE:
-		return problem.WithRemedy(err, "The machine's image has another owner's key than this folder: use the folder of the owner whose key is in the image.")
+		return problem.WithRemedy(err, r.refusedSignature())
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return problem.WithRemedy(err, "Nothing waits for a recovery there: the machine is a node, is not a control plane, or has not booted. Its console says which. The port of recovery is 9999.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:
 		return problem.WithRemedy(err, "Something else than a machine that waits for its recovery answers there; the port of recovery is 9999.")
 	}
 	return err
+}
+
+// refusedSignature is the remedy for an order whose signature the machine refuses.
+func (r *recoverer) refusedSignature() string {
+	text := "If the machine has rebooted meanwhile, run the same command again. "
+	if r.software != nil {
+		text += "If its image is of an earlier version of Muster, it does not know the lists of software: add --uncompared. The disk is then not compared, so what an attacker left there runs. "
+	}
+	return text + "Otherwise its image has another owner's key than this folder: use the folder of the owner whose key is in the image."
 }

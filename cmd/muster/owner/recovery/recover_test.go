@@ -407,3 +407,40 @@ func TestARecoveryHasTheListsOfTheFolder(t *testing.T) {
 		t.Errorf("a folder without images: %v", err)
 	}
 }
+
+// A machine with an image from before there were lists of software ignores them, so that the signature seems wrong to it. The owner is told how to recover it.
+func TestAMachineOfAnEarlierImageIsRecovered(t *testing.T) {
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	w := serveWaiting(t, m)
+	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	own, err := o.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	disk, err := keys.ParseDiskID(waitingDisk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var verdict error
+	w.fits = func(r *recoverv1.RecoverRequest) bool {
+		known := &recoverv1.RecoverRequest{ClusterId: r.GetClusterId(), DiskKey: r.GetDiskKey(), Signature: r.GetSignature()}
+		_, verdict = ownerorder.ParseRecovery(known, disk, ownerorder.Nonce(w.nonce), attest.OwnerKeys{own.Public().(ed25519.PublicKey)})
+		return true
+	}
+	earlier := func(send func(recoverv1.State) error) error {
+		if verdict != nil {
+			return verdict
+		}
+		return send(recoverv1.State_STATE_OPENED)
+	}
+	w.reactions = []reaction{earlier, earlier}
+	_, err = recoverFrom(t, o, w, nil)
+	if rpc.ReasonFrom(err) != attestv1.Reason_REASON_OWNER_SIGNATURE || !strings.Contains(problem.Remedy(err), "--uncompared") || !strings.Contains(problem.Remedy(err), "again") {
+		t.Errorf("%v: %s", err, problem.Remedy(err))
+	}
+	report := progress.New(progress.Config{Out: io.Writer(o.Out), Format: progress.Plain, Steps: RecoverSteps})
+	if _, err := Recover(t.Context(), RecoverConfig{Dir: o.Dir, Addr: w.addr, Uncompared: true, Report: report}); err != nil {
+		t.Errorf("uncompared: %v", err)
+	}
+}
