@@ -111,9 +111,11 @@ func tables(res Results) string {
 		}
 		line("| %s | %s | %s | %.2f |", row.name, m, k, m.Median/k.Median)
 	}
-	line("\n| stage | seconds |\n|---|---|")
+	line("\n| stage (all others: below 0.05 s) | seconds |\n|---|---|")
 	for _, name := range stageNames(res.Muster) {
-		line("| %s | %s |", name, stageSpread(res.Muster, name))
+		if s := stageSpread(res.Muster, name); s.Median >= 0.05 {
+			line("| %s | %s |", name, s)
+		}
 	}
 	own := spreadOf(res.Muster, func(s Sample) float64 { return s.Join.Done - s.Stages["join: kubeadm"] - s.Stages["join: components"] })
 	line("\nMuster's own share of a join (without kubeadm and component downloads): %s s.", own)

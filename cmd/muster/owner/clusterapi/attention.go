@@ -22,7 +22,7 @@ type Attention struct {
 }
 
 // RenewRemedy is the remedy for certificates that no machine renews by itself.
-const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. For a CA that ends: docs/certificates.md#what-is-not-rotated."
+const RenewRemedy = "muster kubeconfig renew, for the administrator's, also after its end. For a CA that ends: docs/certificates.md#rotate-the-clusters-ca."
 
 // CollateralRemedy is the remedy for vendors' data in the policy that are missing or have ended.
 const CollateralRemedy = "Run muster collateral fetch -o FILE, with --product or --fmspc, then muster collateral apply FILE --dry-run, then muster collateral apply FILE."
