@@ -79,10 +79,9 @@ func OthersOf(text []byte, list string, root *x509.Certificate) (Others, error) 
 	return OthersNone, nil
 }
 
-// isRoot reports whether an entry of ekRoots is that certificate.
+// isRoot reports whether an entry of ekRoots is of that authority. Of two certificates of one, either may be the one that a chain led to.
 func isRoot(r *attestv1.EkRoot, c *x509.Certificate) bool {
-	b, _ := pem.Decode([]byte(r.GetPem()))
-	return b != nil && bytes.Equal(b.Bytes, c.Raw)
+	return bytes.Equal(keyOf(r.GetPem()), c.RawSubjectPublicKeyInfo)
 }
 
 // Lists reports whether the policy has the listing.
@@ -240,19 +239,21 @@ func OpenedLists(before, after []byte) (opened []string, err error) {
 
 // sameKey reports whether two certificates in PEM have the same public key.
 func sameKey(a, b string) bool {
-	key := func(s string) []byte {
-		p, _ := pem.Decode([]byte(s))
-		if p == nil {
-			return nil
-		}
-		c, err := x509.ParseCertificate(p.Bytes)
-		if err != nil {
-			return nil
-		}
-		return c.RawSubjectPublicKeyInfo
+	k := keyOf(a)
+	return k != nil && bytes.Equal(k, keyOf(b))
+}
+
+// keyOf returns the public key of a certificate in PEM; nil if it is none.
+func keyOf(text string) []byte {
+	p, _ := pem.Decode([]byte(text))
+	if p == nil {
+		return nil
 	}
-	k := key(a)
-	return k != nil && bytes.Equal(k, key(b))
+	c, err := x509.ParseCertificate(p.Bytes)
+	if err != nil {
+		return nil
+	}
+	return c.RawSubjectPublicKeyInfo
 }
 
 // Empty reports whether a list has no machine, and so accepts every one that its authorities certify; tpm2.bareMachineIds, which

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
@@ -15,6 +16,8 @@ import (
 
 // Who forgets the machines in a policy that is made anew must not let in all others.
 func TestAPolicyWhoseListBecameEmptyIsRefused(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute) // no service answers, if one is put in force
+	defer cancel()
 	a := newApproval(t, func(p *attestv1.Policy) { p.Tpm2.MachineIds = append(p.Tpm2.MachineIds, attest.MachineID{7}.String()) })
 	model := attesttest.NewMachine(t, a.ca, attesttest.Options{})
 	next := func(ids, cloud []string) []byte {
@@ -33,14 +36,14 @@ func TestAPolicyWhoseListBecameEmptyIsRefused(t *testing.T) {
 		"all machines of a rule": {next(listed, nil), []string{platformIDs}},
 		"all":                    {next(nil, nil), []string{machineIDs, platformIDs}},
 	} {
-		plan, err := PlanPolicy(t.Context(), a.Dir, tt.text)
+		plan, err := PlanPolicy(ctx, a.Dir, tt.text)
 		if err != nil || !slices.Equal(plan.Opened, tt.want) {
 			t.Fatalf("%s: %q, %v", name, plan.Opened, err)
 		}
 		if tt.want == nil {
 			continue
 		}
-		_, err = ApplyPolicy(t.Context(), a.Dir, tt.text, Consent{Expel: true})
+		_, err = ApplyPolicy(ctx, a.Dir, tt.text, Consent{Expel: true})
 		if p := problem.Explain(err); !strings.Contains(p.Message, strings.Join(tt.want, " and ")+" of the policy") || !strings.Contains(p.Remedy, "--any-machine") {
 			t.Errorf("%s: %+v", name, p)
 		}
@@ -49,14 +52,14 @@ func TestAPolicyWhoseListBecameEmptyIsRefused(t *testing.T) {
 	if err := a.Write(ownerdir.PolicyFile, next(nil, nil)); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := ApplyPolicy(t.Context(), a.Dir, nil, Consent{}); err == nil || !strings.Contains(problem.Explain(err).Remedy, "--any-machine") {
+	if _, err := ApplyPolicy(ctx, a.Dir, nil, Consent{}); err == nil || !strings.Contains(problem.Explain(err).Remedy, "--any-machine") {
 		t.Errorf("the folder's own policy: %v", err)
 	}
-	waiting, stop := context.WithCancel(t.Context()) // no service answers
+	waiting, stop := context.WithCancel(ctx)
 	done := make(chan error, 1)
 	go func() { _, err := ApplyPolicy(waiting, a.Dir, nil, Consent{AnyMachine: true}); done <- err }()
 	for {
-		p, err := a.kube.Policy(t.Context())
+		p, err := a.kube.Policy(ctx)
 		if err != nil {
 			t.Fatal(err)
 		}
