@@ -42,6 +42,9 @@ Running the same command again goes on where it stopped. If the cluster turns ou
 			if abandon {
 				return a.abandonRestore(cmd.Context())
 			}
+			if cfg.URL == "" || cfg.Endpoint == "" {
+				return usagef("name the machine by --endpoint, and by --url where it gets the file")
+			}
 			var err error
 			if cfg.Endpoint, err = hostPort(cfg.Endpoint, 9000); err != nil {
 				return usagef("--endpoint: %w", err)
@@ -63,7 +66,6 @@ Running the same command again goes on where it stopped. If the cluster turns ou
 	f.DurationVar(&timeout, "timeout", time.Hour, "how long all of it may take")
 	f.BoolVar(&abandon, "abandon", false, "give up a restore that has no result: the folder is as it was before, and records the cluster's state again")
 	for _, name := range []string{"url", "endpoint"} {
-		cmd.MarkFlagsOneRequired(name, "abandon")
 		cmd.MarkFlagsMutuallyExclusive(name, "abandon")
 	}
 	return cmd
