@@ -110,7 +110,9 @@ A control plane has held the cluster's keys: a ban is not enough (docs/control-p
 			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), l.timeout)
 			defer cancel()
-			if err := a.withFolder(func(d *ownerdir.Dir) error { return lifecycle.Ban(ctx, d, args[0], a.steps(args[0])) }); err != nil {
+			if err := a.withFolder(func(d *ownerdir.Dir) error {
+				return lifecycle.Ban(ctx, d, args[0], a.steps(args[0]), func() { _ = a.remember(ctx, d) }) // a failure is printed
+			}); err != nil {
 				return err
 			}
 			return a.result(args[0], "banned.")
@@ -131,7 +133,13 @@ or by muster reboot. Labels and taints of the old Node are gone with it.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			if err := a.withFolder(func(d *ownerdir.Dir) error { return lifecycle.Unban(ctx, d, args[0]) }); err != nil {
+			if err := a.withFolder(func(d *ownerdir.Dir) error {
+				err := lifecycle.Unban(ctx, d, args[0])
+				if err == nil {
+					_ = a.remember(ctx, d) // a failure is printed
+				}
+				return err
+			}); err != nil {
 				return err
 			}
 			return a.result(args[0], "the ban is lifted. Restart the machine: muster reboot "+args[0]+". Its new Node has no labels and taints. A control plane gets no joinservice without them: kubectl label node "+args[0]+" node-role.kubernetes.io/control-plane= && kubectl taint node "+args[0]+" node-role.kubernetes.io/control-plane:NoSchedule")

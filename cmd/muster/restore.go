@@ -17,6 +17,7 @@ func (a *app) restoreCommand() *cobra.Command {
 		cfg     install.RestoreConfig
 		accept  uint64
 		timeout time.Duration
+		abandon bool
 	)
 	cmd := &cobra.Command{
 		Use:   "restore FILE --url URL --endpoint HOST:9000",
@@ -30,9 +31,20 @@ and the initSecretHash of the folder's init-secret. All
 control planes of before have to be off, and stay so: erase their disks, and let them join anew. Workers that were not lost go on.
 
 What has changed since the backup is undone. The command shows what the folder knows of that, and asks; without a terminal, --accept-epoch N accepts it.
-Running the same command again goes on where it stopped.`,
-		Args: cobra.ExactArgs(1),
+Running the same command again goes on where it stopped. If the cluster turns out not to be lost: muster restore --abandon.`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if abandon {
+				return cobra.NoArgs(cmd, args)
+			}
+			return cobra.ExactArgs(1)(cmd, args)
+		},
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if abandon {
+				return a.abandonRestore(cmd.Context())
+			}
+			if cfg.URL == "" || cfg.Endpoint == "" {
+				return usagef("name the machine by --endpoint, and by --url where it gets the file")
+			}
 			var err error
 			if cfg.Endpoint, err = hostPort(cfg.Endpoint, 9000); err != nil {
 				return usagef("--endpoint: %w", err)
@@ -52,12 +64,28 @@ Running the same command again goes on where it stopped.`,
 	f.Uint64Var(&accept, "accept-epoch", 0, "accept the backup's state, of this epoch of the cluster")
 	f.BoolVar(&cfg.StartOver, "start-over", false, "begin with another backup or another machine, though one was asked: power that one off, and erase its state disk")
 	f.DurationVar(&timeout, "timeout", time.Hour, "how long all of it may take")
+	f.BoolVar(&abandon, "abandon", false, "give up a restore that has no result: the folder is as it was before, and records the cluster's state again")
 	for _, name := range []string{"url", "endpoint"} {
-		if err := cmd.MarkFlagRequired(name); err != nil {
-			panic(err) // a flag above was renamed
-		}
+		cmd.MarkFlagsMutuallyExclusive(name, "abandon")
 	}
 	return cmd
+}
+
+func (a *app) abandonRestore(ctx context.Context) error {
+	dir, err := a.open()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = dir.Close() }()
+	asked, err := install.Abandon(ctx, dir)
+	if err != nil {
+		return err
+	}
+	done := "the restore is abandoned, and the folder is as it was before. muster status records the cluster's state again."
+	if asked != nil {
+		done += fmt.Sprintf(" Machine %s (%s) was asked, and may have the cluster's keys: power it off, and erase its state disk.", asked.ID, asked.NodeName)
+	}
+	return a.result(dir.Cluster().Name, done)
 }
 
 func (a *app) restore(ctx context.Context, cfg install.RestoreConfig) (err error) {

@@ -126,7 +126,9 @@ func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 		fmt.Fprintf(a.stderr, "%s: %v. %s\n", dir.File(ownerdir.KnownFile), err, clusterapi.BehindRemedy)
 		return err
 	}
-	if err != nil {
+	if errors.Is(err, recovery.ErrRestoring) {
+		fmt.Fprintf(a.stderr, "Note: %s: %v. %s\n", dir.File(ownerdir.KnownFile), err, recovery.RestoreRemedy)
+	} else if err != nil {
 		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is checked against that file; muster status writes it again.\n", dir.File(ownerdir.KnownFile), err)
 	}
 	return nil

@@ -146,11 +146,18 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	case n.Deleting:
 		add(about, "joinservice ends it within seconds. If it stays, "+whatKeeps(n.Name)+" Where no joinservice runs, muster forget "+n.Name+" ends it.", "its enrollment is being deleted")
 		return
+	case n.Banned && n.Replacing:
+		add(about, "If it does not run in another terminal, run it again with the same flags. If you don't trust the machine any more, muster ban "+n.Name+" evicts it.", "muster replace has banned it, and is not at its end")
+		return
 	case n.Banned && n.Joined:
 		add(about, "joinservice deletes it within seconds. If it stays, "+whatKeeps(n.Name), "it is banned, and its Node object is still there")
 		return
+	case !n.Joined && !n.Banned && n.AppraisedAt != nil:
+		add(about, "If it does not join just now: its kubelet makes one when its machine starts, so restart it, with its power or by muster reboot "+n.Name+"; labels and taints of the old one are gone. If the machine is gone for good: muster forget "+n.Name+".",
+			"its machine was appraised %s ago, and there is no Node object of it", now.Sub(*n.AppraisedAt).Round(time.Second))
+		return
 	case !n.Joined:
-		return // enrolled in advance, or not yet joined
+		return // banned and evicted, enrolled in advance, or not yet joined
 	}
 	switch {
 	case n.Stale:

@@ -66,6 +66,8 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"a policy that no service has checked": {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet checked"},
 		"a Node that Muster let not in":        {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
 		"a banned Node":                        {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
+		"a node whose Node is gone":            {func(s *Status) { s.Nodes[0].Joined = false }, "node node1", "there is no Node object"},
+		"a replacement that was interrupted":   {func(s *Status) { s.Nodes[0].Banned, s.Nodes[0].Replacing = true, true }, "node node1", "muster replace has banned it"},
 		"a node that is not ready":             {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
 		"a node whose kubelet is gone": {func(s *Status) {
 			s.Nodes[0].Heartbeat = before(10 * time.Minute)
@@ -283,6 +285,14 @@ func TestAWorkersNodeShowsNoCertificatesOfAControlPlane(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 	if got := certificatesOf(control); len(got) != 1 {
+		t.Errorf("%+v", got)
+	}
+}
+
+func TestABannedNodeThatWasEvictedNeedsNoAttention(t *testing.T) {
+	s := sound()
+	s.Nodes[0].Joined, s.Nodes[0].Banned = false, true
+	if got := s.attention(now); len(got) != 0 {
 		t.Errorf("%+v", got)
 	}
 }

@@ -14,12 +14,17 @@ import (
 )
 
 // SetBanned bans the machine of an enrolled name, or lifts its ban. The API server refuses the writes of a banned machine from
-// then on, whether a joinservice runs or not.
+// then on, whether a joinservice runs or not. A ban ends an interrupted replacement, whose mark would keep joinservice from evicting the node (J10).
 func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error {
 	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		_, keeps := n.Annotations[v1alpha1.KeepNode]
+		keeps = keeps && banned
+		if keeps {
+			delete(n.Annotations, v1alpha1.KeepNode)
+		}
 		was := n.Spec.Banned
 		n.Spec.Banned = banned
-		return was != banned
+		return keeps || was != banned
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
 	if err != nil {
 		return fmt.Errorf("change AttestedNode %s: %w", p.Name, err)

@@ -35,6 +35,8 @@ type Presence struct {
 	Unattested bool
 	// Listed reports that the list of nodes that may not write names it.
 	Listed bool
+	// Revoked reports that its certificates may write nothing, and that none was issued since.
+	Revoked bool
 	// Requests are certificate requests that were filed under the name.
 	Requests []string
 	// Pods are those on the node that a drain would move: not those of DaemonSets, and not the kubelet's own.
@@ -105,6 +107,7 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 	}
 	e := list.Entry(name)
 	p.Unattested, p.Listed = e.Unattested, !e.Equal(nodeaccess.Entry{})
+	p.Revoked = e.Revoked != nil && len(e.Revoked.Allowed) == 0
 	if p.Requests, err = c.requestsOf(ctx, name); err != nil {
 		return nil, err
 	}
@@ -253,7 +256,11 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	if err := c.claimDisk(ctx, disk, machine, keys.DiskSalt{}, p.Enrollment.Spec.MachineID); err != nil {
 		return retired, err
 	}
+	var bannedAgain bool
 	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		if bannedAgain = n.Spec.Banned && n.Annotations[v1alpha1.KeepNode] == ""; bannedAgain { // by muster ban: its owner does not want it back
+			return false
+		}
 		n.Spec.Banned = false
 		delete(n.Annotations, v1alpha1.KeepNode)
 		delete(n.Annotations, v1alpha1.AttestationKey)   // the next machine has another TPM
@@ -266,6 +273,9 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		}
 		return true
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
+	if err == nil && bannedAgain {
+		err = errors.New("muster ban has banned it meanwhile")
+	}
 	if err != nil {
 		return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 	}

@@ -132,6 +132,7 @@ type NodeStatus struct {
 	DiskMode    string     `json:"diskMode,omitempty"`
 	Banned      bool       `json:"banned,omitempty"`
 	Deleting    bool       `json:"deleting,omitempty"`
+	Replacing   bool       `json:"replacing,omitempty"` // muster replace has banned it, and is not at its end
 	Accepted    *bool      `json:"accepted,omitempty"`
 	Reason      string     `json:"reason,omitempty"`
 	AppraisedAt *time.Time `json:"appraisedAt,omitempty"`
@@ -259,6 +260,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		s := at(n.Name)
 		s.Enrolled, s.Role, s.MachineID = true, string(n.Spec.Role), n.Spec.MachineID
 		s.DiskMode, s.Banned, s.Deleting = string(n.Spec.DiskMode), n.Spec.Banned, n.Leaving()
+		_, s.Replacing = n.Annotations[v1alpha1.KeepNode]
 		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
 		if c := n.Status.Certificates; c != nil {
 			s.ClientExpires, s.ServingExpires = timeOf(c.ClientExpiresAt), timeOf(c.ServingExpiresAt)

@@ -133,8 +133,10 @@ func (d *doctor) folder() bool {
 	if _, err := dir.OwnerKey(); err != nil {
 		d.Err(CheckFolder, restoreFolder, err)
 	}
-	c := dir.Cluster()
-	if c.Stage != ownerdir.StageInstalled {
+	switch c := dir.Cluster(); {
+	case c.Restore != nil:
+		d.Add(CheckFolder, checkup.Warn, recovery.RestoreRemedy, "%v: it got to the stage %s", recovery.ErrRestoring, c.Stage)
+	case c.Stage != ownerdir.StageInstalled:
 		d.Add(CheckFolder, checkup.Warn, "Run muster init again: it goes on where it stopped.", "init got to the stage %s only", c.Stage)
 	}
 	if d.Clean(CheckFolder) {
@@ -266,7 +268,8 @@ func (d *doctor) known(ctx context.Context) error {
 		return nil // their checks have reported why
 	}
 	if d.dir.Cluster().Restore != nil {
-		return nil // it is older on purpose, and the folder's check has reported that it is not at its end
+		d.Add(CheckKnown, checkup.Fail, recovery.RestoreRemedy, "%v: until then, no ban and no salt of a new disk is recorded in %s", recovery.ErrRestoring, d.dir.File(ownerdir.KnownFile))
+		return nil // what it compares is older on purpose
 	}
 	s, err := d.kube.Knowledge(ctx)
 	if err != nil {

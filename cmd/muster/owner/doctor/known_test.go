@@ -118,8 +118,17 @@ func (p *patient) rolledBack(t *testing.T) []harm {
 			repair := knew(func(k *ownerdir.Known) { k.Nodes = nil })(t) // else there is nothing to record
 			return func(t *testing.T) { repair(t); write(t, nil, nil) }
 		}},
+		{CheckFolder, checkup.Warn, "a restore is not at its end", CheckKnown, p.restoring()},
+		{CheckKnown, checkup.Fail, "a restore is not at its end", CheckFolder, p.restoring()},
 		{CheckKnown, checkup.Warn, "known.json", "", p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.WriteFile(path, []byte(`{"version": 9}`), 0o600) })},
 	}
+}
+
+// restoring leaves a restore open.
+func (p *patient) restoring() func(*testing.T) func(*testing.T) {
+	return p.file("cluster.json", func(path string, b []byte) error {
+		return os.WriteFile(path, []byte(strings.Replace(string(b), `"installed"`, `"prepared", "restore": {"sha256": "0", "epoch": 4}`, 1)), 0o600)
+	})
 }
 
 // testKept deletes objects from a cluster as a restore of etcd does, and as an owner does: the folder keeps the

@@ -25,9 +25,11 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
+	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -69,7 +71,7 @@ func Init(ctx context.Context, cfg InitConfig) error {
 		return err
 	}
 	if i.dir().Restore != nil {
-		return problem.WithRemedy(errors.New("a restore of this cluster is not at its end"), "Run muster restore again, with the same backup.")
+		return problem.WithRemedy(recovery.ErrRestoring, recovery.RestoreRemedy)
 	}
 	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
 		if err := i.machine(ctx); err != nil {
@@ -86,11 +88,21 @@ type initializer struct {
 	json      []byte
 	secrets   ownerdir.Secrets
 	clusterID keys.ClusterID
-	backup    *initv1.Backup // nil: the cluster is not restored
-	checked   *checked       // the only machine that a restore may ask; nil: the cluster is not restored
+	backup    *initv1.Backup    // nil: the cluster is not restored
+	restored  *clusterinfo.Info // of the backup; nil: the cluster is not restored
+	checked   *checked          // the only machine that a restore may ask; nil: the cluster is not restored
 }
 
 func (i *initializer) dir() ownerdir.Cluster { return i.Dir.Cluster() }
+
+// order returns cluster.json with the values that the machine gets. Those of a restored cluster are the backup's: it may have been upgraded since init.
+func (i *initializer) order() ownerdir.Cluster {
+	c := i.dir()
+	if r := i.restored; r != nil {
+		c.KubernetesVersion, c.ControlPlaneEndpoint, c.Components, c.Images = r.KubernetesVersion, r.ControlPlaneEndpoint, r.Components, r.Images
+	}
+	return c
+}
 
 func (i *initializer) load() error {
 	text, err := i.Dir.Read(ownerdir.PolicyFile)
@@ -161,6 +173,9 @@ func (i *initializer) appraise(ctx context.Context, target *peerdial.Target) (st
 	if c.Stage == ownerdir.StagePrepared {
 		c.Stage = ownerdir.StageRequested
 		c.FirstMachine = &ownerdir.Machine{ID: id, DiskSalt: keys.NewDiskSalt().String(), Verdict: verdictOf(peer)}
+		if i.checked != nil {
+			c.FirstMachine.NodeName = i.checked.name
+		}
 		if err := i.Dir.Save(c); err != nil {
 			return "", err
 		}
@@ -261,7 +276,7 @@ func (i *initializer) diskOpen(status *initv1.GetStatusResponse) error {
 // transport dials, appraises, and only then sends the request (A6).
 func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.InitResult, error) {
 	ctx, peer := atls.CapturePeer(ctx)
-	c := i.dir()
+	c := i.order()
 	list := versions.NewList(c.Components...)
 	salt, err := keys.ParseDiskSalt(c.FirstMachine.DiskSalt)
 	if err != nil {
@@ -366,7 +381,7 @@ func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 			return bad("address %q is none", a)
 		}
 	}
-	if err := access.CheckKubeconfig(r.GetKubeconfig(), i.dir().ControlPlaneEndpoint); err != nil {
+	if err := access.CheckKubeconfig(r.GetKubeconfig(), i.order().ControlPlaneEndpoint); err != nil {
 		return bad("%w", err)
 	}
 	return access.CheckClock(r.GetKubeconfig(), time.Now())
@@ -378,8 +393,11 @@ func (i *initializer) keep(r *initv1.InitResult) error {
 	if err := access.WriteAdminConf(i.Dir, r.GetKubeconfig()); err != nil {
 		return err
 	}
-	c := i.dir()
+	c := i.order()
 	c.Stage = ownerdir.StageInitialized
+	if c.Restore != nil {
+		c.Restore.Ended = true
+	}
 	c.ClusterID = i.clusterID.String()
 	c.FirstMachine.NodeName, c.FirstMachine.DiskID, c.FirstMachine.Addresses = r.GetNodeName(), r.GetDiskId(), r.GetAddresses()
 	c.ControlPlanes = map[string]attest.MachineID{r.GetNodeName(): c.FirstMachine.ID} // A7: the only one, also of a cluster that is restored

@@ -2,7 +2,6 @@ package install
 
 import (
 	"context"
-	"crypto/tls"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -88,11 +87,15 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 		if err := i.step("accept the epoch", func() (string, error) { return i.acceptBackup(ctx, cfg, info) }); err != nil {
 			return err
 		}
-		if err := i.beginRestore(cfg, info, m); err != nil {
+		if err := i.beginRestore(cfg, info); err != nil {
 			return err
 		}
 	case c.Restore.SHA256 != info.SHA256 || c.Endpoint != cfg.Endpoint:
 		return problem.WithRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is not at its end", c.Restore.SHA256, c.Endpoint), "Go on with that backup and that machine. If the machine can't be used: power it off, erase its state disk, and run the command with --start-over.")
+	case c.Stage == ownerdir.StageRequested: // perhaps days ago
+		if err := i.step("see whether the cluster is still lost", func() (string, error) { return "", i.lost(ctx) }); err != nil {
+			return err
+		}
 	}
 	if s := i.dir().Stage; s == ownerdir.StagePrepared || s == ownerdir.StageRequested {
 		if err := i.restoreOn(ctx, m, known); err != nil {
@@ -128,27 +131,17 @@ func (i *initializer) openBackup(cfg RestoreConfig) (*backups.BackupInfo, *backu
 	if err != nil {
 		return nil, nil, err
 	}
+	if i.restored, err = clusterinfo.Parse(m.Cluster); err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", cfg.File, err)
+	}
 	i.backup = &initv1.Backup{Url: cfg.URL, Sha256: sum, FileKey: key, Authority: authority.Raw}
 	return info, m, nil
 }
 
-// acceptBackup asks the owner. A cluster that runs is not restored: there would be two of it.
+// acceptBackup asks the owner.
 func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info *backups.BackupInfo) (string, error) {
-	kube, err := access.Connect(i.Dir)
-	if err != nil {
+	if err := i.lost(ctx); err != nil {
 		return "", err
-	}
-	alive, cancel := context.WithTimeout(ctx, access.AnswersWithin)
-	err = kube.Answers(alive)
-	cancel()
-	switch {
-	case err == nil:
-		return "", problem.WithRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "A cluster that runs is not restored, since there would be two of it. Repair it (docs/runbooks.md), or power all of its control planes off first.")
-	case ctx.Err() != nil:
-		return "", context.Cause(ctx)
-	}
-	if _, foreign := errors.AsType[*tls.CertificateVerificationError](err); foreign {
-		return "", problem.WithRemedy(fmt.Errorf("the API server at %s answers with a certificate that %s does not verify, so the cluster may not be lost: %w", kube.Server(), i.Dir.File(ownerdir.AdminConf), err), "If the cluster's CA was rotated since this copy of the folder, use the newest copy, or muster kubeconfig renew --joinservice ADDRESS. If another cluster answers there, direct the name elsewhere.")
 	}
 	if m := i.dir().FirstMachine; cfg.StartOver && i.dir().Restore != nil && m != nil {
 		info.Since = append(info.Since, fmt.Sprintf("Machine %s was asked before, and may have the cluster's keys: power it off, and erase its state disk.", m.ID))
@@ -158,6 +151,7 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 	}
 	accepted := cfg.AcceptEpoch != nil && *cfg.AcceptEpoch == info.Epoch
 	if cfg.AcceptEpoch == nil && cfg.Ask != nil {
+		var err error
 		if accepted, err = cfg.Ask(*info); err != nil {
 			return "", err
 		}
@@ -169,20 +163,16 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 	return fmt.Sprintf("epoch %d is accepted", info.Epoch), nil
 }
 
-// beginRestore notes the restore in the folder. The cluster's values are those of the backup: it may have been upgraded since init.
-func (i *initializer) beginRestore(cfg RestoreConfig, info *backups.BackupInfo, m *backup.Manifest) error {
-	cluster, err := clusterinfo.Parse(m.Cluster)
-	if err != nil {
-		return err
-	}
+// beginRestore notes the restore in the folder.
+func (i *initializer) beginRestore(cfg RestoreConfig, info *backups.BackupInfo) error {
 	c := i.dir()
-	former := c.FirstMachine
+	r := &ownerdir.Restore{Former: c.FirstMachine, FormerEndpoint: c.Endpoint}
 	if c.Restore != nil {
-		former = c.Restore.Former
+		r = &ownerdir.Restore{Former: c.Restore.Former, FormerEndpoint: c.Restore.FormerEndpoint, Ended: c.Restore.Ended}
 	}
-	c.Restore = &ownerdir.Restore{SHA256: info.SHA256, Epoch: info.Epoch, Former: former}
+	r.SHA256, r.Epoch = info.SHA256, info.Epoch
+	c.Restore = r
 	c.Stage, c.Endpoint, c.FirstMachine = ownerdir.StagePrepared, cfg.Endpoint, nil
-	c.KubernetesVersion, c.ControlPlaneEndpoint, c.Components, c.Images = cluster.KubernetesVersion, cluster.ControlPlaneEndpoint, cluster.Components, cluster.Images
 	return i.Dir.Save(c)
 }
 

@@ -96,7 +96,7 @@ func TestARestoreIsRefusedBeforeAnythingIsSent(t *testing.T) {
 		if err := o.Save(c); err != nil {
 			t.Fatal(err)
 		}
-		if err := Init(t.Context(), config(o.Owned)); err == nil || !strings.Contains(err.Error(), "a restore of this cluster is not at its end") {
+		if err := Init(t.Context(), config(o.Owned)); err == nil || !strings.Contains(err.Error(), "a restore is not at its end") {
 			t.Errorf("%v", err)
 		}
 	})

@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -37,8 +38,9 @@ func enrolled(ctx context.Context, kube *clusterapi.Client, name string) (*clust
 	return p, nil
 }
 
-// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call waits on.
-func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string)) error {
+// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call waits on. banned is called in between: also if the wait fails,
+// the machine is banned.
+func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string), banned func()) error {
 	kube, err := access.Connect(d)
 	if err != nil {
 		return err
@@ -47,13 +49,14 @@ func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string))
 	if err != nil {
 		return err
 	}
+	if p.ControlPlane && len(p.OtherControlPlanes) == 0 {
+		return problem.WithRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster, and none could be added", name), "Nothing was changed. Add another control plane first. If you don't trust the machine, power it off, and restore the cluster on another one (docs/backup.md#restore).")
+	}
 	if err := kube.SetBanned(ctx, p, true); err != nil {
 		return err
 	}
 	report("banned: its machine gets no ticket, no disk key and no certificate, and its writes are refused")
-	if p.ControlPlane && len(p.OtherControlPlanes) == 0 {
-		return problem.WithRemedy(fmt.Errorf("%s is the only control plane: its Node and its pods stay", name), "Add another control plane, which evicts it. To lift the ban: muster unban "+name+".")
-	}
+	banned()
 	if err := kube.AwaitEviction(ctx, name); err != nil {
 		return problem.WithRemedy(fmt.Errorf("%s is banned, but its Node or its pods are still there: %w", name, err), "joinservice deletes them: muster status shows whether one runs. An event of the AttestedNode names what keeps a pod: kubectl -n default get events --field-selector involvedObject.name="+name+".")
 	}
@@ -72,7 +75,11 @@ func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
 		return err
 	}
 	if p.Enrollment.Annotations[v1alpha1.KeepNode] != "" {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster replace %s was interrupted, and lifting the ban would let the old machine in", name), "Run muster replace "+name+" with the same flags again: it lifts the ban at its end.")
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster replace %s was interrupted, and lifting the ban would let the old machine in", name), "Run muster replace "+name+" with the same flags again: it lifts the ban at its end. If you don't trust the machine any more: muster ban "+name+" ends the replacement.")
+	}
+	if p.Revoked && enrollment.Certified(p.Enrollment) {
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the certificates of %s are revoked, and its machine has got none since: muster forget or replace was interrupted", name),
+			"Without the ban it could still write nothing. Run muster forget "+name+": it completes that, and then the name is free, also for this machine.")
 	}
 	if disk := p.Enrollment.Spec.DiskID; disk != "" {
 		have, err := kube.Disk(ctx, disk)

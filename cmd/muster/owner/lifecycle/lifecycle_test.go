@@ -5,10 +5,12 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -18,6 +20,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -87,7 +90,7 @@ func TestABanRefusesWritesWithoutAJoinservice(t *testing.T) {
 	defer cancel()
 	l := ownertest.NewLifecycle(t)
 	l.Node(t, "bad", 42, v1alpha1.RoleWorker)
-	if err := Ban(ctx, l.Dir, "bda", func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
+	if err := Ban(ctx, l.Dir, "bda", func(string) {}, func() {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
 		t.Errorf("a name with a typing error: %v", err)
 	}
 	ownertest.Pod(t, "bad", "on-bad", nil)
@@ -100,13 +103,8 @@ func TestABanRefusesWritesWithoutAJoinservice(t *testing.T) {
 		if n := ownertest.EnrollmentOf(t, "bad"); !n.Spec.Banned || !ownertest.Listed(t).Entry("bad").Suspended {
 			t.Error("it may still write")
 		}
-		// joinservice, which does not run here, evicts it.
-		for _, o := range []client.Object{&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "bad"}}, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "on-bad"}}} {
-			if err := ownertest.Shared.Client.Delete(ctx, o, client.GracePeriodSeconds(0)); err != nil {
-				t.Error(err)
-			}
-		}
-	})
+		evicts(ctx, t, "bad", "on-bad")
+	}, func() {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -124,4 +122,105 @@ func TestABanRefusesWritesWithoutAJoinservice(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// evicts deletes a node and a pod of it, as joinservice does, which does not run here.
+func evicts(ctx context.Context, t *testing.T, node, pod string) {
+	t.Helper()
+	for _, o := range []client.Object{&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: pod}}} {
+		if err := ownertest.Shared.Client.Delete(ctx, o, client.GracePeriodSeconds(0)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// J10: the mark that an interrupted replacement leaves keeps joinservice from evicting the node.
+func TestABanAfterAnInterruptedReplacementEvicts(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	l.Node(t, "half", 43, v1alpha1.RoleWorker)
+	ownertest.Pod(t, "half", "on-half", nil)
+	n := ownertest.EnrollmentOf(t, "half")
+	n.Spec.Banned, n.Annotations = true, map[string]string{v1alpha1.KeepNode: "true"}
+	if err := ownertest.Shared.Client.Update(ctx, n); err != nil {
+		t.Fatal(err)
+	}
+	if err := Ban(ctx, l.Dir, "half", func(s string) {
+		if !strings.HasPrefix(s, "banned") {
+			return
+		}
+		if n := ownertest.EnrollmentOf(t, "half"); !n.Spec.Banned || n.Annotations[v1alpha1.KeepNode] != "" {
+			t.Errorf("joinservice would not evict it: %+v", n)
+		}
+		evicts(ctx, t, "half", "on-half")
+	}, func() {}); err != nil {
+		t.Error(err)
+	}
+}
+
+// The last step of a replacement lifts its own ban, and not one that the owner has set meanwhile.
+func TestAReplacementDoesNotLiftALaterBan(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	l.Node(t, "changing", 47, v1alpha1.RoleWorker)
+	d := plan(ctx, t, l.Owned, "changing", &clusterapi.Replacement{MachineID: attest.MachineID{48}.String()})
+	_, err := d.Do(ctx, func(s string) {
+		if !strings.HasPrefix(s, "writes refused") {
+			return
+		}
+		if err := d.kube.SetBanned(ctx, d.found, true); err != nil {
+			t.Error(err)
+		}
+	})
+	if n := ownertest.EnrollmentOf(t, "changing"); err == nil || !strings.Contains(err.Error(), "banned it meanwhile") || !n.Spec.Banned || n.Spec.MachineID != (attest.MachineID{47}).String() {
+		t.Errorf("%v; %+v", err, n.Spec)
+	}
+}
+
+// J4: an interrupted forget has revoked the machine's certificates, and its kubelet could write nothing after the ban.
+func TestTheBanOfAnInterruptedForgetIsNotLifted(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	l.Node(t, "leaves", 44, v1alpha1.RoleWorker)
+	n := ownertest.EnrollmentOf(t, "leaves")
+	n.Status.Ticket = &v1alpha1.Ticket{ID: "01", IssuedAt: metav1.Now(), CertificateID: "X509SHA256=01"}
+	if err := ownertest.Shared.Client.Status().Update(ctx, n); err != nil {
+		t.Fatal(err)
+	}
+	ownertest.Pod(t, "leaves", "held-on-leaves", func(p *corev1.Pod) { p.Finalizers = []string{"example.com/keep"} })
+	free := func() {
+		if err := ownertest.Shared.Client.Patch(context.WithoutCancel(t.Context()), &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "held-on-leaves"}},
+			client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))); client.IgnoreNotFound(err) != nil {
+			t.Error(err)
+		}
+	}
+	t.Cleanup(free)
+	if _, err := plan(ctx, t, l.Owned, "leaves", nil).Do(ctx, func(string) {}); err == nil || !strings.Contains(err.Error(), "held-on-leaves") {
+		t.Fatalf("%v", err)
+	}
+	err := Unban(ctx, l.Dir, "leaves")
+	if attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED || !strings.Contains(problem.Remedy(err), "muster forget leaves") || !ownertest.EnrollmentOf(t, "leaves").Spec.Banned {
+		t.Errorf("%v", err)
+	}
+	t.Run("of a machine with a later ticket it is", func(t *testing.T) {
+		ownertest.Access(t, map[string]nodeaccess.Entry{"leaves": {Suspended: true, Revoked: &nodeaccess.Revocation{Until: time.Now().Add(time.Hour), Allowed: []string{"X509SHA256=01"}}}})
+		if err := Unban(ctx, l.Dir, "leaves"); err != nil || ownertest.EnrollmentOf(t, "leaves").Spec.Banned {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
+// Its kms and its kubelet would be shut out, and no joinservice could admit another control plane.
+func TestTheOnlyControlPlaneIsNotBanned(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	l.Node(t, "cp1", 45, v1alpha1.RoleControlPlane)
+	l.Node(t, "w1", 46, v1alpha1.RoleWorker)
+	if err := Ban(ctx, l.Dir, "cp1", func(string) {}, func() {}); err == nil || !strings.Contains(err.Error(), "only control plane") || ownertest.EnrollmentOf(t, "cp1").Spec.Banned {
+		t.Errorf("%v", err)
+	}
 }

@@ -29,7 +29,7 @@ func TestAnOrderIsForTheNodeThatItsOwnerTyped(t *testing.T) {
 	says(err)
 	_, err = PlanReset(t.Context(), l.Dir, "typed")
 	says(err)
-	says(Ban(t.Context(), l.Dir, "typed", func(string) {}))
+	says(Ban(t.Context(), l.Dir, "typed", func(string) {}, func() {}))
 	if n := ownertest.EnrollmentOf(t, other.Node); n.Annotations[v1alpha1.OwnerOrder] != "" || n.Spec.Banned {
 		t.Errorf("the other node has %q, banned: %v", n.Annotations, n.Spec.Banned)
 	}

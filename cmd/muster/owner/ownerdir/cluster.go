@@ -59,7 +59,8 @@ type Cluster struct {
 	Stage Stage `json:"stage"`
 	// ClusterID is known with the first result, 64 hexadecimal digits.
 	ClusterID string `json:"clusterID,omitempty"`
-	// Restore is the backup from which the cluster is being restored; nil: it is not. Stage and FirstMachine are those of the restore then.
+	// Restore is the backup from which the cluster is being restored; nil: it is not. Stage, Endpoint and FirstMachine are those of the restore then; what
+	// the backup changes of the other parameters is here only with the result.
 	Restore *Restore `json:"restore,omitempty"`
 	// Upgrade is the release to which Kubernetes is being upgraded; nil: it is not.
 	Upgrade *clusterinfo.Release `json:"upgrade,omitempty"`
@@ -81,8 +82,11 @@ type Restore struct {
 	SHA256 string `json:"sha256"`
 	// Epoch is the backup's, which the owner has accepted.
 	Epoch uint64 `json:"epoch"`
-	// Former is the first machine of before: its disk may turn up.
-	Former *Machine `json:"former,omitempty"`
+	// Former is the first machine of before, and FormerEndpoint where its init server was: an abandoned restore puts them back.
+	Former         *Machine `json:"former,omitempty"`
+	FormerEndpoint string   `json:"formerEndpoint,omitempty"`
+	// Ended is whether a machine has become the first control plane of a restored cluster: the restore can't be abandoned any more.
+	Ended bool `json:"ended,omitempty"`
 	// Listed is whether the folder's policy lists the restored machine as its only control plane.
 	Listed bool `json:"listed,omitempty"`
 }
@@ -90,7 +94,7 @@ type Restore struct {
 // Machine is the first machine with its owner's verdict.
 type Machine struct {
 	ID attest.MachineID `json:"id"`
-	// NodeName, DiskID and Addresses are known with the result.
+	// NodeName, DiskID and Addresses are known with the result; of a restore, NodeName before anything is sent.
 	NodeName  string   `json:"nodeName,omitempty"`
 	DiskID    string   `json:"diskID,omitempty"`
 	Addresses []string `json:"addresses,omitempty"`

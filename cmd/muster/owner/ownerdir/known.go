@@ -413,10 +413,17 @@ func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 			return nil, err
 		}
 	}
-	if c := d.Cluster(); c.FirstMachine != nil && c.FirstMachine.DiskID == disk && c.FirstMachine.DiskSalt != "" {
-		c.FirstMachine.DiskSalt = ""
-		if err := d.Save(c); err != nil {
-			return nil, err
+	c := d.Cluster()
+	first := []*Machine{c.FirstMachine}
+	if c.Restore != nil {
+		first = append(first, c.Restore.Former)
+	}
+	for _, m := range first {
+		if m != nil && m.DiskID == disk && m.DiskSalt != "" {
+			m.DiskSalt = ""
+			if err := d.Save(c); err != nil {
+				return nil, err
+			}
 		}
 	}
 	backups, err := filepath.Glob(filepath.Join(d.File(BackupsFolder), "*", "*.yaml"))

@@ -45,3 +45,16 @@ func TestAfterARestoreTheFolderKnowsTheClusterOfNow(t *testing.T) {
 		t.Errorf("gone %+v", got.Gone)
 	}
 }
+
+// K4: an abandoned restore puts the first machine of before back, without the salt of its erased disk.
+func TestADiskIsErasedAlsoWhileARestoreIsOpen(t *testing.T) {
+	d := mustCreate(t, filepath.Join(t.TempDir(), "muster-prod"), example(t))
+	c := d.Cluster()
+	c.Restore = &Restore{Former: &Machine{DiskID: "0f", DiskSalt: "s"}}
+	if err := d.Save(c); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.EraseDisk("0f"); err != nil || d.Cluster().Restore.Former.DiskSalt != "" {
+		t.Errorf("%+v, %v", d.Cluster().Restore.Former, err)
+	}
+}

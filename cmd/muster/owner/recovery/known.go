@@ -20,14 +20,20 @@ import (
 // ErrBehind is returned if the cluster is older than its last recorded state.
 var ErrBehind = errors.New("the cluster is older than what it said before")
 
+// ErrRestoring is returned while a restore is not at its end.
+var ErrRestoring = errors.New("a restore is not at its end")
+
+// RestoreRemedy is the remedy for [ErrRestoring].
+const RestoreRemedy = "Run the same muster restore again: it goes on. If the cluster was not lost: muster restore --abandon (docs/backup.md#restore)."
+
 // Remember records the cluster's current state in the owner's folder, as the reference for a recovery. It does so
 // only if the owner signed the cluster's policy. If the state is older than the folder's, or than the epoch that
 // control planes' machines know, it writes nothing, and the error wraps [ErrBehind].
 //
-// While a restore is not at its end it does nothing: what is known of the lost cluster is still needed.
+// While a restore is not at its end it writes nothing, and the error wraps [ErrRestoring]: what is known of the lost cluster is still needed.
 func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) error {
 	if d.Cluster().Restore != nil {
-		return nil
+		return problem.WithRemedy(fmt.Errorf("nothing is recorded: %w", ErrRestoring), RestoreRemedy)
 	}
 	public, err := d.OwnerKeys()
 	if err != nil {

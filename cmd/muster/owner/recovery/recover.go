@@ -124,7 +124,7 @@ func (r *recoverer) load() error {
 	c := r.Dir.Cluster()
 	if r.Machine == nil {
 		if c.FirstMachine == nil {
-			return problem.WithRemedy(fmt.Errorf("%s knows no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder.")
+			return problem.WithRemedy(fmt.Errorf("%s knows no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder. If a restore is open that you have given up: muster restore --abandon.")
 		}
 		r.Machine = &c.FirstMachine.ID
 	}

@@ -1,0 +1,80 @@
+package install
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+)
+
+// lost returns an error if an API server answers that is not the one of the machine that this restore has asked: a cluster that runs is not restored, since
+// there would be two of it.
+func (i *initializer) lost(ctx context.Context) error {
+	kube, err := access.Connect(i.Dir)
+	if err != nil {
+		return err
+	}
+	alive, cancel := context.WithTimeout(ctx, access.AnswersWithin)
+	defer cancel()
+	err = kube.Answers(alive)
+	c := i.dir()
+	open := ""
+	if c.Restore != nil {
+		open = " To keep that cluster, give the restore up: muster restore --abandon."
+	}
+	switch {
+	case err == nil && c.Restore != nil && c.Stage == ownerdir.StageRequested:
+		names, err := kube.NodeNames(alive)
+		if err != nil {
+			return problem.WithRemedy(fmt.Errorf("the API server at %s answers, so the cluster may not be lost, but does not list its nodes: %w", kube.Server(), err), "Run the same command again in a minute. If an old control plane answers there: power all of them off."+open)
+		}
+		if !slices.Contains(names, c.FirstMachine.NodeName) {
+			return problem.WithRemedy(fmt.Errorf("the API server at %s answers and does not have the node %s of the machine that was asked: the cluster is not lost", kube.Server(), c.FirstMachine.NodeName),
+				"If an old control plane answers there: power all of them off, and run the same command again. If the new machine's API server has just started: run it again in a minute."+open)
+		}
+		return nil
+	case err == nil:
+		return problem.WithRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "A cluster that runs is not restored, since there would be two of it. Repair it (docs/runbooks.md), or power all of its control planes off first."+open)
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	}
+	if _, foreign := errors.AsType[*tls.CertificateVerificationError](err); foreign {
+		return problem.WithRemedy(fmt.Errorf("the API server at %s answers with a certificate that %s does not verify, so the cluster may not be lost: %w", kube.Server(), i.Dir.File(ownerdir.AdminConf), err), "If the cluster's CA was rotated since this copy of the folder, use the newest copy, or muster kubeconfig renew --joinservice ADDRESS. If another cluster answers there, direct the name elsewhere.")
+	}
+	return nil
+}
+
+// Abandon ends a restore that has no result, with the folder as it was before. It returns the machine that was asked and may have the cluster's keys; nil:
+// nothing was sent.
+func Abandon(ctx context.Context, d *ownerdir.Dir) (*ownerdir.Machine, error) {
+	c := d.Cluster()
+	asked := c.FirstMachine
+	const goOn = "Run the same muster restore again: it goes on. If its machine can't be used, begin with another one by --start-over."
+	switch {
+	case c.Restore == nil:
+		return nil, errors.New("no restore of this cluster is open: nothing was changed")
+	case c.Restore.Ended || c.Stage != ownerdir.StagePrepared && c.Stage != ownerdir.StageRequested:
+		return nil, problem.WithRemedy(errors.New("a machine has become the first control plane of the restored cluster: there is no way back"), goOn)
+	case asked != nil:
+		kube, err := access.Connect(d)
+		if err != nil {
+			return nil, err
+		}
+		alive, cancel := context.WithTimeout(ctx, access.AnswersWithin)
+		defer cancel()
+		if names, err := kube.NodeNames(alive); err == nil && slices.Contains(names, asked.NodeName) {
+			return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of the machine that was asked: the cluster is restored there", kube.Server(), asked.NodeName), goOn)
+		}
+	}
+	c.Stage, c.FirstMachine = ownerdir.StageInstalled, c.Restore.Former
+	if e := c.Restore.FormerEndpoint; e != "" { // folders of earlier versions have none
+		c.Endpoint = e
+	}
+	c.Restore = nil
+	return asked, d.Save(c)
+}
