@@ -73,6 +73,8 @@ type Application struct {
 	// Policy is the policy, Refused are the running nodes whose last evidence does not match it.
 	Policy  *attest.Policy
 	Refused []Expelled
+	// NoneAttests reports that no node has attested lately: then Policy was compared with all nodes that were accepted last.
+	NoneAttests bool
 
 	signed *attestv1.SignedPolicy
 	kube   *clusterapi.Client
@@ -98,8 +100,8 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err := MustList(ctx, d, kube, p, leaveOut); err != nil {
 		return nil, err
 	}
-	refused, err := expels(ctx, kube, p)
-	return &Application{Policy: p, Refused: refused, signed: signed, kube: kube}, err
+	refused, none, err := expels(ctx, kube, p)
+	return &Application{Policy: p, Refused: refused, NoneAttests: none, signed: signed, kube: kube}, err
 }
 
 // ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. Without expel, it
@@ -118,7 +120,7 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, expel bool, 
 		return nil, err
 	}
 	if len(plan.Refused) > 0 && !expel {
-		return nil, expelled(plan.Refused)
+		return nil, expelled(plan.Refused, plan.NoneAttests)
 	}
 	if replaces {
 		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
