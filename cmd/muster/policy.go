@@ -167,6 +167,9 @@ func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, co
 		err = a.json(map[string]any{"serial": plan.Policy.Serial(), "diff": diff, "refused": append([]policies.Expelled{}, plan.Refused...), "opened": append([]string{}, plan.Opened...)})
 	} else {
 		fmt.Fprint(a.stdout, diff)
+		if plan.NoneAttests {
+			fmt.Fprintf(a.stdout, "Note: %s, so the policy was compared with all nodes that were accepted before. %s\n", policies.NoneHasAttested, policies.WhyNoneAttests)
+		}
 		for _, n := range plan.Refused {
 			fmt.Fprintf(a.stdout, "%s would be refused: %s\n", n.Node, n.Why)
 		}

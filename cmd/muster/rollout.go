@@ -185,6 +185,9 @@ func (a *app) outdated(ctx context.Context, from string, to *rollout.Restarts) e
 	if _, known := r.Images[from]; !known {
 		return usagef("the policy in force has no image %q; it has %q", from, slices.Sorted(maps.Keys(r.Images)))
 	}
+	if err := r.Err(); err != nil {
+		return err
+	}
 	restart, skipped, held := r.Outdated(from)
 	for _, n := range skipped {
 		fmt.Fprintf(a.stderr, "%s: left out: %s. It would be refused if the policy no longer had %s.\n", n.Node, n.Silent, from)

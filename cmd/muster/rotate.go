@@ -23,7 +23,7 @@ const rotationPoll = 2 * time.Second
 func (a *app) rotateCommand() *cobra.Command {
 	var (
 		dryRun, yes bool
-		cfg         = rotation.RotationConfig{Poll: rotationPoll, Now: time.Now}
+		cfg         = rotation.RotationConfig{Poll: rotationPoll}
 		names       []string
 	)
 	for _, k := range clusterinfo.RotatedKeys() {

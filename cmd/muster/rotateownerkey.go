@@ -54,7 +54,7 @@ Copy the owner's folder after each step. An interrupted step continues when the 
 }
 
 func (a *app) rotateOwnerKey(cmd *cobra.Command, f ownerKeyFlags) (err error) {
-	cfg := rotation.OwnerKeyConfig{Step: rotation.OwnerKeyPrepare, Now: time.Now, Report: a.steps("cluster")}
+	cfg := rotation.OwnerKeyConfig{Step: rotation.OwnerKeyPrepare, Report: a.steps("cluster")}
 	switch {
 	case f.commit:
 		cfg.Step = rotation.OwnerKeyCommit

@@ -58,7 +58,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			if err != nil {
 				return err
 			}
-			s.OwnerKeyRotation = keys.Command()
+			s.OwnerKeyRotates(keys.Command(), keys.Since, time.Now())
 			older := a.remember(ctx, dir)
 			if behind := s.Behind(); behind != "" && older == nil { // also if the state could not be recorded
 				older = fmt.Errorf("%w: %s", recovery.ErrBehind, behind)

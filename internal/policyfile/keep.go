@@ -3,6 +3,7 @@ package policyfile
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"go.yaml.in/yaml/v3"
 	"google.golang.org/protobuf/encoding/protojson"
@@ -127,7 +128,7 @@ func message(text []byte) (*attestv1.Policy, error) {
 	return m, nil
 }
 
-// SameRules reports whether two policies, in YAML or JSON, differ in nothing but the serial.
+// SameRules reports whether two policies, in YAML or JSON, differ in nothing but the serial and the order of control planes and machines.
 func SameRules(a, b []byte) (bool, error) {
 	x, err := message(a)
 	if err != nil {
@@ -138,5 +139,13 @@ func SameRules(a, b []byte) (bool, error) {
 		return false, err
 	}
 	x.Serial, y.Serial = 0, 0
+	for _, m := range []*attestv1.Policy{x, y} {
+		slices.Sort(m.ControlPlanes)
+		for _, name := range listsOf(m.GetTpm2()) {
+			if list := listOf(m.GetTpm2(), name); list != nil {
+				slices.Sort(*list)
+			}
+		}
+	}
 	return proto.Equal(x, y), nil
 }

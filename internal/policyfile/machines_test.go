@@ -157,6 +157,26 @@ func TestPoliciesThatDifferInTheSerialHaveTheSameRules(t *testing.T) {
 			t.Errorf("%s: %v, %v", name, same, err)
 		}
 	}
+	one, two := policyfile.Listing{Field: machines, Machine: attest.MachineID{1}}, policyfile.Listing{Field: machines, Machine: attest.MachineID{2}}
+	control := []policyfile.ControlPlane{{Machine: one.Machine}, {Machine: two.Machine}}
+	lists := func(l []policyfile.Listing, c []policyfile.ControlPlane) []byte {
+		t.Helper()
+		out, err := policyfile.ListMachines(text, 2, l)
+		if err == nil {
+			out, err = policyfile.ListControlPlanes(out, 3, c, nil)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	ordered := lists([]policyfile.Listing{one, two}, control)
+	if same, err := policyfile.SameRules(ordered, lists([]policyfile.Listing{two, one}, []policyfile.ControlPlane{control[1], control[0]})); err != nil || !same {
+		t.Errorf("another order: %v, %v", same, err)
+	}
+	if same, err := policyfile.SameRules(ordered, lists([]policyfile.Listing{one, two}, control[:1])); err != nil || same {
+		t.Errorf("another control plane: %v, %v", same, err)
+	}
 	if _, err := policyfile.SameRules(text, []byte(`{"noSuchRule": true}`)); err == nil {
 		t.Error("a policy with an unknown rule was compared")
 	}

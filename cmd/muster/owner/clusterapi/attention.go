@@ -50,6 +50,8 @@ const (
 	// owner should have dropped the old key: tokens of pods are renewed within a day.
 	phaseSoon   = 2 * time.Hour
 	settledSoon = 7 * 24 * time.Hour
+	// workersSoon is how long workers may take for an upgrade of Kubernetes. Control planes have phaseSoon: meanwhile none can join.
+	workersSoon = 24 * time.Hour
 )
 
 // attention returns the problems of s. Insecure switches are none: the cluster's owner chose them.
@@ -73,6 +75,12 @@ func (s *Status) attention(now time.Time) []Attention {
 	if r := s.Rotation; r != nil {
 		if age := now.Sub(r.Since); !r.Joins() && age > phaseSoon || age > settledSoon {
 			add("rotation", "Run "+r.Command()+": it names the control plane that is not done yet. muster doctor --node NODE shows what is wrong with one.", "the %s is in the phase %s for %s", r.Key, r.Phase, age.Round(time.Minute))
+		}
+	}
+	if u := s.Upgrade; u != nil {
+		if age := now.Sub(u.Since); u.Stage != StageWorkers && age > phaseSoon || age > workersSoon {
+			add("upgrade of Kubernetes", "Run muster upgrade kubernetes "+u.To+": it continues, or names the node that stops it. While control planes are upgraded, none can join.",
+				"to %s, it is at the %s for %s: %d of %d nodes have it", u.To, u.Stage, age.Round(time.Minute), u.Upgraded, u.Nodes)
 		}
 	}
 	var lapsed []string // the machines are as they were
@@ -113,6 +121,17 @@ func (s *Status) attention(now time.Time) []Attention {
 		}
 	}
 	return out
+}
+
+// OwnerKeyRotates adds that a rotation of the owner's key is not over: by the owner's folder, next is its next command, and its last step was at since.
+func (s *Status) OwnerKeyRotates(next string, since, now time.Time) {
+	s.OwnerKeyRotation = next
+	if age := now.Sub(since); next != "" && age > settledSoon {
+		s.Attention = append(s.Attention, Attention{
+			About: "owner's key", Problem: fmt.Sprintf("its rotation is not over, and its last step was %s ago: until the end, machines accept the old key", age.Round(time.Hour)),
+			Remedy: "Roll out the image for the next step, then run " + next + ": with --dry-run it shows which nodes' images have which keys.",
+		})
+	}
 }
 
 func (s *Status) servicesAttention(add func(about, remedy, problem string, args ...any)) {

@@ -50,6 +50,31 @@ func TestARotationThatIsInTimeNeedsNoAttention(t *testing.T) {
 	}
 }
 
+func TestAnUpgradeThatIsInTimeNeedsNoAttention(t *testing.T) {
+	for stage, age := range map[string]time.Duration{StageControlPlanes: time.Hour, StageWorkers: 20 * time.Hour} {
+		s := sound()
+		s.Upgrade = &KubernetesUpgrade{Stage: stage, Since: now.Add(-age)}
+		if got := s.attention(now); len(got) != 0 {
+			t.Errorf("%s since %s: %+v", stage, age, got)
+		}
+	}
+}
+
+func TestARotationOfTheOwnersKeyThatStoppedNeedsAttention(t *testing.T) {
+	const next = "muster rotate owner-key --finish"
+	for name, tt := range map[string]struct {
+		next string
+		age  time.Duration
+		want int
+	}{"over": {"", 1e6 * time.Hour, 0}, "in time": {next, 24 * time.Hour, 0}, "since eight days": {next, 8 * 24 * time.Hour, 1}} {
+		s := sound()
+		s.OwnerKeyRotates(tt.next, now.Add(-tt.age), now)
+		if s.OwnerKeyRotation != tt.next || len(s.Attention) != tt.want || tt.want > 0 && (s.Attention[0].About != "owner's key" || !strings.Contains(s.Attention[0].Problem, "192h0m0s ago") || !strings.Contains(s.Attention[0].Remedy, next)) {
+			t.Errorf("%s: %+v", name, s.Attention)
+		}
+	}
+}
+
 func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 	if got := sound().attention(now); len(got) != 0 {
 		t.Fatalf("a sound cluster: %+v", got)
@@ -91,7 +116,11 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"the CA":                             {func(s *Status) { s.Certificates[0].Expires = now.AddDate(0, 0, -1) }, "certificate cluster CA", "ended"},
 		"a phase of a rotation that stopped": {func(s *Status) { s.Rotation = rotationSince(clusterinfo.RotationUse, 3*time.Hour) }, "rotation", "in the phase use for 3h0m0s"},
 		"an old key that stays accepted":     {func(s *Status) { s.Rotation = rotationSince(clusterinfo.RotationSettled, 8*24*time.Hour) }, "rotation", "in the phase settled"},
-		"a request":                          {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
+		"control planes that are not upgraded": {func(s *Status) {
+			s.Upgrade = &KubernetesUpgrade{To: "1.36.1", Stage: StageControlPlanes, Since: now.Add(-3 * time.Hour), Upgraded: 1, Nodes: 4}
+		}, "upgrade of Kubernetes", "to 1.36.1, it is at the control planes for 3h0m0s: 1 of 4 nodes have it"},
+		"workers that are not upgraded": {func(s *Status) { s.Upgrade = &KubernetesUpgrade{Stage: StageWorkers, Since: now.Add(-25 * time.Hour)} }, "upgrade of Kubernetes", "at the workers for 25h"},
+		"a request":                     {func(s *Status) { s.Requests[0].Since = now.Add(-time.Hour) }, "request csr-1", "1h0m0s"},
 		"an enrolled machine that waits": {func(s *Status) {
 			s.Nodes[1].MachineID = strings.Repeat("ab", 32)
 			s.Waiting = []Waiting{{Machine: strings.Repeat("ab", 32), Reason: "POLICY_REFUSED", Remedy: "Compare.", Since: now.Add(-time.Hour)}}

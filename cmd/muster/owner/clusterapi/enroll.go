@@ -212,18 +212,29 @@ func (c *Client) PutPolicy(ctx context.Context, signed *attestv1.SignedPolicy) e
 	}))
 }
 
-// SetCandidate sets the annotation [v1alpha1.PolicyCandidate] of the cluster's policy; "" removes it.
+// SetCandidate sets the annotation [v1alpha1.PolicyCandidate] of the cluster's policy.
 func (c *Client) SetCandidate(ctx context.Context, note string) error {
+	return c.changePolicy(ctx, func(p *v1alpha1.AttestationPolicy) {
+		metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.PolicyCandidate, note)
+	})
+}
+
+// DropCandidate removes what [Client.SetCandidate] has set, unless another program has replaced it.
+func (c *Client) DropCandidate(ctx context.Context, note string) error {
+	return c.changePolicy(ctx, func(p *v1alpha1.AttestationPolicy) {
+		if p.Annotations[v1alpha1.PolicyCandidate] == note {
+			delete(p.Annotations, v1alpha1.PolicyCandidate)
+		}
+	})
+}
+
+func (c *Client) changePolicy(ctx context.Context, change func(*v1alpha1.AttestationPolicy)) error {
 	return once(ctx, func(ctx context.Context) error {
 		p := &v1alpha1.AttestationPolicy{}
 		if err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
 			return err
 		}
-		if note == "" {
-			delete(p.Annotations, v1alpha1.PolicyCandidate)
-		} else {
-			metav1.SetMetaDataAnnotation(&p.ObjectMeta, v1alpha1.PolicyCandidate, note)
-		}
+		change(p)
 		return c.client.Update(ctx, p) // a conflict is tried again
 	})
 }

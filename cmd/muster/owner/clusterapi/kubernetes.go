@@ -274,7 +274,7 @@ func (c *Client) AwaitAddons(ctx context.Context, images versions.Images) error 
 
 // upgrading sets the upgrade of Kubernetes, and the rotation of a key, that are in progress. A description that can't be read is muster doctor's to report.
 func (c *Client) upgrading(ctx context.Context, s *Status, _ time.Time) error {
-	info, _, err := c.description(ctx)
+	info, m, err := c.description(ctx)
 	switch {
 	case Absent(err) || info == nil && !passes(err):
 		return nil
@@ -286,9 +286,14 @@ func (c *Client) upgrading(ctx context.Context, s *Status, _ time.Time) error {
 	case info.Other() == nil:
 		return nil
 	case info.Next != nil:
-		s.Upgrade = &KubernetesUpgrade{From: info.KubernetesVersion, To: info.Next.KubernetesVersion, Stage: "control planes"}
+		s.Upgrade = &KubernetesUpgrade{From: info.KubernetesVersion, To: info.Next.KubernetesVersion, Stage: StageControlPlanes}
 	default:
-		s.Upgrade = &KubernetesUpgrade{From: info.Previous.KubernetesVersion, To: info.KubernetesVersion, Stage: "workers"}
+		s.Upgrade = &KubernetesUpgrade{From: info.Previous.KubernetesVersion, To: info.KubernetesVersion, Stage: StageWorkers}
+	}
+	for _, f := range m.ManagedFields { // the description's last change is the one that began the stage
+		if f.Time != nil && f.Time.After(s.Upgrade.Since) {
+			s.Upgrade.Since = f.Time.Time
+		}
 	}
 	for _, n := range s.Nodes {
 		if n.Joined {

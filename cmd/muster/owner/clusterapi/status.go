@@ -37,7 +37,7 @@ type Status struct {
 	Upgrade *KubernetesUpgrade `json:"kubernetesUpgrade,omitempty"`
 	// Rotation is the replacement of a control planes' key that is in progress; nil: none is.
 	Rotation *clusterinfo.Rotation `json:"rotation,omitempty"`
-	// OwnerKeyRotation is the next command of a rotation of the owner's key that is not over; the caller of [Client.Status] reads it from the folder.
+	// OwnerKeyRotation is the next command of a rotation of the owner's key that is not over: [Status.OwnerKeyRotates].
 	OwnerKeyRotation string `json:"ownerKeyRotation,omitempty"`
 	// Chart is the installed release; nil if there is none.
 	Chart *ChartStatus `json:"chart,omitempty"`
@@ -53,12 +53,20 @@ type Status struct {
 	Attention []Attention `json:"attention"`
 }
 
+// The stages of a [KubernetesUpgrade].
+const (
+	StageControlPlanes = "control planes"
+	StageWorkers       = "workers"
+)
+
 // KubernetesUpgrade is an upgrade of Kubernetes that is in progress.
 type KubernetesUpgrade struct {
 	// From and To are versions, full and without "v".
 	From string `json:"from"`
 	To   string `json:"to"`
-	// Stage is "control planes" or "workers"; Upgraded is how many of the Nodes have the new kubelet.
+	// Since is when its stage began.
+	Since time.Time `json:"since"`
+	// Stage is [StageControlPlanes] or [StageWorkers]; Upgraded is how many of the Nodes have the new kubelet.
 	Stage    string `json:"stage"`
 	Upgraded int    `json:"upgraded"`
 	Nodes    int    `json:"nodes"`

@@ -48,6 +48,7 @@ const (
 	CheckRoot        = "root secret"
 	CheckDescription = "cluster's description"
 	CheckRotation    = "rotation"
+	CheckUpgrade     = "upgrade of Kubernetes"
 	CheckKnown       = "what was known"
 	CheckAccess      = "node access"
 	CheckTPMs        = "TPMs"

@@ -9,12 +9,30 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
+
+// describes returns a harm that changes the upgrade in the cluster's description.
+func (p *patient) describes(how func(*clusterinfo.Info)) func(*testing.T) func(*testing.T) {
+	return func(t *testing.T) func(*testing.T) {
+		t.Helper()
+		try(t, p.kube.Describe(t.Context(), func(i *clusterinfo.Info) error { how(i); return nil }))
+		return func(t *testing.T) {
+			t.Helper()
+			try(t, p.kube.Describe(t.Context(), func(i *clusterinfo.Info) error { i.Next, i.Previous = nil, nil; return nil }))
+		}
+	}
+}
 
 // inForce are faults that only the status of objects shows.
 func (p *patient) inForce() []harm {
+	release := ownertest.ListOf(ownertest.After, "3.6.6-0", "2")
+	next := &clusterinfo.Release{KubernetesVersion: ownertest.After, Components: release.Components, Images: release.Images}
 	return []harm{
+		{CheckUpgrade, checkup.Warn, "the control planes are being upgraded from", "", p.describes(func(i *clusterinfo.Info) { i.Next = next })},
+		{CheckUpgrade, checkup.Warn, "the workers are being upgraded from " + ownertest.After, "", p.describes(func(i *clusterinfo.Info) { i.Previous = next })},
 		{CheckPolicy, checkup.Warn, "insecure.anyMachine is on in the policy in force", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()
 			change(t, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}, true, func(a *v1alpha1.AttestationPolicy) {

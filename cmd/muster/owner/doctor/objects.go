@@ -253,7 +253,21 @@ func (d *doctor) description(ctx context.Context) error {
 		d.OK(CheckDescription, "cluster %s, Kubernetes %s", info.ClusterID.String()[:16], info.KubernetesVersion)
 	}
 	d.rotation(info.Rotation)
+	d.upgrade(info)
 	return nil
+}
+
+// upgrade reports an upgrade of Kubernetes that is not over.
+func (d *doctor) upgrade(i *clusterinfo.Info) {
+	const remedy = "Run muster upgrade kubernetes %s: it continues where it stopped."
+	switch {
+	case i.Next != nil:
+		d.Add(CheckUpgrade, checkup.Warn, fmt.Sprintf(remedy, i.Next.KubernetesVersion), "the control planes are being upgraded from %s to %s; until all are, no control plane can join", i.KubernetesVersion, i.Next.KubernetesVersion)
+	case i.Previous != nil:
+		d.Add(CheckUpgrade, checkup.Warn, fmt.Sprintf(remedy, i.KubernetesVersion), "the workers are being upgraded from %s to %s; until all are, both releases are accepted", i.Previous.KubernetesVersion, i.KubernetesVersion)
+	default:
+		d.OK(CheckUpgrade, "Kubernetes is not being upgraded")
+	}
 }
 
 // rotation reports a rotation of a key that is not over.

@@ -99,7 +99,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	if recorded && p.Nothing() {
 		out.Warnings = append(out.Warnings, "the cluster has no node of this name, and your folder has one as a control plane: look whether etcd still has a member of it (docs/control-planes.md)")
 	}
-	if err := out.planListing(); err != nil {
+	if err := out.planListing(ctx); err != nil {
 		return nil, err
 	}
 	out.shutOut()
@@ -202,7 +202,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 		out.Nothing = !out.resets
 		return out, nil
 	}
-	if err := out.planListing(); err != nil {
+	if err := out.planListing(ctx); err != nil {
 		return nil, err
 	}
 	out.shutOut()
@@ -233,18 +233,15 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 }
 
 // planListing plans the change of the owner's policy.
-func (d *Departure) planListing() error {
+func (d *Departure) planListing(ctx context.Context) error {
 	if len(d.listed.Add)+len(d.listed.Remove) == 0 {
 		return nil
 	}
-	_, p, _, err := policies.FolderPolicy(d.dir)
-	if err != nil {
-		return err
-	}
-	if line := d.listed.Plan(p); line != "" {
+	line, err := d.listed.Plan(ctx, d.dir, d.kube)
+	if line != "" {
 		d.Plan = append(d.Plan, line)
 	}
-	return nil
+	return err
 }
 
 func (d *Departure) shutOut() {

@@ -79,6 +79,9 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 	if err != nil {
 		return signed, nil, err
 	}
+	if err := checkClock(ctx, kube); err != nil {
+		return signed, nil, err
+	}
 	if err := kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
 		before, err := Pending(d, public, n, time.Now())
 		if err != nil {

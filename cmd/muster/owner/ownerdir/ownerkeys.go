@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -30,6 +31,8 @@ type KeyRotation struct {
 	Next ed25519.PublicKey
 	// Previous is the key that signed before, which is accepted until the rotation is finished; nil: there is none.
 	Previous ed25519.PublicKey
+	// Since is when the last step was: the time of the file with Next or Previous; zero if no rotation is in progress.
+	Since time.Time
 }
 
 // Keys returns the keys that the services accept, and whose signatures the owner's commands believe.
@@ -79,6 +82,11 @@ func (d *Dir) KeyRotation() (r KeyRotation, err error) {
 		case f.name == previousKeyFile && bytes.Equal(publicOf(k), r.Signs): // SwitchKey was interrupted
 		default:
 			*f.to = publicOf(k)
+			info, err := os.Stat(d.File(f.name))
+			if err != nil {
+				return r, err
+			}
+			r.Since = info.ModTime()
 		}
 	}
 	return r, nil

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // rotating returns a folder, and the key that signs in it.
@@ -41,6 +42,9 @@ func TestTheOwnersKeyIsReplacedInTheFolder(t *testing.T) {
 		}
 		if r.Command() != step {
 			t.Errorf("next is %q, want %q", r.Command(), step)
+		}
+		if r.Since.IsZero() != (step == "") || step != "" && time.Since(r.Since).Abs() > time.Hour {
+			t.Errorf("%q: the last step was at %s", step, r.Since)
 		}
 	}
 	is(old, old)

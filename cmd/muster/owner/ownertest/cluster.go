@@ -6,11 +6,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/hex"
-	"encoding/pem"
 	"net/http"
-	"net/http/httptest"
-	"net/http/httputil"
-	"net/url"
 	"os"
 	"strconv"
 	"strings"
@@ -24,9 +20,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -230,30 +223,7 @@ func (l *Lifecycle) Next(ctx context.Context, t *testing.T, on ownerorder.Addres
 // Through puts a proxy before the API server that the folder names, which changes requests.
 func (l *Lifecycle) Through(t *testing.T, change func(*http.Request)) {
 	t.Helper()
-	transport, err := rest.TransportFor(Shared.Admin)
-	if err != nil {
-		t.Fatal(err)
-	}
-	to, err := url.Parse(Shared.Admin.Host)
-	if err != nil {
-		t.Fatal(err)
-	}
-	server := httptest.NewTLSServer(&httputil.ReverseProxy{Transport: transport, Rewrite: func(p *httputil.ProxyRequest) {
-		p.SetURL(to)
-		change(p.Out)
-	}})
-	t.Cleanup(server.Close)
-	conf := clientcmdapi.NewConfig()
-	conf.Clusters["c"] = &clientcmdapi.Cluster{Server: server.URL, CertificateAuthorityData: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})}
-	conf.Contexts["c"] = &clientcmdapi.Context{Cluster: "c"}
-	conf.CurrentContext = "c"
-	text, err := clientcmd.Write(*conf)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := l.Write(ownerdir.AdminConf, text); err != nil {
-		t.Fatal(err)
-	}
+	l.proxied(t, change, nil)
 }
 
 // Pod makes a pod on a node; no kubelet ends it, so it has no grace period.

@@ -55,10 +55,10 @@ func (l Listing) done(p *attest.Policy) bool {
 	return true
 }
 
-// Plan describes what apply would do; empty: nothing.
-func (l Listing) Plan(p *attest.Policy) string {
-	if l.done(p) {
-		return ""
+// Plan describes what [Listing.Apply] would do, which it refuses with the same errors; empty: nothing.
+func (l Listing) Plan(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) (string, error) {
+	if due, err := l.change().due(ctx, d, kube); err != nil || due == nil {
+		return "", err
 	}
 	var parts []string
 	for _, c := range l.Add {
@@ -67,7 +67,7 @@ func (l Listing) Plan(p *attest.Policy) string {
 	for _, m := range l.Remove {
 		parts = append(parts, "does not list machine "+m.String())
 	}
-	return "sign a policy with the next serial that " + strings.Join(parts, " and ") + " as a control plane: no machine believes a joinservice or kms on one that is not listed"
+	return "sign a policy with the next serial that " + strings.Join(parts, " and ") + " as a control plane: no machine believes a joinservice or kms on one that is not listed", nil
 }
 
 // Apply lists and removes control planes; see [policyChange.apply].
@@ -75,6 +75,10 @@ func (l Listing) Apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 	if len(l.Add)+len(l.Remove) == 0 {
 		return nil
 	}
+	return l.change().apply(ctx, d, kube, report)
+}
+
+func (l Listing) change() policyChange {
 	return policyChange{
 		done: func(_ []byte, p *attest.Policy) (bool, error) { return l.done(p), nil },
 		edit: func(text []byte, serial uint64) ([]byte, error) {
@@ -83,7 +87,7 @@ func (l Listing) Apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 		what: func(p *attest.Policy) string {
 			return fmt.Sprintf("it lists %d control planes", len(p.ControlPlanes()))
 		},
-	}.apply(ctx, d, kube, report)
+	}
 }
 
 // missingFrom returns the enrolled control planes that are not banned and that p does not list.

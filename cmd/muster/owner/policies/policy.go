@@ -75,6 +75,8 @@ type Application struct {
 	Refused []Expelled
 	// Opened are its lists that are empty, and so accept every machine, where the policy in force lists machines.
 	Opened []string
+	// NoneAttests reports that no node has attested lately: then Policy was compared with all nodes that were accepted last.
+	NoneAttests bool
 
 	signed *attestv1.SignedPolicy
 	kube   *clusterapi.Client
@@ -104,8 +106,8 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err != nil {
 		return nil, err
 	}
-	refused, err := expels(ctx, kube, p)
-	return &Application{Policy: p, Refused: refused, Opened: open, signed: signed, kube: kube}, err
+	refused, none, err := expels(ctx, kube, p)
+	return &Application{Policy: p, Refused: refused, NoneAttests: none, Opened: open, signed: signed, kube: kube}, err
 }
 
 // Consent is what an owner wants of a policy that is otherwise taken for a mistake.
@@ -133,7 +135,7 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, consent Cons
 		return nil, opened(plan.Opened)
 	}
 	if len(plan.Refused) > 0 && !consent.Expel {
-		return nil, expelled(plan.Refused)
+		return nil, expelled(plan.Refused, plan.NoneAttests)
 	}
 	if replaces {
 		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent

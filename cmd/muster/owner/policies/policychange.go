@@ -60,40 +60,74 @@ type policyChange struct {
 	what func(p *attest.Policy) string
 }
 
-// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an
-// interruption between the two, the same call finishes: the folder's policy then has the change, and is put into the
-// cluster unchanged.
-func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, report func(string)) error {
+// duePolicy is a change that is to be made: the policies of the folder and of the cluster.
+type duePolicy struct {
+	text []byte
+	p    *attest.Policy
+	// ours reports that the folder's policy has the change.
+	ours bool
+	have *v1alpha1.AttestationPolicy
+}
+
+// due compares the change with the folder and the cluster; nil: both have it. The two policies must differ in nothing else: muster policy apply compares
+// with the nodes what an owner has edited, and a policyChange does not.
+func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) (*duePolicy, error) {
 	text, p, json, err := FolderPolicy(d)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	have, err := kube.Policy(ctx)
 	if clusterapi.Absent(err) {
 		have, err = &v1alpha1.AttestationPolicy{}, nil
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
 	theirs := &attest.Policy{} // lists no control plane
 	if have.Spec.Policy != "" {
 		if theirs, err = attest.ParsePolicy([]byte(have.Spec.Policy)); err != nil {
-			return fmt.Errorf("the cluster's policy: %w", err)
+			return nil, fmt.Errorf("the cluster's policy: %w", err)
 		}
 	}
 	ours, err := c.done(text, p)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	sent, err := c.done([]byte(have.Spec.Policy), theirs)
 	if err != nil || ours && sent {
+		return nil, err
+	}
+	out := &duePolicy{text: text, p: p, ours: ours, have: have}
+	if have.Spec.Policy == "" {
+		return out, nil
+	}
+	same := have.Spec.Policy == string(json)
+	if ours {
+		changed, err := c.edit([]byte(have.Spec.Policy), p.Serial())
+		if err != nil {
+			return nil, err
+		}
+		if same, err = policyfile.SameRules(text, changed); err != nil {
+			return nil, err
+		}
+	}
+	if !same {
+		return nil, problem.WithRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed by this command", d.File(ownerdir.PolicyFile)),
+			"Nothing was changed. Run muster policy apply first, if you have finished editing it, or undo what you have edited. If apply says SERVER_NOT_LISTED of a control plane that this command lets go, keep it listed until this command removes it.")
+	}
+	return out, nil
+}
+
+// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an
+// interruption between the two, the same call finishes: the folder's policy then has the change, and is put into the
+// cluster unchanged.
+func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, report func(string)) error {
+	due, err := c.due(ctx, d, kube)
+	if err != nil || due == nil {
 		return err
 	}
-	if !ours {
-		if have.Spec.Policy != string(json) && have.Spec.Policy != "" {
-			return problem.WithRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed by this command", d.File(ownerdir.PolicyFile)),
-				"Run muster policy apply first, if you have finished editing it, or undo what you have edited.")
-		}
+	text, p, have := due.text, due.p, due.have
+	if !due.ours {
 		signed, err := SignedSerial(d, have)
 		if err != nil {
 			return err

@@ -42,30 +42,57 @@ func attested(n *v1alpha1.AttestedNode, now time.Time) bool {
 	return !n.ShutOut() && v != nil && now.Sub(v.Time.Time) < Attests
 }
 
-// expels returns the running nodes whose last evidence does not match the policy.
-func expels(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) ([]Expelled, error) {
+// NoneAttests reports whether nodes have attested before, and none has lately: then the cluster does not say which of them run. They are off, no joinservice
+// records what they send, or the clocks of control planes differ.
+func NoneAttests(nodes []v1alpha1.AttestedNode, now time.Time) bool {
+	before := false
+	for i := range nodes {
+		if attested(&nodes[i], now) {
+			return false
+		}
+		before = before || !nodes[i].ShutOut() && nodes[i].Status.LastVerdict != nil
+	}
+	return before
+}
+
+// NoneHasAttested says what [NoneAttests] reports; WhyNoneAttests is the remedy.
+var NoneHasAttested = fmt.Sprintf("no node has attested in the last %s", Attests)
+
+// WhyNoneAttests is the remedy if [NoneAttests].
+const WhyNoneAttests = "muster status and muster doctor show why: joinservice does not run, or a clock is wrong."
+
+// expels returns the running nodes whose last evidence does not match the policy. If no node attests, those count as running that were accepted last.
+func expels(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) (out []Expelled, none bool, _ error) {
 	all, err := kube.Enrollments(ctx)
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	var out []Expelled
+	now, err := kube.ServerTime(ctx)
+	if err != nil {
+		return nil, false, err
+	}
+	none = NoneAttests(all, now)
 	for i := range all {
 		n := &all[i]
-		if !Running(n, time.Now()) {
+		if v := n.Status.LastVerdict; !Running(n, now) && (!none || n.ShutOut() || v == nil || !v.Accepted) {
 			continue
 		}
 		if err := mayMatch(p, n); err != nil {
 			out = append(out, Expelled{n.Name, err.Error()})
 		}
 	}
-	return out, nil
+	return out, none, nil
 }
 
-// expelled refuses a policy for running nodes that do not match it.
-func expelled(nodes []Expelled) error {
+// expelled refuses a policy for running nodes that do not match it; none is as [NoneAttests] reports.
+func expelled(nodes []Expelled, none bool) error {
 	var named []string
 	for _, n := range nodes[:min(len(nodes), maxNamedNodes)] {
 		named = append(named, n.Node+": "+n.Why)
+	}
+	if none {
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%s, so it is not known which run, and %d nodes do not match the policy: %s", NoneHasAttested, len(nodes), strings.Join(named, "; ")),
+			"The policy in force is unchanged. "+WhyNoneAttests+" If none of these nodes is needed any more, or they run another image now, repeat the command with --expel.")
 	}
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%d running nodes do not match the policy: %s", len(nodes), strings.Join(named, "; ")),
 		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them; muster status shows who does. To shut them out, repeat the command with --expel.")
@@ -166,17 +193,28 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 	signed := attest.SignCandidate(key, json)
 	sum := sha256.Sum256(signed.GetPolicy())
 	digest := hex.EncodeToString(sum[:])
-	began := time.Now()
-	if err := kube.SetCandidate(ctx, base64.StdEncoding.EncodeToString(signed.GetSignature())+" "+string(signed.GetPolicy())); err != nil {
+	began, err := kube.ServerTime(ctx)
+	if err != nil {
+		return nil, err
+	}
+	note := base64.StdEncoding.EncodeToString(signed.GetSignature()) + " " + string(signed.GetPolicy())
+	if err := kube.SetCandidate(ctx, note); err != nil {
 		return nil, err
 	}
 	defer func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 		defer cancel()
-		err = errors.Join(err, kube.SetCandidate(ctx, ""))
+		err = errors.Join(err, kube.DropCandidate(ctx, note))
 	}()
 	seen, pause := map[string]bool{}, retry.Backoff{Min: orders.FirstPoll, Max: orders.ReportPoll}
 	for {
+		have, err := kube.Policy(ctx)
+		if err == nil && have.Annotations[v1alpha1.PolicyCandidate] != note {
+			err = problem.WithRemedy(errors.New("another muster policy diff has replaced this one's policy meanwhile"), "Run it again when the other one has ended.")
+		}
+		if err != nil {
+			return out, err
+		}
 		all, err := kube.Enrollments(ctx)
 		if err != nil {
 			return out, err

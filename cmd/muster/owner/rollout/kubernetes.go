@@ -60,6 +60,8 @@ func (k *kubeUpgrade) describe(ctx context.Context, in, next KubernetesStage, ch
 			return err
 		case stage != in || !same(*cmp.Or(i.Previous, new(i.Current())), k.from()):
 			return problem.WithRemedy(errors.New("another program has changed the cluster's description meanwhile"), "Nothing was changed by this one. Look at cluster.json of the ConfigMap muster-cluster.")
+		case in == KubernetesBegins && !i.Rotation.Joins():
+			return problem.WithRemedy(fmt.Errorf("the %s is being rotated", i.Rotation.Key), "No node was begun. End that first: "+i.Rotation.Command()+".")
 		}
 		change(i)
 		return nil

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -81,7 +82,8 @@ func TestAnUpgradeOfKubernetesContinues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s, err := kube.Status(ctx, slog.New(slog.DiscardHandler)); err != nil || s.Upgrade == nil || *s.Upgrade != (clusterapi.KubernetesUpgrade{From: ownertest.Before, To: ownertest.After, Stage: "control planes", Upgraded: 1, Nodes: 4}) {
+	s, err := kube.Status(ctx, slog.New(slog.DiscardHandler))
+	if err != nil || s.Upgrade == nil || *s.Upgrade != (clusterapi.KubernetesUpgrade{From: ownertest.Before, To: ownertest.After, Stage: "control planes", Since: s.Upgrade.Since, Upgraded: 1, Nodes: 4}) || time.Since(s.Upgrade.Since).Abs() > ownertest.Patience {
 		t.Errorf("%v; %+v", err, s.Upgrade)
 	}
 	other := ownertest.ListOf(ownertest.After, "3.6.6-0", "3")

@@ -193,11 +193,15 @@ func (r *Restarts) one(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 		if err != nil {
 			return false, err
 		}
-		if s, o := orders.Underway(d, public, n, time.Now()); s != nil && o.Action == u.action && boot.In != "" {
+		now, err := kube.ServerTime(ctx)
+		if err != nil {
+			return false, err
+		}
+		if s, o := orders.Underway(d, public, n, now); s != nil && o.Action == u.action && boot.In != "" {
 			// An earlier run has ordered this, and the machine may have restarted since: what counts is the boot from before.
 			u.joins, not = s, boot.In
 			u.undrained, u.returns = boot.Restarted() || !boot.Ready, true
-		} else if why := unordered(n, time.Now()); why != "" {
+		} else if why := unordered(n, now); why != "" {
 			return false, problem.WithRemedy(fmt.Errorf("its machine gets no orders: %s", why), "Nothing was changed on it. muster doctor and its console show what is wrong. Leave it out, or remove it if it is gone for good: muster forget "+name+".")
 		}
 	}

@@ -4,6 +4,7 @@ package rollout
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -23,6 +24,7 @@ type Rollout struct {
 	// Images counts the nodes of each image of the policy in force, also those that are off; with 0, the image can be removed from the policy.
 	Images map[string]int `json:"images"`
 
+	err       error
 	upgrading bool // Kubernetes is being upgraded: that command has drained nodes, too
 }
 
@@ -61,6 +63,9 @@ func unordered(n *v1alpha1.AttestedNode, now time.Time) string {
 	}
 	return ""
 }
+
+// Err returns why no machine gets orders now; nil: those do that are not silent.
+func (r *Rollout) Err() error { return r.err }
 
 // Outdated returns the nodes of an image that can be restarted, those of it whose machines get no orders, and those that an interrupted rollout has restarted
 // with another image, and not let take pods again.
@@ -112,7 +117,14 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 	if err != nil && !clusterapi.Absent(err) {
 		return nil, err
 	}
-	out := &Rollout{Nodes: []Runs{}, Images: map[string]int{}, upgrading: err == nil && info.Other() != nil}
+	now, err := kube.ServerTime(ctx)
+	if err != nil {
+		return nil, err
+	}
+	out := &Rollout{Nodes: []Runs{}, Images: map[string]int{}, upgrading: info != nil && info.Other() != nil}
+	if policies.NoneAttests(all, now) {
+		out.err = problem.WithRemedy(errors.New(policies.NoneHasAttested+", so no machine gets orders"), "Nothing was changed. "+policies.WhyNoneAttests)
+	}
 	for _, name := range p.Images() {
 		out.Images[name] = 0
 	}
@@ -125,7 +137,7 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 		if err != nil {
 			return nil, fmt.Errorf("AttestedNode %s: %w", n.Name, err)
 		}
-		r := Runs{Node: n.Name, Role: n.Spec.Role, Attested: n.Status.LastVerdict.Time.Time, Accepted: n.Status.LastVerdict.Accepted, Silent: unordered(n, time.Now())}
+		r := Runs{Node: n.Name, Role: n.Spec.Role, Attested: n.Status.LastVerdict.Time.Time, Accepted: n.Status.LastVerdict.Accepted, Silent: unordered(n, now)}
 		r.Held, r.Restarted = boots[n.Name].Held, boots[n.Name].Restarted()
 		r.Image, r.Class = p.Names(values)
 		if n.Status.Boot != nil {

@@ -125,7 +125,7 @@ func (k *keyChange) boots(name string, keys ...ed25519.PublicKey) {
 }
 
 func (k *keyChange) config(step OwnerKeyStep) OwnerKeyConfig {
-	return OwnerKeyConfig{Dir: k.Dir, Step: step, Services: k.services, Now: time.Now, Report: func(s string) { k.t.Log(s) }}
+	return OwnerKeyConfig{Dir: k.Dir, Step: step, Services: k.services, Report: func(s string) { k.t.Log(s) }}
 }
 
 func (k *keyChange) does(step OwnerKeyStep) *OwnerKeyPlan {

@@ -48,7 +48,6 @@ type OwnerKeyConfig struct {
 	Key ed25519.PrivateKey
 	// Services may be nil for [OwnerKeyPrepare].
 	Services OwnerKeyServices
-	Now      func() time.Time
 	// Report is called for each part of a step.
 	Report func(string)
 }
@@ -185,17 +184,24 @@ func (p *OwnerKeyPlan) cluster(ctx context.Context, cfg OwnerKeyConfig, kube *cl
 	if err != nil {
 		return err
 	}
+	now, err := kube.ServerTime(ctx)
+	if err != nil {
+		return err
+	}
 	for i := range all {
 		if !all[i].ShutOut() {
-			p.node(&all[i], latest, old, cfg.Now())
+			p.node(&all[i], latest, old, now)
 		}
 	}
+	none, unknown := policies.NoneAttests(all, now), []string(nil)
 	slices.SortFunc(p.Nodes, func(a, b OwnerKeyNode) int { return strings.Compare(a.Name, b.Name) })
 	for _, n := range p.Nodes {
 		switch {
 		case n.New && n.Old && p.Step == OwnerKeyFinish:
 			p.note("%s has an image that still accepts the old key: whoever has that key can sign orders and policies for it until it has restarted with an image that has only the new key.", n.Name)
 		case n.New:
+		case none:
+			unknown = append(unknown, n.Name)
 		case !n.Running:
 			p.note("%s has not attested lately, and has not reported that its image has the new key. If the image lacks it, the machine refuses the cluster from now on, and has to boot another image.", n.Name)
 		case len(n.Keys) == 0:
@@ -203,6 +209,9 @@ func (p *OwnerKeyPlan) cluster(ctx context.Context, cfg OwnerKeyConfig, kube *cl
 		default:
 			p.problem("the image of %s does not have the new key, so it would refuse the cluster's policy: roll out an image that has it (muster rollout status, muster rollout reboot)", n.Name)
 		}
+	}
+	if len(unknown) > 0 {
+		p.problem("%s, so it is not known which run, and these have not reported that their images have the new key: %s. %s Nodes that are gone for good: muster forget NODE", policies.NoneHasAttested, problem.Named(unknown), policies.WhyNoneAttests)
 	}
 	return nil
 }

@@ -121,11 +121,15 @@ func (r *rotating) lost(ctx context.Context) error {
 // move writes the next phase into the cluster's description; nil: the rotation is over. Of two commands at once, the second one finds what the first one
 // has written, and ends.
 func (r *rotating) move(ctx context.Context, to *clusterinfo.Rotation) error {
-	if to != nil && (r.now == nil || r.now.Phase != to.Phase) {
-		to.Since = r.Now().UTC().Truncate(time.Second)
-	}
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
+	if to != nil && (r.now == nil || r.now.Phase != to.Phase) {
+		now, err := r.kube.ServerTime(ctx)
+		if err != nil {
+			return err
+		}
+		to.Since = now.UTC()
+	}
 	err := r.kube.Describe(ctx, func(i *clusterinfo.Info) error {
 		switch {
 		case equal(i.Rotation, to): // this call was repeated

@@ -101,9 +101,9 @@ func TestWhichNodesHoldTheRotationUp(t *testing.T) {
 	} {
 		n := well()
 		tt.change(&n)
-		r := &rotating{RotationConfig: RotationConfig{Now: func() time.Time { return now }}, now: &clusterinfo.Rotation{ID: id}}
+		r := &rotating{now: &clusterinfo.Rotation{ID: id}}
 		var problems []string
-		r.behind([]clusterapi.NodeRelease{n}, func(format string, args ...any) { problems = append(problems, fmt.Sprintf(format, args...)) })
+		r.behind([]clusterapi.NodeRelease{n}, now, func(format string, args ...any) { problems = append(problems, fmt.Sprintf(format, args...)) })
 		if (tt.behind == "") != (len(problems) == 0) || !strings.Contains(strings.Join(problems, ""), tt.behind) {
 			t.Errorf("%s: %q, want %q", name, problems, tt.behind)
 		}

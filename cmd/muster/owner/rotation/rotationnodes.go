@@ -10,9 +10,11 @@ import (
 
 	"k8s.io/client-go/util/cert"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
@@ -23,7 +25,7 @@ const offAfter = 15 * time.Minute
 
 // behind adds to a plan which nodes would be lost if the cluster's old authority were dropped now. A machine under foreign control can report anything: then
 // it harms itself.
-func (r *rotating) behind(nodes []clusterapi.NodeRelease, refuse func(string, ...any)) {
+func (r *rotating) behind(nodes []clusterapi.NodeRelease, now time.Time, refuse func(string, ...any)) {
 	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then gets the new authority at its first or second start, and its old kubelet's certificate is refused until then"
 	for _, name := range r.Without {
 		i := slices.IndexFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.Name == name })
@@ -33,6 +35,16 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, refuse func(string, ..
 		case nodes[i].ControlPlane:
 			refuse("--without %s: it is a control plane, and would go on to use the old authority: remove it (muster forget %[1]s).", name)
 		}
+	}
+	var enrolled []v1alpha1.AttestedNode
+	for i := range nodes {
+		if e := nodes[i].Enrollment; e != nil {
+			enrolled = append(enrolled, *e)
+		}
+	}
+	none := policies.NoneAttests(enrolled, now)
+	if none { // to remove nodes for that would be wrong
+		refuse("%s. %s", policies.NoneHasAttested, policies.WhyNoneAttests)
 	}
 	for i := range nodes {
 		n := &nodes[i]
@@ -50,7 +62,7 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, refuse func(string, ..
 			refuse("%s has not reported that it trusts the new authority, within five minutes of its start: "+remedy+".", n.Name)
 		case st.LastVerdict != nil && !st.LastVerdict.Accepted:
 			refuse("the machine of %s is refused (%s), so what it reported before may not be so any more: have it accepted (muster verify %[1]s), remove it (muster forget %[1]s), or name it with --without %[1]s.", n.Name, problem.Printable(st.LastVerdict.Reason))
-		case !n.Ready || st.LastVerdict == nil || r.Now().Sub(st.LastVerdict.Time.Time) > offAfter:
+		case !n.Ready || st.LastVerdict == nil || !none && now.Sub(st.LastVerdict.Time.Time) > offAfter:
 			refuse("%s is off, or does not attest: "+remedy+".", n.Name)
 		case len(st.KubeletAuthorities) == 0 || slices.ContainsFunc(st.KubeletAuthorities, func(id string) bool { return id != r.now.ID }):
 			refuse("the kubelet of %s has a certificate of the old authority, and replaces it within 24 hours: wait.", n.Name)

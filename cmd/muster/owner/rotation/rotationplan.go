@@ -39,7 +39,6 @@ type RotationConfig struct {
 	Adopt func(ctx context.Context, ca *x509.Certificate, only bool) error
 	// Wait is how long each control plane has; see [RotationTimeout]. Poll is the pause between two looks at the cluster.
 	Wait, Poll time.Duration
-	Now        func() time.Time
 	// Report is called for each step.
 	Report func(node, step string)
 }
@@ -180,7 +179,11 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 		}
 	}
 	if r.now != nil && r.now.Key == r.Key && (r.now.Phase == clusterinfo.RotationSettled || r.now.Phase == clusterinfo.RotationFinish) {
-		return p, r.consequences(ctx, p)
+		now, err := r.kube.ServerTime(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return p, r.consequences(ctx, p, now)
 	}
 	return p, nil
 }
@@ -190,6 +193,10 @@ func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, refuse func(s
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
 	nodes, err := r.kube.Releases(ctx)
+	if err != nil {
+		return err
+	}
+	now, err := r.kube.ServerTime(ctx)
 	if err != nil {
 		return err
 	}
@@ -204,9 +211,9 @@ func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, refuse func(s
 	}): // it is too late: the old one is dropped
 	case r.now.Phase != clusterinfo.RotationSettled && r.now.Phase != clusterinfo.RotationFinish:
 	case r.Finish:
-		r.behind(nodes, refuse)
+		r.behind(nodes, now, refuse)
 	default:
-		r.behind(nodes, func(format string, args ...any) {
+		r.behind(nodes, now, func(format string, args ...any) {
 			p.Notes = append(p.Notes, "Before --finish: "+fmt.Sprintf(format, args...))
 		})
 	}
@@ -214,11 +221,11 @@ func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, refuse func(s
 }
 
 // consequences adds what stops working when the old key is dropped.
-func (r *rotating) consequences(ctx context.Context, p *RotationPlan) error {
+func (r *rotating) consequences(ctx context.Context, p *RotationPlan, now time.Time) error {
 	switch r.Key {
 	case clusterinfo.ServiceAccountKey:
 		p.Notes = append(p.Notes, "After --finish, tokens that the old key has signed are refused: those of pods that read theirs only at their start, and all that were made by kubectl create token or the TokenRequest API before.")
-		if earliest := r.now.Since.Add(tokensRenewed); r.now.Phase == clusterinfo.RotationSettled && r.Now().Before(earliest) {
+		if earliest := r.now.Since.Add(tokensRenewed); r.now.Phase == clusterinfo.RotationSettled && now.Before(earliest) {
 			text := fmt.Sprintf("kubelets have replaced the tokens of all pods at %s.", earliest.Local().Format(time.DateTime))
 			if r.Finish && !r.Early {
 				p.Problems = append(p.Problems, text+" Wait until then, or finish with --early: the command restarts Muster's services, and other pods fail to authenticate for up to an hour, or until they are restarted. Those that you restart before keep working.")
