@@ -12,7 +12,7 @@ import (
 // With --endpoint, nothing is signed for another machine than the one that answers there (A7). A new control plane is in no cluster: whoever answers at
 // its address as root on a forgotten node is locked to this one.
 func TestTheMachineAtTheEndpointIsTheOneThatIsNamed(t *testing.T) {
-	const noCluster = "holds no cluster yet" // what follows the verification: this folder has no kubeconfig
+	const noCluster = "has no admin.conf yet" // what follows the verification: this folder has no kubeconfig
 	enroll := func(id, at string) []string {
 		return []string{"enroll", "cp2", "--role", "control-plane", "--machine-id", id, "--endpoint", at}
 	}

@@ -319,7 +319,7 @@ func (e *encrypted) unlocks(l *life, b boot) error {
 			return errors.New("the machine does not end unlocking")
 		case <-tick.C:
 		}
-		if a := l.attributes("waiting for the owner's recovery beside the tries to rejoin"); a != nil && !recovering && e.kind == journal.KindInit {
+		if a := l.attributes("waiting for a recovery by the owner; rejoin attempts continue"); a != nil && !recovering && e.kind == journal.KindInit {
 			recovering = true
 			addr, _ := a["recover"].(string)
 			ctx, cancel := context.WithTimeout(e.t.Context(), patience)

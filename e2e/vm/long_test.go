@@ -374,7 +374,7 @@ func (w *fixture) revived(t *testing.T, earlier string) {
 	w.says(t, "node5", "CLUSTER_ROLLED_BACK", joinTime)
 	_, said, err := w.Run(t.Context(), driver.Owner, "", "muster", "recover", node5)
 	// The old disk may have recorded the epoch before the first policy.
-	if err == nil || !strings.Contains(said+err.Error(), "would revive epoch ") || !strings.Contains(said+err.Error(), "the folder knows serial 9") {
+	if err == nil || !strings.Contains(said+err.Error(), "It holds epoch ") || !strings.Contains(said+err.Error(), "The folder's newest policy has serial 9") {
 		t.Fatalf("muster recover revives an earlier epoch without a word: %v\n%s", err, said)
 	}
 	t.Logf("muster recover: %v\n%s", err, said)

@@ -12,9 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// RemoveAll is [os.RemoveAll] for trees that pods have made, or root before the reboot. Those can be so deep that a program which holds each folder open has
-// no files or memory left, and so wide that one which looks at a folder anew for each few names takes hours, at every boot. This one moves what is more than
-// maxDepth folders deep to the top of the tree, and goes on there. A link is removed, never followed, and attributes that prevent a removal are cleared.
+// RemoveAll is [os.RemoveAll] for trees that pods have made, or root before the reboot. Such trees can be so deep that holding each folder open exhausts
+// files or memory, and so wide that reopening a folder after every few names takes hours, at every boot. RemoveAll moves folders below maxDepth to the top
+// of the tree, and removes them there. A link is removed, never followed, and attributes that prevent a removal are cleared.
 func RemoveAll(at string) error {
 	info, err := os.Lstat(at)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -71,7 +71,7 @@ func open(in int, name string) (*os.File, error) {
 type remover struct {
 	top *os.File
 	// tooDeep is the first folder that was too deep in this round, moved to top under name; the others of the round are moved into it. So each folder is read
-	// in one round only, and no new one is made, for which a full disk may have no room. nil: none was too deep.
+	// in one round only, and no new one is made, for which a full disk may have no room. It is nil if none was too deep.
 	tooDeep *os.File
 	name    string
 }
@@ -83,8 +83,8 @@ func (r *remover) close() error {
 	return r.tooDeep.Close()
 }
 
-// empty removes the content of a folder, until it finds none. It reads the folder to its end before it begins again: ext4 would look at each block that it
-// has emptied already.
+// empty removes the content of a folder, until it finds none. It reads the folder to its end before it starts again, because ext4 then scans the emptied
+// blocks again.
 func (r *remover) empty(folder *os.File, depth int) error {
 	for {
 		f, err := open(int(folder.Fd()), ".")
@@ -119,7 +119,7 @@ func (r *remover) emptyOnce(folder *os.File, depth int) (removed int, err error)
 	}
 }
 
-// remove removes an entry of a folder that is so many folders below the one of this round.
+// remove removes an entry of a folder. depth is that folder's depth below the folder of this round.
 func (r *remover) remove(folder *os.File, name string, depth int) error {
 	in := int(folder.Fd())
 	err := unlink(in, name, 0)

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// deep makes so many folders, each in the one before, with a file and a link in each. It calls last, unless it is nil, with the last of them.
+// deep makes depth folders, each in the one before, with a file and a link in each. It calls last, unless it is nil, with the last of them.
 func deep(t *testing.T, folder, target string, depth int, last func(*os.Root)) {
 	t.Helper()
 	at, err := os.OpenRoot(folder)

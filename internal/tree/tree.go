@@ -1,7 +1,7 @@
 // Package tree walks and removes folders of the state disk, in which pods, or an attacker who was root before the reboot, may have left any number of
 // entries, at any depth, under any name that the kernel allows (B8).
 //
-// Memory and open files do not depend on what is in a folder, no link is followed, and only a missing file counts as missing: an error is returned.
+// The use of memory and open files does not depend on what is in a folder, no link is followed, and every error except ENOENT is returned.
 package tree
 
 import (
@@ -15,8 +15,7 @@ import (
 )
 
 const (
-	// maxDepth is how many folders deep [Walk] and [RemoveAll] go. Paths of so many names are shorter than PATH_MAX. No program of a machine makes deeper
-	// folders, but for the content of layers and volumes.
+	// maxDepth is how many folders deep [Walk] and [RemoveAll] go. Paths of this depth fit into PATH_MAX. Only image layers and volumes have deeper folders.
 	maxDepth = 12
 	// maxNames is how many names of a folder are in memory at once.
 	maxNames = 100

@@ -109,7 +109,7 @@ func (w *fixture) startAgain(t *testing.T) {
 	r.kill(t)
 }
 
-const tampered = "the state disk has what the cluster does not list"
+const tampered = "the state disk differs from the cluster's list"
 
 // A disk that nothing has changed since the machine used it stays as it is.
 func TestAnUnchangedStateDiskIsLeftAlone(t *testing.T) {

@@ -202,7 +202,7 @@ func TestAProgramThatWaitsForItsMirrorIsOneFinding(t *testing.T) {
 	w.put(t, "usr/local/bin/kubeadm", "#!evil")
 	w.mirror = "http://127.0.0.1:1"
 	w.desires(t)
-	const found, installed = "it is to be installed anew", "a component was installed anew"
+	const found, installed = "will be reinstalled", "a component was reinstalled"
 	for n := range 2 {
 		r := w.boot()
 		eventually(t, "it is found", func() bool { return strings.Count(w.logged.String(), found) > n })

@@ -20,18 +20,18 @@ const (
 	betweenAttempts = time.Second
 	// maxWaiting is how many calls wait in the queue at one time.
 	maxWaiting = 16
-	// comeBack is the pause that a source without a place is asked for; placeKept is how long its place is kept.
+	// comeBack is the retry hint for a source that is refused as BUSY; placeKept is how long its position is kept.
 	comeBack  = 2 * time.Second
 	placeKept = time.Minute
 	// maxSources bounds the sources in memory.
 	maxSources = 4096
 )
 
-// queue decides which call may try a key next. It knows nothing of RPC.
+// queue decides which call may try a key next. It does not depend on RPC.
 //
 // One key is tried at a time. A source has one call that waits or is tried, and maxWrong wrong keys a minute. The source that asked first goes first.
-// Its place counts from its first call since its last attempt, also if it was refused for lack of a place since: so a source that comes back goes before
-// all sources that came later, and many sources together can delay the owner by one attempt each, but not keep it out.
+// Its position counts from its first call since its last attempt, even if that call was refused because the queue was full. So it precedes all sources that
+// came later: many sources can delay the owner by one attempt each, but not lock the owner out.
 type queue struct {
 	now   func() time.Time
 	pause time.Duration
@@ -47,7 +47,7 @@ type source struct {
 	left    float64   // wrong keys that it may send now
 	counted time.Time // the time of left
 	present bool      // it has a call that waits or is tried
-	since   time.Time // its first call since its last attempt; zero: it does not wait
+	since   time.Time // its first call since its last attempt; zero if it does not wait
 	asked   time.Time // its last call
 }
 
@@ -61,7 +61,7 @@ func newQueue(now func() time.Time, pause time.Duration) *queue {
 	return &queue{now: now, pause: pause, sources: map[netip.Prefix]*source{}}
 }
 
-// take waits until a call from that address may try a key; it calls waits if that is not now. The caller calls done once, with whether the key was
+// take waits until a call from that address may try a key; it calls waits if the call has to wait. The caller calls done once, with whether the key was
 // wrong.
 func (q *queue) take(ctx context.Context, from netip.Prefix, waits func()) (done func(wrong bool), err error) {
 	s, mine, err := q.enter(from)
@@ -118,7 +118,7 @@ func (q *queue) enter(from netip.Prefix) (*source, *slot, error) {
 		}
 		q.waiting = q.waiting[:len(q.waiting)-1]
 		last.source.present = false
-		last.ready <- attest.RefuseFor(comeBack, attestv1.Reason_REASON_BUSY, "a caller that came before has taken the place in the queue")
+		last.ready <- attest.RefuseFor(comeBack, attestv1.Reason_REASON_BUSY, "the queue is full: a source that asked earlier has taken this place")
 	}
 	mine := &slot{source: s, ready: make(chan error, 1)}
 	s.present = true
@@ -188,8 +188,8 @@ func (s *source) count(now time.Time) {
 	}
 }
 
-// makeRoom removes sources without state worth keeping. If there is none, it removes the source that came last, which loses its place, or gets a few
-// attempts back.
+// makeRoom removes sources that are idle and have all attempts left. If there are none, it removes the most recent source, which loses its position or
+// regains attempts.
 func (q *queue) makeRoom(now time.Time) {
 	if len(q.sources) < maxSources {
 		return

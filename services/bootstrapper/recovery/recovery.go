@@ -1,13 +1,13 @@
 // Package recovery lets the owner open a control plane's state disk when no joinservice can.
 //
-// The caller appraises this machine, and does not attest. It sends the key of this machine's disk and the ID of the disk's cluster, signed with the
-// owner's key, whose public key the image measured. The signature binds disk, key and cluster, so that an attacker's own disk can't pass for this
-// cluster's (PCR 15). The key is valid if it opens the disk, so an attacker would have to guess 256 bits. The request also has the lists of software that the
-// running system compares the disk with (B8), under the same signature.
+// The caller appraises this machine, and does not attest itself: the owner's workstation has no TPM. It sends the key of this machine's disk and the ID of
+// the disk's cluster, signed with the owner's key, whose public key the image measured. The signature binds disk, key and cluster, so that the machine is
+// never locked (PCR 15) to this cluster with an attacker's disk. The key is valid if it opens the disk, so an attacker would have to guess 256 bits. The
+// request also has the lists of software that the running system compares the disk with (B8), under the same signature.
 //
-// Unattested clients must not keep the owner out. So no address is locked out for good: each has a number of attempts a minute, one at a time, and keeps
-// its place in the queue when it is refused for lack of a place; see queue. The machine's own attempts to rejoin continue meanwhile, and both use the
-// same function to try a key.
+// Unattested clients must not keep the owner out. So no address is locked out permanently: each has a number of attempts a minute, one at a time, and keeps
+// its position when it is refused because the queue is full; see queue. The machine's own attempts to rejoin continue meanwhile, and both use the same
+// function to try a key.
 package recovery
 
 import (
@@ -37,7 +37,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// The error of Config.Try wraps one of these if the disk has no fault.
+// The error of Config.Try wraps one of these unless the disk itself failed.
 var (
 	// ErrWrongKey means that the key does not open the disk.
 	ErrWrongKey = errors.New("the key does not open the disk")
@@ -68,7 +68,7 @@ var Limits = atls.Limits{
 	Large: 16, LargePerSource: 4, LargeBytes: 64 << 10,
 }
 
-// Config lists what a Server needs. All fields but one of OwnerKeys and NoOwnerKey are required.
+// Config lists what a Server needs. All fields are required, but only one of OwnerKeys and NoOwnerKey is set.
 type Config struct {
 	// DiskID names this machine's state disk.
 	DiskID keys.DiskID
@@ -77,10 +77,10 @@ type Config struct {
 	// NoOwnerKey is insecure, and required if there are no OwnerKeys: then requests are not signed, and a client with the disk's key chooses its cluster.
 	NoOwnerKey bool
 	// Try opens the disk with a key. Its error wraps [ErrWrongKey] if the key is wrong, and [ErrOpen] if the disk was open; all others are faults of the
-	// disk. This package never calls it twice at a time; it has to order calls from elsewhere itself.
+	// disk. This package never makes two calls at once; Try must serialize calls from elsewhere itself.
 	//
 	// The machine locks itself to the cluster (PCR 15) before anything of the opened disk is used, so that an attacker's disk never runs in an unlocked
-	// machine. Before that, it notes what the disk is to be compared with (B8).
+	// machine. Before that, it stores what the disk is to be compared with (B8).
 	Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
@@ -120,7 +120,7 @@ func New(cfg Config) (*Server, error) {
 	s := &Server{
 		cfg: cfg, queue: newQueue(time.Now, betweenAttempts), idle: idleTimeout, call: callTimeout, grace: grace, nonce: ownerorder.NewNonce(), recovered: make(chan struct{}),
 		attempts: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_recovery_attempts_total", Help: "Recoveries that were asked for, by reason; ACCEPTED: the disk is open.",
+			Name: "muster_recovery_attempts_total", Help: "Recovery requests by reason code; ACCEPTED means that the disk was opened.",
 		}, []string{"reason"}),
 	}
 	if err := cfg.Metrics.Register(s.attempts); err != nil {
@@ -129,7 +129,7 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// Recovered is closed once a caller's key has opened the disk, and the caller was notified or did not read for two seconds.
+// Recovered is closed once a caller's key has opened the disk, and the caller was notified or two seconds have passed.
 func (s *Server) Recovered() <-chan struct{} { return s.recovered }
 
 // Service returns the handler that Run serves, for use in another server, which then limits connections itself.
@@ -151,7 +151,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 		return err
 	}
 	health.SetAll(true)
-	s.cfg.Log.InfoContext(ctx, "waiting for the owner's recovery beside the tries to rejoin", "recover", l.Addr().String(), "disk", s.cfg.DiskID.String())
+	s.cfg.Log.InfoContext(ctx, "waiting for a recovery by the owner; rejoin attempts continue", "recover", l.Addr().String(), "disk", s.cfg.DiskID.String())
 	return server.Run(ctx)
 }
 
@@ -169,8 +169,8 @@ func (s *Server) Recover(ctx context.Context, req *recoverv1.RecoverRequest, str
 	return err
 }
 
-// recover notifies the caller of the progress with its key. A caller may read late or never, so another goroutine tries the key: a call that is tried,
-// or has a place in the queue, waits for no client.
+// recover notifies the caller of the progress with its key. A caller may read late or never, so another goroutine tries the key, and no slow client delays
+// the queue.
 func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, notify func(recoverv1.State) error) error {
 	r, err := ownerorder.ParseRecovery(req, s.cfg.DiskID, s.nonce, s.cfg.OwnerKeys)
 	if err != nil {
@@ -207,7 +207,7 @@ func (s *Server) recover(ctx context.Context, req *recoverv1.RecoverRequest, not
 
 // serve waits for the call's place in the queue and tries its key.
 func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, desired component.Desired, notify func(recoverv1.State)) error {
-	// A call that is tried or waits keeps its connection: the queue bounds how many do.
+	// A call that is tried or waits keeps its connection: the queue bounds their number.
 	if session, ok := atls.SessionFrom(ctx); ok {
 		defer session.Keep()()
 	}
@@ -244,15 +244,15 @@ func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, desired compo
 
 func (s *Server) opened() { s.once.Do(func() { close(s.recovered) }) }
 
-// try tries the key to its end, whether or not its caller waits: no other call would finish a half-done opening.
+// try completes the attempt even if its caller hangs up: no other call would finish a half-done opening.
 func (s *Server) try(ctx context.Context, r ownerorder.Recovery, desired component.Desired) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), tryTimeout)
 	defer cancel()
 	return s.cfg.Try(ctx, r.Key, r.Cluster, desired)
 }
 
-// desiredOf returns what the disk is compared with (B8): REQUEST_INVALID. An owner's program that sends no software is older than the field: its owner
-// still has to open the disk, which is then not compared.
+// desiredOf returns what the disk is compared with (B8), or REQUEST_INVALID. Earlier versions of muster send no software; their owners must still be able to
+// open the disk, which is then not compared.
 func desiredOf(s *ownerorder.Software) (component.Desired, error) {
 	if s == nil {
 		return component.Desired{Uncompared: component.UncomparedRecovery}, nil
@@ -279,8 +279,8 @@ func desiredOf(s *ownerorder.Software) (component.Desired, error) {
 }
 
 func parseList(text string) (versions.List, error) {
-	if !json.Valid([]byte(text)) { // YAML has aliases, and without an owner's key anybody may send it
-		return versions.List{}, errors.New("it is no JSON")
+	if !json.Valid([]byte(text)) { // YAML has aliases, and without an owner's key in the image an unauthenticated client may send it
+		return versions.List{}, errors.New("it is not valid JSON")
 	}
 	list, err := versions.Parse([]byte(text))
 	if err != nil {
@@ -290,7 +290,7 @@ func parseList(text string) (versions.List, error) {
 	return list, err
 }
 
-// remoteOf returns the caller's address; empty: it has none.
+// remoteOf returns the caller's address; empty if it has none.
 func remoteOf(ctx context.Context) string {
 	call, ok := connect.CallInfoForHandlerContext(ctx)
 	if !ok {

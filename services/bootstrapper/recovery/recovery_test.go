@@ -81,12 +81,12 @@ func TestARequestThatTheOwnerDidNotSignIsRefused(t *testing.T) {
 		"with a policy's signature": with(func(r *recoverv1.RecoverRequest) {
 			r.Signature = attest.SignPolicy(ownerKey, []byte("{}")).GetSignature()
 		}),
-		"with another list than signed":    with(func(r *recoverv1.RecoverRequest) { r.Software.List = listOf("kubelet", "evil") }),
-		"with a second list":               with(func(r *recoverv1.RecoverRequest) { r.Software.Other = listOf("evil") }),
-		"with another endpoint":            with(func(r *recoverv1.RecoverRequest) { r.Software.Endpoint = "evil:6443" }),
-		"as of an adopted cluster":         with(func(r *recoverv1.RecoverRequest) { r.Software.Adopted = true }),
-		"with a decision of nobody's":      with(func(r *recoverv1.RecoverRequest) { r.Software.Replace = true }),
-		"without the lists that it signed": with(func(r *recoverv1.RecoverRequest) { r.Software = nil }),
+		"with another list than signed":      with(func(r *recoverv1.RecoverRequest) { r.Software.List = listOf("kubelet", "evil") }),
+		"with a second list":                 with(func(r *recoverv1.RecoverRequest) { r.Software.Other = listOf("evil") }),
+		"with another endpoint":              with(func(r *recoverv1.RecoverRequest) { r.Software.Endpoint = "evil:6443" }),
+		"as of an adopted cluster":           with(func(r *recoverv1.RecoverRequest) { r.Software.Adopted = true }),
+		"with a decision that is not signed": with(func(r *recoverv1.RecoverRequest) { r.Software.Replace = true }),
+		"without the lists that it signed":   with(func(r *recoverv1.RecoverRequest) { r.Software = nil }),
 		"with lists that it did not sign": func() *recoverv1.RecoverRequest {
 			r := unlisted()
 			r.Software = request().GetSoftware()

@@ -52,7 +52,7 @@ func (w *fixture) session(t *testing.T, ip string) (net.Conn, error) {
 	return conn, nil
 }
 
-// slowClient requests a recovery with wrong secrets, and reads so many bytes of the answer and no more.
+// slowClient requests a recovery with wrong secrets, and reads at most window bytes of the answer.
 func (w *fixture) slowClient(t *testing.T, ip string, window uint32) net.Conn {
 	t.Helper()
 	conn, err := w.session(t, ip)

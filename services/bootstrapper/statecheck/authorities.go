@@ -18,8 +18,9 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
 )
 
-// checkStaged removes new keys of rotations that the cluster does not have in progress: an attacker who had root rights once may have left one, to be
-// passed on as a new key. While no control plane has reported the new key, the machine may be the one that has made it.
+// checkStaged removes new keys of rotations that the cluster does not have in progress: an attacker who had root rights once may have left one, so that it
+// would be distributed as the new key. Until a control plane has reported the new key, its ID is unknown and each key of that kind stays, because this
+// machine may be its creator.
 func (ck *check) checkStaged(ctx context.Context, r *component.Rotation) error {
 	folder := path.Join(machine.PKIFolder, rotation.Staged)
 	if err := ck.wantFolder(ctx, folder); err != nil {
@@ -48,8 +49,8 @@ func (ck *check) trusted(d *component.Desired) ([]byte, error) {
 	return bytes.TrimSpace(text), err
 }
 
-// lags reports whether a kubeconfig is right but for its authorities, and each of these is the cluster's: nobody gains by one more or less while the
-// cluster's authority is rotated.
+// lags reports whether a kubeconfig is right except for its CAs, each of which is the cluster's. While the cluster's CA is rotated, one more or one less
+// does not help an attacker.
 func lags(kubeconfig, right []byte, d *component.Desired) bool {
 	known, _ := blocks(d.Authorities[component.CA])
 	if r := d.Rotation; r != nil && r.Key.PublicFile() == component.CA {
@@ -64,8 +65,8 @@ func lags(kubeconfig, right []byte, d *component.Desired) bool {
 	return err == nil && kubelet.SameConnection(same, right)
 }
 
-// inOrder returns the wanted keys or certificates, in PEM, in the order of those that the machine has: its private keys belong to the first of them. Those
-// to keep stay if the machine has them, and are not added. more reports that the machine has others too, or something that is no PEM.
+// inOrder returns the wanted keys or certificates in PEM. The machine's order is kept, because its private key belongs to the first of them. Those in keep
+// are retained but not added. more reports that the machine has others too, or something that is not PEM.
 func inOrder(is, want, keep []byte) (_ []byte, more bool) {
 	have, rest := blocks(is)
 	wanted, _ := blocks(want)
@@ -94,7 +95,7 @@ func inOrder(is, want, keep []byte) (_ []byte, more bool) {
 	return text, more
 }
 
-// blocks returns the blocks of a file in PEM, each in its usual form, and what is left of it.
+// blocks returns the PEM blocks of a file, encoded again, and the text after them.
 func blocks(text []byte) (list []string, rest []byte) {
 	for {
 		block, after := pem.Decode(text)

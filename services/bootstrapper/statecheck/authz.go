@@ -14,9 +14,9 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// checkAuthz writes the API server's configuration of authorization and admission anew if it differs from this program's: one more authorizer would allow
-// an attacker everything, and outlive upgrades and rotations (B8). A cluster that existed before Muster may have its own. Before kubeadm has run, a missing
-// file is still to be written.
+// checkAuthz rewrites the API server's configuration of authorization and admission if it differs from this program's: an additional authorizer would give
+// an attacker all permissions, also after upgrades and rotations (B8). A cluster that existed before Muster may have its own. It does not create a missing
+// file before kubeadm has run.
 func (ck *check) checkAuthz(ctx context.Context, d *component.Desired) error {
 	if d.Adopted {
 		return nil

@@ -23,10 +23,10 @@ const (
 	maxFile = 1 << 20
 	// maxEntries bounds a folder that programs of this machine list. The largest that they make has one for each image or pod.
 	maxEntries = 10_000
-	// maxCopies bounds the sum of the copies of one comparison, in bytes. A file of holes is as large as any disk, and one of a thousand names takes a
-	// thousand times its room once it is copied. Configuration, keys and certificates have some hundred KiB together.
+	// maxCopies bounds the sum of the copies of one comparison, in bytes. A sparse file can have any size, and a file with a thousand hard links takes a
+	// thousand times its space once the links are copied. Configuration, keys and certificates have some hundred KiB together.
 	maxCopies = 32 << 20
-	// copyCost is what the copy of a small file counts, in bytes: each is written to the disk by itself.
+	// copyCost is the least that a copy counts, in bytes, because each file is written to the disk separately.
 	copyCost = 64 << 10
 )
 
@@ -40,14 +40,14 @@ var anySize = []string{
 	machine.KubernetesFolder + "/tmp/kubeadm-backup-etcd*", discovery.StateFolder + "/restore", discovery.StateFolder + "/upgrade/staged",
 }
 
-// emptied are places where an empty file replaces a wrong one, which the next steps put right or remove like any other content. A missing file would be one
-// that kubeadm still has to write, or, in image_manager, an image that the kubelet lets each pod use without its pull secret.
+// emptied are places where an empty file replaces a wrong one; later steps then correct or remove it. Removing it here would be worse: these steps leave
+// missing files to kubeadm, and without a record in image_manager the kubelet lets every pod use an image without its pull secret.
 var emptied = []string{
 	machine.KubernetesFolder, machine.KubeletPKI, machine.KubeletFolder + "/config.yaml", kubeletFlags, upgrade.InstanceConfig, machine.KubeletFolder + "/image_manager",
 }
 
-// folders are those in whose place a file would end the kubelet or a program of Muster's at each boot, each after the one that it is in. The initramfs
-// clears the place of the attester's folder, from which it reads itself.
+// folders must be folders: a file in such a place would stop the kubelet or a program of Muster at each boot. Parents come first. The attester's folder is
+// not listed, because the initramfs, which reads from it earlier, clears its place.
 var folders = []string{
 	discovery.StateFolder, discovery.StateFolder + "/backup", discovery.StateFolder + "/orders", discovery.StateFolder + "/renewal",
 	discovery.StateFolder + "/restore", discovery.StateFolder + "/rotation", discovery.StateFolder + "/upgrade", discovery.StateFolder + "/upgrade/staged",
@@ -62,18 +62,18 @@ var folders = []string{
 // fileEndings are endings of files' names. No folder of Kubernetes or Muster has one.
 var fileEndings = []string{".conf", ".crt", ".env", ".json", ".key", ".lock", ".pem", ".pub", ".yaml"}
 
-// onlyFile reports whether only a file can have the path.
+// onlyFile reports whether the path must be a file.
 func onlyFile(name string) bool {
 	if slices.Contains(fileEndings, filepath.Ext(name)) {
 		return true
 	}
-	// Muster's folders have no folders inside.
+	// Muster's folders contain no subfolders, except upgrade/staged.
 	in, isMusters := strings.CutPrefix(name, discovery.StateFolder+"/")
 	return isMusters && strings.Count(in, "/") == 1 && in != "upgrade/staged"
 }
 
 // checkFiles makes sure that files which programs of this machine read or replace are files, and not too large to be read, and that folders are folders, with
-// not too many entries to be listed. Otherwise an attacker who was root once could leave a file of holes, or a folder in the place of a file, and the programs
+// not too many entries to be listed. Otherwise an attacker who was root once could leave a sparse file, or a folder in the place of a file, and the programs
 // would fail at each boot.
 func (ck *check) checkFiles(ctx context.Context) error {
 	for _, name := range folders {
@@ -113,7 +113,7 @@ func (ck *check) checkFiles(ctx context.Context) error {
 	return nil
 }
 
-// skip has [tree.Walk] not look into what was a folder.
+// skip keeps [tree.Walk] out of an entry that was a folder.
 func skip(d fs.DirEntry) error {
 	if d.IsDir() {
 		return fs.SkipDir
@@ -121,7 +121,7 @@ func skip(d fs.DirEntry) error {
 	return nil
 }
 
-// wrong returns what is wrong about a file or the place of a file; empty: nothing.
+// wrong returns what is wrong about a file or the place of a file; empty if nothing is.
 func wrong(at, name string, d fs.DirEntry) (string, error) {
 	inMusters := strings.HasPrefix(name, discovery.StateFolder+"/")
 	switch {
@@ -130,7 +130,7 @@ func wrong(at, name string, d fs.DirEntry) (string, error) {
 	case d.IsDir() || strings.HasPrefix(name, discovery.StateFolder+"/backup/"):
 		return "", nil
 	case !d.Type().IsRegular() && inMusters:
-		return "it was no file", nil
+		return "it was not a regular file", nil
 	}
 	info, err := os.Lstat(at)
 	if err == nil && info.Mode().IsRegular() && info.Size() > maxFile {

@@ -27,7 +27,7 @@ const (
 )
 
 // checkVolumes removes everything but folders from the places of pods' folders and volumes: the kubelet, the container runtime and a volume's driver
-// would follow a link to any place. It goes from the top down, so that it follows no link itself.
+// would follow a link to any place. It works from the top down, so that it follows no link itself.
 func (ck *check) checkVolumes(ctx context.Context) error {
 	for _, pattern := range []string{
 		"", "/pods", "/plugins", "/pods/*", "/pods/*/" + podVolumes, "/pods/*/" + podVolumes + "/*", "/pods/*/" + podVolumes + "/*/*", csiVolumes,
@@ -42,9 +42,9 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 			return err
 		}
 	}
-	// The kubelet makes these anew, from the API or by itself; seccomp profiles are written by the pod that brings them. It would keep existing files in a
-	// ConfigMap's volume, take devices from a checkpoint, end if its sockets' places are taken, and pull images for all pods with the credentials of the last
-	// two, which a node of Muster's has not.
+	// The kubelet recreates these, and a pod that brings seccomp profiles writes them again. Otherwise, the kubelet would keep existing files in a ConfigMap's
+	// volume, take devices from a checkpoint, stop if something is in the place of its sockets, and use the last two files as pull credentials for all pods.
+	// Muster's nodes have none.
 	for _, pattern := range []string{
 		"/pods/*/volumes/kubernetes.io~configmap", "/pods/*/volumes/kubernetes.io~secret", "/pods/*/volumes/kubernetes.io~projected", "/pods/*/volumes/kubernetes.io~downward-api",
 		"/plugins/kubernetes.io", "/device-plugins/*", "/pod-resources/*", "/dra_manager_state", "/cpu_manager_state", "/memory_manager_state",
@@ -64,7 +64,7 @@ func (ck *check) checkVolumes(ctx context.Context) error {
 }
 
 // eachMatch calls do with each path below a folder that a pattern names, and with paths of which only the last name is missing. "*" is any name. Unlike
-// [filepath.Glob], it returns an error of the disk: the caller removes links, and would leave one that is there when the kubelet looks (B8).
+// [filepath.Glob], it returns errors of the disk: the caller removes links, and an ignored error could leave one in place (B8).
 func eachMatch(folder, pattern string, do func(at string) error) error {
 	first, rest, more := strings.Cut(strings.TrimPrefix(pattern, "/"), "/")
 	next := func(at string, _ fs.DirEntry) error {
@@ -94,7 +94,7 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 	}
 	if err == nil {
 		right, changed, err := ck.Kubeadm.CheckKubelet(text)
-		if err != nil { // without it the kubelet does not start, but the machine takes its owner's orders
+		if err != nil { // without it the kubelet does not start, but the machine still accepts orders
 			if err := ck.remove(ctx, machine.KubeletFolder+"/config.yaml", "removed: "+err.Error()); err != nil {
 				return err
 			}
@@ -129,7 +129,7 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 	if err := ck.checkKubeconfig(ctx, meta, d); err != nil {
 		return err
 	}
-	const bootstrap = machine.KubernetesFolder + "/bootstrap-kubelet.conf" // a node of Muster's never has one
+	const bootstrap = machine.KubernetesFolder + "/bootstrap-kubelet.conf" // Muster's nodes never have one
 	if err := os.Remove(ck.On(bootstrap)); err == nil {
 		ck.found(ctx, bootstrap, "removed")
 	} else if !errors.Is(err, fs.ErrNotExist) {
@@ -138,8 +138,8 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 	return nil
 }
 
-// checkKubeconfig rewrites the kubelet's kubeconfig if it differs from a ticket's: another server, or another authority, would control the kubelet's
-// pods, and a user entry can name a program to run (B8).
+// checkKubeconfig rewrites the kubelet's kubeconfig if it differs from what a ticket sets: another server or CA would control the kubelet's pods, and a
+// user entry can name a program to run (B8).
 func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d *component.Desired) error {
 	text, err := os.ReadFile(ck.On(kubeadm.KubeletConf))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -174,8 +174,9 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 	return nil
 }
 
-// prepareContainerd names the sandbox's image (B9), unless it is empty: an adopted machine has installed no image, and keeps its own. With renew, it keeps of
-// containerd's store only what can be verified (B8), once in a boot: later, the images of the machine's root are in it, and containers may run.
+// prepareContainerd sets the sandbox's image (B9), unless pause is empty: an adopted machine has installed no image, and keeps its own. With renew, it
+// removes from containerd's store what can't be verified (B8). It does that once in a boot: later, the images of the machine's root are in the store, and
+// containers may run.
 func (ck *check) prepareContainerd(ctx context.Context, renew bool, pause versions.Image) error {
 	named := pause != (versions.Image{})
 	var mark []byte
@@ -212,7 +213,7 @@ func (ck *check) prepareContainerd(ctx context.Context, renew bool, pause versio
 	return machine.WriteFile(ck.On(renewedFile), mark, 0o600, 0o755)
 }
 
-// keptPause returns the sandbox's image of the list that the machine has kept on its disk; empty: it has none.
+// keptPause returns the sandbox's image of the list on the disk; empty if there is none.
 func (ck *check) keptPause() (versions.Image, error) {
 	list, err := component.ListFile(ck.On(component.KeptList)).Load()
 	if err != nil || list == nil {

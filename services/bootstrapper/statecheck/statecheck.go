@@ -31,7 +31,7 @@ import (
 )
 
 const (
-	// checkedFile exists once the state disk was compared in this boot: files that a network plugin's installer writes afterwards stay.
+	// checkedFile exists once the state disk was compared in this boot. Later files, such as those of a CNI plugin's installer, are not compared.
 	checkedFile = "/run/muster/state-checked"
 	// renewedFile exists once containerd's store was renewed in this boot.
 	renewedFile = "/run/muster/store-renewed"
@@ -42,10 +42,11 @@ const (
 )
 
 // Run compares all files of the state disk that run as root with the cluster's list, before any of them runs (B8): an attacker who had root rights once
-// may have left them, and may have replaced the journal by an earlier one as well. The list came from a joinservice with the disk key in this boot, or from
-// the owner's folder by a recovery, and is kept in memory, because root could have changed everything on the disk. A disk that a recovery without a list
-// opened, or that is not encrypted, is not compared; of the first, containerd's store is renewed, and files are removed that are too large to be read, which
-// needs no list.
+// may have left them, and may also have replaced the journal by an earlier one. The list came from a joinservice with the disk key in this boot, or from
+// the owner's folder by a recovery, and is kept in memory, because root could have changed everything on the disk.
+//
+// Disks that are unencrypted, formatted in this boot, or opened by a recovery without a list are not compared. In the last case, containerd's store is
+// renewed and oversized files are removed, because that needs no list.
 func Run(ctx context.Context, n *provision.Node) error {
 	ck := &check{Node: n, copies: maxCopies}
 	d, err := component.DesiredFile(ck.On(component.UnlockFile)).Load()
@@ -53,21 +54,22 @@ func Run(ctx context.Context, n *provision.Node) error {
 	case err != nil:
 		return err
 	case d == nil && ck.Image.StateDisk.Mode == metadata.DiskLUKS: // a program that follows the disk's paths can have removed it
-		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` wrote when it opened the state disk: the disk can't be compared with what the cluster lists, so nothing of it is started; reboot the machine", component.UnlockFile)
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s is missing, which `bootstrapper unlock` writes. Without it, the state disk can't be compared with the cluster's list, so nothing on it is started. Reboot the machine", component.UnlockFile)
 	}
 	if d != nil {
 		if err := ck.checkFiles(ctx); err != nil { // the other steps read them
 			return err
 		}
 	}
-	// joinservice has compared the role with the enrollment. What root has left on the disk, such as a CA's key, makes a worker no control plane.
+	// The role comes from the metadata, which joinservice has compared with the enrollment. It does not come from the disk: a CA key that an attacker has
+	// left must not turn a worker into a control plane.
 	meta, err := ck.Metadata()
 	controlPlane := err == nil && meta.Role == metadata.RoleControlPlane
 	switch { // a machine without a list reports later that it can't read its metadata
 	case d == nil:
 		return ck.uncompared(ctx, controlPlane, false)
 	case d.Uncompared != "":
-		ck.Log.InfoContext(ctx, "the state disk is not compared with what the cluster lists", "why", d.Uncompared)
+		ck.Log.InfoContext(ctx, "the state disk is not compared with the cluster's list", "why", d.Uncompared)
 		return ck.uncompared(ctx, controlPlane, d.Uncompared == component.UncomparedRecovery)
 	case err != nil:
 		return err
@@ -103,7 +105,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 		return err
 	}
 	if !controlPlane {
-		if err := ck.checkWorker(ctx); err != nil { // before the steps that look whether this machine has the CA's key
+		if err := ck.checkWorker(ctx); err != nil { // before the steps that take a CA key as the sign of a control plane
 			return err
 		}
 	}
@@ -114,7 +116,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 	if other != nil {
 		lists = append(lists, other.Images)
 	}
-	if !d.Adopted || !controlPlane { // those of an adopted control plane are not made by Muster's configuration
+	if !d.Adopted || !controlPlane { // an adopted control plane's manifests do not follow Muster's configuration
 		if err := ck.checkManifests(ctx, controlPlane, lists); err != nil {
 			return err
 		}
@@ -133,9 +135,9 @@ func Run(ctx context.Context, n *provision.Node) error {
 		if err != nil {
 			return err
 		}
-		// The owner's folder has no authority, and who was root on a control plane has the key of the machine's.
+		// The owner's program sends no CA, so the later steps compare with the machine's own. An attacker who was root on a control plane has its key.
 		d.Authorities = map[string][]byte{component.CA: ca}
-	} else if err := ck.checkStaged(ctx, d.Rotation); err != nil { // a recovery does not know whether one is in progress
+	} else if err := ck.checkStaged(ctx, d.Rotation); err != nil { // a recovery does not include whether a rotation is in progress
 		return err
 	}
 	if err := ck.checkKubelet(ctx, meta, d); err != nil {
@@ -157,7 +159,7 @@ func Run(ctx context.Context, n *provision.Node) error {
 
 type check struct {
 	*provision.Node
-	copies   int64 // that may still be made, in bytes
+	copies   int64 // bytes left for copies; see maxCopies
 	findings int
 }
 
@@ -180,15 +182,15 @@ func (ck *check) found(ctx context.Context, what, done string) {
 		}
 		return
 	}
-	ck.Log.ErrorContext(ctx, "the state disk has what the cluster does not list: an attacker may have had root rights on this machine", "found", what, "done", done)
-	ck.Console.Print(what + " is not what the cluster lists: " + done)
+	ck.Log.ErrorContext(ctx, "the state disk differs from the cluster's list: an attacker may have had root rights on this machine", "found", what, "done", done)
+	ck.Console.Print(what + " differs from the cluster's list: " + done)
 	if err := machine.AddFinding(ck.Root, what, done); err != nil { // the log has the finding
 		ck.Log.WarnContext(ctx, "the metrics do not show this finding", "err", err)
 	}
 }
 
-// software returns the list that the disk is compared with, and the other one that the cluster lists during an upgrade; nil: there is none. The disk's own
-// list only selects one of the two.
+// software returns the list that the disk is compared with, and during an upgrade the cluster's other list, otherwise nil. The disk's own list only selects
+// one of the two.
 func (ck *check) software(d *component.Desired) (s, other *component.Software, err error) {
 	if s, err = component.ParseSoftware(d.List.Wire(), d.List.Images); err != nil || d.Other == nil {
 		return s, nil, err
@@ -202,9 +204,9 @@ func (ck *check) software(d *component.Desired) (s, other *component.Software, e
 	return s, other, nil
 }
 
-// newest refuses the lists of a recovery if the disk of a node lists other software as installed, or none: the owner's folder may be a copy from before an
-// upgrade of Kubernetes, by which a control plane would lose its static pods. Root can have changed or deleted the disk's list, so the owner decides. An
-// adopted node without a list is compared: it may never have had one.
+// newest refuses the lists of a recovery if the disk of a node lists other software as installed, or none. The owner's folder may be a copy from before an
+// upgrade of Kubernetes; with its list, a control plane would lose its static pods. Root can have changed or deleted the list on the disk, so the owner
+// decides. An adopted node without a list is compared: it may never have had one.
 func (ck *check) newest(d *component.Desired, lists ...*component.Software) error {
 	if !d.Recovered || d.Replace {
 		return nil
@@ -214,16 +216,16 @@ func (ck *check) newest(d *component.Desired, lists ...*component.Software) erro
 		if d.Adopted || ck.Lock.Record().Step < journal.StepDone {
 			return nil
 		}
-		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the disk does not list the software that is installed, so nothing of it is started: root has removed or damaged the list. Reboot the machine and repeat `muster recover` with the newest copy of the owner's folder and --replace-software")
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the state disk has no readable list of the installed software, so nothing on it is started: root has removed or damaged the list. Reboot the machine and run `muster recover` with the newest copy of the owner's folder and --replace-software")
 	}
 	if slices.ContainsFunc(lists, func(s *component.Software) bool { return s != nil && component.Same(*kept, s.List) }) {
 		return nil
 	}
-	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the disk lists other software as installed than the owner's folder that recovered it, so nothing of it is started: reboot the machine and repeat `muster recover` with the newest copy of the folder, or with --replace-software if this one is the newest: root has then changed the disk's list")
+	return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the state disk lists other software as installed than the owner's folder, so nothing on it is started. Reboot the machine and run `muster recover` with the newest copy of the folder. If this copy is the newest, root has changed the list on the disk: add --replace-software")
 }
 
-// ownAuthority returns the machine's own authority, by which a recovery compares the disk. It refuses a node that has none: kubeconfigs without an
-// authority trust all that the system does, and with one that can't be read nothing starts.
+// ownAuthority returns the machine's own CA certificates, with which a recovery compares the disk. It refuses a node that has none: a kubeconfig without a
+// CA trusts the system's CAs, and with an unreadable one nothing starts.
 func (ck *check) ownAuthority() ([]byte, error) {
 	isNode := false
 	for _, file := range append([]string{path.Base(kubeadm.KubeletConf)}, administrators...) {
@@ -236,7 +238,7 @@ func (ck *check) ownAuthority() ([]byte, error) {
 	var ca []byte
 	at := ck.On(path.Join(machine.PKIFolder, component.CA))
 	info, err := os.Lstat(at)
-	if err == nil && info.Mode().IsRegular() { // what a link leads to may have any size
+	if err == nil && info.Mode().IsRegular() { // the target of a link may have any size
 		ca, err = os.ReadFile(at)
 	}
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -244,12 +246,12 @@ func (ck *check) ownAuthority() ([]byte, error) {
 	}
 	ca = bytes.TrimSpace(ca)
 	if _, err := certutil.ParseCertsPEM(ca); isNode && err != nil { // as the API server and the kubelet read it
-		return nil, attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s/%s has no certificate, so the state disk can't be compared: recover another control plane, and remove this one; without another one, restore the cluster from a backup: %w", machine.PKIFolder, component.CA, err)
+		return nil, attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%s/%s has no valid certificate, so the state disk can't be compared. Recover another control plane, then remove this one. If there is no other, restore the cluster from a backup: %w", machine.PKIFolder, component.CA, err)
 	}
 	return ca, nil
 }
 
-// keepLists has the disk's lists of software be the cluster's: an upgrade, and a boot without a list, go by them (B8).
+// keepLists stores the cluster's list on the disk, for upgrades and for boots without a list, and removes lists that are not the cluster's (B8).
 func (ck *check) keepLists(s, other *component.Software) error {
 	kept := component.ListFile(ck.On(component.KeptList))
 	if list, err := kept.Load(); err != nil || list == nil || !component.Same(*list, s.List) {
@@ -264,7 +266,7 @@ func (ck *check) keepLists(s, other *component.Software) error {
 	return upgrade.DropLists(ck.Root, known...)
 }
 
-// uncompared is the boot of a machine whose disk is not compared. recovered: its owner's recovery opened it.
+// uncompared does the steps that need no list. recovered reports that a recovery by the owner opened the disk.
 func (ck *check) uncompared(ctx context.Context, controlPlane, recovered bool) error {
 	if err := ck.putBack(ctx, func() ([]string, error) { return upgrade.PutBackUnlisted(ck.Root, controlPlane, ck.Kubeadm) }); err != nil {
 		return err
@@ -283,13 +285,13 @@ func (ck *check) putBack(ctx context.Context, put func() ([]string, error)) erro
 	}
 	files, err := put()
 	if len(files) > 0 {
-		ck.Log.WarnContext(ctx, "files that an interrupted upgrade of Kubernetes had moved away are back", "files", strings.Join(files, ", "))
+		ck.Log.WarnContext(ctx, "files that an interrupted upgrade of Kubernetes had moved away were put back", "files", strings.Join(files, ", "))
 	}
 	return err
 }
 
-// checkPrograms reinstalls changed programs, and removes unlisted ones. Those of the other list, which an interrupted upgrade has left, are replaced as
-// well, but nothing is wrong about them. A kubeadm of that list stays: an upgrade installs it before the others.
+// checkPrograms reinstalls changed programs, and removes unlisted ones. Programs of the other list, left by an interrupted upgrade, are replaced without a
+// finding. Its kubeadm stays, because an upgrade installs kubeadm first.
 func (ck *check) checkPrograms(ctx context.Context, s, other *component.Software) error {
 	in := component.New(ck.Root, ck.Components, ck.Log)
 	defer in.Close()
@@ -306,17 +308,17 @@ func (ck *check) checkPrograms(ctx context.Context, s, other *component.Software
 			}
 			fetched := false
 			err := in.Install(ctx, s.Components[i:i+1], func(text string) {
-				if strings.HasPrefix(text, "fetching ") && !left[c.Name()] { // it is found before the mirror is asked, which may not answer
+				if strings.HasPrefix(text, "fetching ") && !left[c.Name()] { // report it before the download, which may fail
 					fetched = true
-					ck.found(ctx, c.Name(), "it is to be installed anew")
+					ck.found(ctx, c.Name(), "will be reinstalled")
 				}
 			})
 			if err != nil {
 				return err
 			}
 			if fetched {
-				ck.Log.InfoContext(ctx, "a component was installed anew", "component", c.Name())
-				ck.Console.Print(c.Name() + " was installed anew")
+				ck.Log.InfoContext(ctx, "a component was reinstalled", "component", c.Name())
+				ck.Console.Print(c.Name() + " was reinstalled")
 			}
 		}
 		removed := false
@@ -380,7 +382,7 @@ func (ck *check) wantFolder(ctx context.Context, name string) error {
 }
 
 // checkAuthorities rewrites the public files by which the node recognizes its cluster if they differ. It does not create missing ones: kubeadm, which
-// may still have to write them, fails if they exist. What the machine has of a rotation that is in progress stays.
+// may still have to write them, fails if they exist. Keys of a rotation in progress that the machine already has are kept.
 func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte, r *component.Rotation) error {
 	for _, folder := range []string{machine.PKIFolder, path.Join(machine.PKIFolder, "etcd")} {
 		if err := ck.wantFolder(ctx, folder); err != nil {
@@ -413,7 +415,7 @@ func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte, r
 				continue
 			}
 			if !more {
-				// A rotation of keys has given the cluster one more, or the cluster has the same in another order: nobody gains by one less.
+				// The file lacks a key that a rotation added, or has another order. Neither helps an attacker, so it is no finding.
 				if err := machine.WriteFile(ck.On(file), merged, 0o644, 0o755); err != nil {
 					return err
 				}

@@ -27,8 +27,8 @@ import (
 // networkFolder has the configuration of the pods' network. The network plugin writes it again when its pod starts.
 const networkFolder = "/etc/cni/net.d"
 
-// podVolumes is the folder of a pod that is kept across a reboot. The kubelet makes the others anew. One of them has the places where it mounts parts of
-// volumes into containers (volume-subpaths): it would mount over what a link there leads to.
+// podVolumes is the only folder of a pod that is kept; the kubelet recreates the others. One of these, volume-subpaths, has mount points: through a link
+// there, the kubelet would mount over another path.
 const podVolumes = "volumes"
 
 // checkTrees removes symbolic links from the folders of Kubernetes and the kubelet, and replaces files that have a second hard link by copies. A file could
@@ -62,7 +62,7 @@ func (ck *check) checkTrees(ctx context.Context) error {
 // programFolders have programs and the network's configuration. Their files are compared elsewhere.
 var programFolders = []string{"/usr/local/bin", "/usr/local/lib/muster", "/opt/cni", networkFolder}
 
-// ownFolders takes all folders of a tree from other users.
+// ownFolders makes root the owner of all folders of a tree, and removes other users' write access.
 func (ck *check) ownFolders(ctx context.Context, top string) error {
 	return tree.Walk(ck.On(top), func(at string, d fs.DirEntry) error {
 		if !d.IsDir() {
@@ -77,7 +77,7 @@ func (ck *check) removeDeep(ctx context.Context) func(at string) error {
 	return func(at string) error { return ck.remove(ctx, ck.name(at), "removed: it was too deep") }
 }
 
-// checkTree removes links below a folder, and copies files that have a second name or that other users than root may write.
+// checkTree removes links below a folder, and replaces files by copies if they have a second hard link, or if users other than root may write them.
 func (ck *check) checkTree(ctx context.Context, top string) error {
 	if err := ck.wantFolder(ctx, top); err != nil {
 		return err
@@ -104,13 +104,14 @@ func (ck *check) checkTree(ctx context.Context, top string) error {
 		return ck.remove(ctx, name, "removed")
 	}, func(at string) error {
 		if strings.HasPrefix(ck.name(at), machine.KubeletFolder+"/plugins/") {
-			return nil // what a driver keeps in its own folder can be a volume's content
+			return nil // a driver's own folder can have the content of volumes, which is not compared
 		}
 		return ck.removeDeep(ctx)(at)
 	})
 }
 
-// ownFolder takes a folder from other users: whoever may write it can replace its files after the comparison. A driver's own folder stays.
+// ownFolder makes root the owner of a folder, and removes other users' write access: with it, they could replace files after the comparison. A driver's own
+// folder is not changed.
 func (ck *check) ownFolder(ctx context.Context, at, name string) error {
 	if strings.HasPrefix(name, machine.KubeletFolder+"/plugins/") {
 		return nil
@@ -132,11 +133,11 @@ func (ck *check) ownFolder(ctx context.Context, at, name string) error {
 	if err := errors.Join(os.Chown(at, os.Geteuid(), -1), os.Chmod(at, info.Mode().Perm()&^0o022)); err != nil {
 		return err
 	}
-	ck.found(ctx, name, "others can't write it any more")
+	ck.found(ctx, name, "write access of other users removed")
 	return nil
 }
 
-// ownFile replaces a file by a copy if it has a second name, or if other users than root may write it. What is too large for a copy is removed.
+// ownFile replaces a file by a copy if it has a second hard link, or if users other than root may write it. A file that is too large for a copy is removed.
 func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	info, err := os.Lstat(at)
 	if errors.Is(err, fs.ErrNotExist) { // while the machine runs, its programs replace files
@@ -154,7 +155,7 @@ func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	}
 	cost := max(info.Size(), copyCost)
 	if cost > ck.copies {
-		return ck.remove(ctx, name, "removed: it had another name, or others could write it, and it is too large for a copy")
+		return ck.remove(ctx, name, "removed: it had a second hard link, or other users could write it, and it is too large for a copy")
 	}
 	ck.copies -= cost
 	content, err := os.ReadFile(at)
@@ -167,7 +168,7 @@ func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	if err := machine.WriteFile(at, content, info.Mode().Perm()&^0o022, 0o755); err != nil {
 		return err
 	}
-	ck.found(ctx, name, "copied: it had another name, or others could write it")
+	ck.found(ctx, name, "copied: it had a second hard link, or other users could write it")
 	return nil
 }
 
@@ -178,7 +179,7 @@ func (ck *check) finishRenewal(ctx context.Context, controlPlane bool) error {
 	}
 	if controlPlane {
 		_, err := os.Stat(ck.On(machine.PKIFolder + "/ca.key"))
-		if errors.Is(err, fs.ErrNotExist) { // B8: once the key is back, the files would be put in place, and nothing would compare them
+		if errors.Is(err, fs.ErrNotExist) { // B8: once the key is back, the renewed files would be installed uncompared
 			return renewal.Discard(ck.Root)
 		}
 		if err != nil {
@@ -187,7 +188,7 @@ func (ck *check) finishRenewal(ctx context.Context, controlPlane bool) error {
 	}
 	if err := ck.RenewControlPlane(ctx); err != nil {
 		ck.Log.ErrorContext(ctx, "certificates of this control plane have expired and could not be renewed", "err", err)
-		if _, serr := os.Stat(ck.On(renewal.Folder)); !errors.Is(serr, fs.ErrNotExist) { // it would be put in place later
+		if _, serr := os.Stat(ck.On(renewal.Folder)); !errors.Is(serr, fs.ErrNotExist) { // it would be installed later, uncompared
 			return err
 		}
 	}
@@ -197,8 +198,8 @@ func (ck *check) finishRenewal(ctx context.Context, controlPlane bool) error {
 // administrators are the kubeconfigs of a control plane, beside the kubelet's.
 var administrators = []string{"admin.conf", "super-admin.conf", "controller-manager.conf", "scheduler.conf"}
 
-// checkWorker removes what only a control plane has: the CA's key, by which other steps and programs tell that this machine is one, certificates that
-// are to be put in place, and kubeconfigs (B8).
+// checkWorker removes what only a control plane has: the CA's key, which other steps and programs take as the sign of a control plane, certificates that
+// are to be installed, and kubeconfigs (B8).
 func (ck *check) checkWorker(ctx context.Context) error {
 	files := []string{machine.PKIFolder + "/ca.key", renewal.Folder, renewal.Folder + ".part"}
 	for _, name := range administrators {
@@ -265,7 +266,7 @@ func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine
 	return nil
 }
 
-// administrator returns a kubeconfig with the certificate and key of text, and otherwise only the cluster's server and authority; nil: text has no
+// administrator returns a kubeconfig with the certificate and key of text, and otherwise only the cluster's server and CA. It returns nil if text has no
 // certificate.
 func administrator(text []byte, local, endpoint string, ca []byte) ([]byte, error) {
 	c, err := clientcmd.Load(text)

@@ -52,7 +52,7 @@ func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
 		if err := try(ctx, parsed(t, wrong), clusterID, component.Desired{}); !errors.Is(err, disk.ErrWrongKey) {
 			t.Errorf("a wrong key: %v", err)
 		}
-		eventually(t, "rejoining goes on", func() bool { return j.asked() > 3 })
+		eventually(t, "rejoining continues", func() bool { return j.asked() > 3 })
 		if err := try(ctx, parsed(t, right), clusterID, component.Desired{}); err != nil {
 			t.Errorf("the right key: %v", err)
 		}
@@ -206,7 +206,7 @@ func TestServeLetsTheOwnerOpenAControlPlanesDisk(t *testing.T) {
 		t.Errorf("another owner: %v", err)
 	}
 	before := j.asked()
-	eventually(t, "rejoining goes on", func() bool { return j.asked() > before })
+	eventually(t, "rejoining continues", func() bool { return j.asked() > before })
 	if state, err := open(key.Expose(), w.owner); err != nil || state != recoverv1.State_STATE_OPENED {
 		t.Errorf("%v, %v", state, err)
 	}

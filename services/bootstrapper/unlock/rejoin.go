@@ -170,7 +170,7 @@ func (s *search) askAt(ctx context.Context, endpoint string, first net.Conn, met
 	return s.use(ctx, key, cluster, desired)
 }
 
-// parse checks an answer: REQUEST_INVALID.
+// parse returns the values of an answer, or REQUEST_INVALID.
 func parse(resp *joinv1.IssueRejoinTicketResponse, controlPlane bool) (keys.Disk, keys.ClusterID, component.Desired, error) {
 	refuse := func(format string, args ...any) (keys.Disk, keys.ClusterID, component.Desired, error) {
 		return keys.Disk{}, keys.ClusterID{}, component.Desired{}, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "rejoin ticket: "+format, args...)
@@ -233,7 +233,7 @@ func parseAuthorities(files []*joinv1.ControlPlaneFile, controlPlane bool) (map[
 	return out, nil
 }
 
-// parseRotation requires the form of the protocol (B8); nil: no rotation is in progress.
+// parseRotation requires the form of the protocol (B8). It returns nil if no rotation is in progress.
 func parseRotation(w *joinv1.KeyRotation, controlPlane bool) (*component.Rotation, error) {
 	if w == nil {
 		return nil, nil //nolint:nilnil // there is none
@@ -241,7 +241,7 @@ func parseRotation(w *joinv1.KeyRotation, controlPlane bool) (*component.Rotatio
 	r := &component.Rotation{Key: clusterinfo.RotatedKey(w.GetKey()), ID: w.GetId(), Keep: w.GetKeep()}
 	switch {
 	case !controlPlane:
-		return nil, errors.New("a worker has none")
+		return nil, errors.New("a worker gets none")
 	case !slices.Contains(clusterinfo.RotatedKeys(), r.Key):
 		return nil, fmt.Errorf("key %q is not known", w.GetKey())
 	case r.ID != "" && !clusterinfo.IsKeyID(r.ID):
@@ -262,7 +262,7 @@ func (s *search) use(ctx context.Context, key keys.Disk, cluster keys.ClusterID,
 	case errors.Is(err, ErrOpen):
 		return nil
 	case errors.Is(err, disk.ErrWrongKey):
-		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w: it belongs to another cluster than the joinservice's, or that has another root secret now: correct joinEndpoints or the root secret, or erase its first MiB if nothing on it is needed (docs/state-disk.md)", err)
+		return attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "%w: the disk belongs to another cluster than the joinservice, or that cluster has another root secret now. Correct joinEndpoints or the root secret, or erase the disk's first MiB if nothing on it is needed (docs/state-disk.md)", err)
 	}
 	return disked(err)
 }

@@ -82,7 +82,7 @@ type Policy interface {
 	Save(r journal.Record) error
 }
 
-// Try opens the disk with a key of a cluster, and locks the machine to that cluster. Before that, it notes what the disk is to be compared with (B8).
+// Try opens the disk with a key of a cluster, and locks the machine to that cluster. Before that, it stores what the disk is to be compared with (B8).
 type Try func(ctx context.Context, key keys.Disk, cluster keys.ClusterID, desired component.Desired) error
 
 // ErrOpen means that a key was not tried, since the disk is already open.
@@ -110,9 +110,9 @@ type Config struct {
 	// Desired stores the software that the cluster requires on the machine, for the running system to compare the disk with (B8):
 	// [component.UnlockFile].
 	Desired component.DesiredFile
-	// Recovery lets the owner of a control plane open the disk; nil: there is no recovery.
+	// Recovery lets the owner of a control plane open the disk; nil if there is no recovery.
 	Recovery Recovery
-	// Console shows the machine's state on its screen; nil: it has none.
+	// Console shows the machine's state on its screen; nil if it has none.
 	Console *console.Console
 	// Timing are the waits.
 	Timing Timing
@@ -132,12 +132,12 @@ type Unlocker struct {
 	insecure      *prometheus.GaugeVec
 
 	opening sync.Mutex      // one key at a time; guards the fields below
-	cluster *keys.ClusterID // of the key that has opened the disk; nil: none
+	cluster *keys.ClusterID // of the key that has opened the disk; nil if none has
 	open    bool            // and the machine is locked to the cluster
 
 	mu      sync.Mutex // guards the fields of the status
 	machine *attest.MachineID
-	disk    keys.DiskID // zero: not found yet
+	disk    keys.DiskID // zero if not found yet
 	phase   initv1.Phase
 	since   time.Time
 }
@@ -154,7 +154,7 @@ func New(cfg Config) (*Unlocker, error) {
 	u := &Unlocker{
 		cfg: cfg, bank: bank, phase: initv1.Phase_PHASE_UNLOCKING, since: time.Now(),
 		attemptsTotal: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "muster_unlock_attempts_total", Help: "Attempts to open the state disk after a boot, by reason; ACCEPTED: it is open.",
+			Name: "muster_unlock_attempts_total", Help: "Attempts to open the state disk after a boot by reason code; ACCEPTED means that it was opened.",
 		}, []string{"reason"}),
 		insecure: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "muster_insecure_config", Help: "1 for each way in which the configuration is weaker than it could be.",
@@ -273,8 +273,8 @@ func (u *Unlocker) failed(ctx context.Context, w console.Wait) {
 // try opens the disk, one key after another, and locks the machine to the key's cluster before anything of the disk is used (B1). So a disk that an
 // attacker has made, under a key of its own, never runs in an unlocked machine: PCR 15 has the cluster until the next boot.
 //
-// desired is the software that the sender of the key requires. appraisedBy is the policy by which the sender was appraised; nil: none. It is saved
-// before the disk is open, so that after a crash in between the running system has it for the comparison with its journal.
+// desired is the software that the sender of the key requires. appraisedBy is the policy by which the sender was appraised, and nil in a recovery. It is
+// saved before the disk is open, so that after a crash in between the running system has it for the comparison with its journal.
 func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterID, appraisedBy *journal.Policy, desired component.Desired) error {
 	u.opening.Lock()
 	defer u.opening.Unlock()
@@ -283,7 +283,7 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 	}
 	if u.cluster == nil {
 		if err := u.cfg.Policy.Save(journal.Record{Policy: appraisedBy}); err != nil { // J2
-			return fmt.Errorf("note the policy: %w", err)
+			return fmt.Errorf("save the policy: %w", err)
 		}
 		if err := u.note(desired); err != nil { // B8
 			return err
@@ -304,7 +304,7 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 // note saves what the running system compares the disk with, also if that is nothing: a missing file means that an attacker removed it.
 func (u *Unlocker) note(desired component.Desired) error {
 	if err := u.cfg.Desired.Save(desired); err != nil {
-		return fmt.Errorf("note what the cluster wants this machine to run: %w", err)
+		return fmt.Errorf("save what the disk is to be compared with: %w", err)
 	}
 	return nil
 }

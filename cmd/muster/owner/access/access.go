@@ -24,7 +24,7 @@ import (
 func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	kubeconfig, err := d.Read(ownerdir.AdminConf)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, problem.WithRemedy(fmt.Errorf("%s holds no cluster yet", d.Path()), "Run muster init to its end first.")
+		return nil, problem.WithRemedy(fmt.Errorf("%s has no admin.conf yet", d.Path()), "Complete muster init first.")
 	}
 	if err != nil {
 		return nil, err
@@ -32,13 +32,13 @@ func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	return clusterapi.Connect(kubeconfig)
 }
 
-// Unanswered returns err, or API_UNAVAILABLE if it says that nothing answered at the API server's address.
+// Unanswered returns err, wrapped as API_UNAVAILABLE if nothing answered at the API server's address.
 func Unanswered(server string, err error) error {
 	if _, network := errors.AsType[*net.OpError](err); !network && !errors.Is(err, context.DeadlineExceeded) {
-		return fmt.Errorf("ask the cluster at %s: %w", server, err)
+		return fmt.Errorf("request to the API server at %s: %w", server, err)
 	}
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's API server does not answer at %s: %w", server, err),
-		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at once, they wait for you: muster recover (docs/recovery.md). If half of them or more are gone for good: docs/runbooks.md#lost-quorum. muster status --endpoint HOST asks a machine that is no node.")
+		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at the same time, their state disks wait for a key: muster recover (docs/recovery.md). If half of them or more are lost for good: docs/runbooks.md#lost-quorum. muster status --endpoint HOST asks a machine that is not a node.")
 }
 
 // PublicOf returns the public part of a key.
@@ -50,10 +50,10 @@ func PublicOf(key ed25519.PrivateKey) ed25519.PublicKey {
 func FolderCluster(d *ownerdir.Dir) (keys.ClusterID, error) {
 	id, err := hex.DecodeString(d.Cluster().ClusterID)
 	if err != nil || len(id) != len(keys.ClusterID{}) {
-		return keys.ClusterID{}, problem.WithRemedy(fmt.Errorf("%s does not know the cluster's ID", d.Path()), "Run muster init or muster install to its end first.")
+		return keys.ClusterID{}, problem.WithRemedy(fmt.Errorf("%s does not have the cluster's ID yet", d.Path()), "Complete muster init or muster install first.")
 	}
 	return keys.ClusterID(id), nil
 }
 
-// AnswersWithin is how long an API server has to show that the cluster is not lost.
+// AnswersWithin is how long to wait for an answer of an API server before the cluster is treated as lost.
 const AnswersWithin = 20 * time.Second

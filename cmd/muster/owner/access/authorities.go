@@ -13,8 +13,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
-// Authorities returns the cluster's certificate authorities that a folder knows: those that admin.conf trusts, then former ones, which verify backups of
-// their time.
+// Authorities returns the cluster's CAs that a folder knows: those that admin.conf trusts, then former CAs, which are needed to verify older backups.
 func Authorities(d *ownerdir.Dir) ([]*x509.Certificate, error) {
 	kube, err := Connect(d)
 	if err != nil {
@@ -28,7 +27,7 @@ func Authorities(d *ownerdir.Dir) ([]*x509.Certificate, error) {
 	return append(out, former...), err
 }
 
-// FormerAuthorities returns the authorities of the cluster that the folder trusted before its present ones.
+// FormerAuthorities returns the CAs of the cluster that the folder trusted earlier.
 func FormerAuthorities(d *ownerdir.Dir) ([]*x509.Certificate, error) {
 	text, err := d.Read(ownerdir.FormerAuthorities)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -44,7 +43,7 @@ func FormerAuthorities(d *ownerdir.Dir) ([]*x509.Certificate, error) {
 	return list, nil
 }
 
-// WriteAdminConf replaces the folder's kubeconfig. Authorities that only the old one has stay in the folder.
+// WriteAdminConf replaces the folder's kubeconfig. CAs that only the old one trusts are kept in [ownerdir.FormerAuthorities].
 func WriteAdminConf(d *ownerdir.Dir, text []byte) error {
 	was, err := d.Read(ownerdir.AdminConf)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -65,14 +64,14 @@ func WriteAdminConf(d *ownerdir.Dir, text []byte) error {
 		if err != nil {
 			return err
 		}
-		if err := d.Write(ownerdir.FormerAuthorities, former); err != nil { // first: an interruption loses none
+		if err := d.Write(ownerdir.FormerAuthorities, former); err != nil { // written first, so that an interruption loses no CA
 			return err
 		}
 	}
 	return d.Write(ownerdir.AdminConf, text)
 }
 
-// TrustedBy returns the authorities of a kubeconfig; nil: it has none, or can't be read.
+// TrustedBy returns the CAs of a kubeconfig; nil if it has none, or can't be read.
 func TrustedBy(kubeconfig []byte) (out []*x509.Certificate) {
 	conf, err := clientcmd.Load(kubeconfig)
 	if err != nil {

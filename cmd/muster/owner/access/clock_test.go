@@ -51,7 +51,7 @@ func TestAFirstMachineWithAWrongClockIsNamed(t *testing.T) {
 		if (err != nil) != tt.refused || tt.refused && attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_SKEW {
 			t.Errorf("%s: %v", name, err)
 		}
-		if tt.refused && (!strings.Contains(err.Error(), "clock says 2026-11-21T12:00:00Z") || !strings.Contains(problem.Explain(err).Remedy, "Compare both clocks")) {
+		if tt.refused && (!strings.Contains(err.Error(), "clock is at 2026-11-21T12:00:00Z") || !strings.Contains(problem.Explain(err).Remedy, "Check both clocks")) {
 			t.Errorf("%s: %+v", name, problem.Explain(err))
 		}
 	}

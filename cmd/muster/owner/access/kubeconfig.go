@@ -15,22 +15,22 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// CheckKubeconfig refuses a kubeconfig that does more on the owner's computer than connect to the cluster: run a
-// program, read a file, use a proxy, or connect to another host.
+// CheckKubeconfig refuses a kubeconfig that could do anything else on the owner's workstation than connect to the
+// endpoint: run a program, read a file, use a proxy, or connect to another host.
 func CheckKubeconfig(text []byte, endpoint string) error {
 	c, err := clientcmd.Load(text)
 	if err != nil {
 		return errors.New("the kubeconfig cannot be read") // the cause could quote the key
 	}
 	if len(c.Clusters) != 1 || len(c.AuthInfos) != 1 || len(c.Contexts) != 1 || c.Contexts[c.CurrentContext] == nil {
-		return errors.New("the kubeconfig should have one cluster, one user and one context")
+		return errors.New("the kubeconfig must have one cluster, one user and one context")
 	}
 	for _, k := range c.Clusters {
 		if k.Server != "https://"+endpoint {
-			return fmt.Errorf("the kubeconfig leads to %q, not to https://%s", k.Server, endpoint)
+			return fmt.Errorf("the kubeconfig's server is %q, not https://%s", k.Server, endpoint)
 		}
 		if k.InsecureSkipTLSVerify || len(k.CertificateAuthorityData) == 0 || k.CertificateAuthority != "" {
-			return errors.New("the kubeconfig should carry the cluster's certificate authority")
+			return errors.New("the kubeconfig must contain the CA certificate itself, and must not turn off TLS verification")
 		}
 		if k.ProxyURL != "" || k.TLSServerName != "" {
 			return errors.New("the kubeconfig names a proxy or another server")
@@ -38,10 +38,10 @@ func CheckKubeconfig(text []byte, endpoint string) error {
 	}
 	for _, u := range c.AuthInfos {
 		if len(u.ClientCertificateData) == 0 || len(u.ClientKeyData) == 0 {
-			return errors.New("the kubeconfig should carry a client certificate and its key")
+			return errors.New("the kubeconfig must contain a client certificate and its key")
 		}
 		if !plain(u) {
-			return errors.New("the kubeconfig runs a program, reads a file or impersonates")
+			return errors.New("the kubeconfig must authenticate only by its client certificate: no program, file, token, password or impersonation")
 		}
 	}
 	return nil
@@ -70,9 +70,9 @@ func CheckClock(text []byte, now time.Time) error {
 		if err != nil || !now.Before(cert.NotBefore) && !now.After(cert.NotAfter) {
 			continue
 		}
-		err = attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this computer's clock says %s, the machine's at least %s: the certificates that it has just made are valid from then to %s",
+		err = attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this computer's clock is at %s, but the certificates that the machine has just issued are valid from %s to %s",
 			now.UTC().Format(time.RFC3339), cert.NotBefore.UTC().Format(time.RFC3339), cert.NotAfter.UTC().Format(time.RFC3339))
-		return problem.WithRemedy(err, "Compare both clocks with the right time. If this computer's is wrong, set it and call muster init again. If the machine's is wrong, set it, reset the machine, and begin a new cluster in another --directory: its certificates have wrong times.")
+		return problem.WithRemedy(err, "Check both clocks. If this computer's is wrong, set it and run muster init again. If the machine's is wrong, its certificates have wrong dates: set its clock, reset the machine, and initialize a new cluster with another --directory.")
 	}
 	return nil
 }

@@ -2,7 +2,6 @@ package access
 
 import (
 	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
@@ -27,7 +26,6 @@ import (
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const (
@@ -37,11 +35,11 @@ const (
 	orderPoll = 2 * time.Second
 )
 
-// orderCertificate has a control plane sign the request by an order with the owner's key (J9). It appraises each
+// orderCertificate sends an owner's order (J9), with which a control plane signs the request. It appraises each
 // joinservice before it sends the order (A6, A7).
 func orderCertificate(ctx context.Context, cfg RenewConfig, h *Holder, request []byte) (*joinv1.RenewAdministratorResponse, error) {
 	if h.Old.Subject.CommonName != ownerorder.Administrator {
-		return nil, problem.WithRemedy(fmt.Errorf("the kubeconfig is for %s, and the owner's order is for %s alone", h.Old.Subject, ownerorder.Administrator),
+		return nil, problem.WithRemedy(fmt.Errorf("the kubeconfig's user is %s; an owner's order can renew only %s", h.Old.Subject, ownerorder.Administrator),
 			"Copy /etc/kubernetes/admin.conf from a control plane to "+cfg.Dir.File(ownerdir.AdminConf)+", mode 0600.")
 	}
 	o := orderer{RenewConfig: cfg, order: ownerorder.Order{Request: request}, addrs: cfg.Joinservices}
@@ -69,11 +67,11 @@ type orderer struct {
 
 func (o *orderer) load() error {
 	c := o.Dir.Cluster()
-	id, err := hex.DecodeString(c.ClusterID)
-	if err != nil || len(id) != len(keys.ClusterID{}) {
-		return problem.WithRemedy(fmt.Errorf("%s holds no cluster yet", o.Dir.Path()), "Run muster init to its end first.")
+	id, err := FolderCluster(o.Dir)
+	if err != nil {
+		return err
 	}
-	o.order.Cluster = keys.ClusterID(id)
+	o.order.Cluster = id
 	text, err := o.Dir.Read(ownerdir.PolicyFile)
 	if err != nil {
 		return err
@@ -89,8 +87,8 @@ func (o *orderer) load() error {
 	return nil
 }
 
-// joinservices derives from the folder where joinservices may answer: on the machine that was initialized, and beside
-// the API server.
+// joinservices returns the addresses at which joinservices may run: those of the machine that was initialized, and the
+// hosts of the API server's addresses in the folder.
 func joinservices(c ownerdir.Cluster) []string {
 	var hosts, out []string
 	if c.FirstMachine != nil {
@@ -109,8 +107,8 @@ func joinservices(c ownerdir.Cluster) []string {
 	return out
 }
 
-// anywhere tries the joinservices one after another. The decision of an accepted one is final; else the error names
-// all, since a refused one may be the one that was meant.
+// anywhere tries the joinservices one after another. A decision by one that passed the appraisal is final. Otherwise the
+// error has all attempts, because one that failed the appraisal may be the intended one.
 func (o *orderer) anywhere(ctx context.Context) (*joinv1.RenewAdministratorResponse, error) {
 	var errs error
 	for _, addr := range o.addrs {
@@ -164,7 +162,7 @@ func (o *orderer) at(ctx context.Context, addr string) (*joinv1.RenewAdministrat
 	}
 }
 
-var errUnsigned = errors.New("the order is filed, and no control plane has signed it")
+var errUnsigned = errors.New("the cluster has the order, but no control plane has signed the certificate yet")
 
 func (o *orderer) appraise(ctx context.Context, s *peerdial.Session) (attest.Peer, error) {
 	ctx, cancel := context.WithTimeout(ctx, orderTimeout)
@@ -192,17 +190,17 @@ func (o *orderer) explain(err error) error {
 	tried := strings.Join(o.addrs, ", ")
 	switch reason := rpc.ReasonFrom(err); {
 	case reason == attestv1.Reason_REASON_CLOCK_SKEW:
-		return problem.WithRemedy(err, "Compare this computer's clock and the control planes' with the right time, set the one that is wrong, and run the same command again.")
+		return problem.WithRemedy(err, "Check the clocks of this computer and of the control planes, set the one that is wrong, and run the same command again.")
 	case reason == attestv1.Reason_REASON_CSR_INVALID:
-		return problem.WithRemedy(err, "The joinservice has accepted the order, and the control plane's machine has not: the text says why. Its image has to name the public key of this folder in ownerKeys: `muster key public FILE`, with the folder's owner.key, prints it.")
+		return problem.WithRemedy(err, "The joinservice accepted the order, but the control plane refused to sign; the error has its reason. ownerKeys in its image must have this folder's public key: `muster key public FILE`, with the folder's owner.key, prints it.")
 	case reason == attestv1.Reason_REASON_LOCK_FOREIGN, reason == attestv1.Reason_REASON_SERVER_NOT_LISTED:
 		return problem.WithRemedy(err, "Nothing was sent. Name a control plane of this cluster by --joinservice HOST:PORT; "+o.Dir.File(ownerdir.PolicyFile)+" lists their machine IDs.")
 	case errors.Is(err, errUnsigned):
-		return problem.WithRemedy(err, "muster-renewal has to run on a control plane, of this version of Muster or a newer one; its clock has to be right, and its image has to name the public key of this folder in ownerKeys: `muster key public FILE`, with the folder's owner.key, prints it. If all this is so, switch one control plane off and on: the unit starts anew. --timeout waits longer.")
+		return problem.WithRemedy(err, "Check on a control plane: (1) muster-renewal runs, in this version of Muster or a newer one; (2) the clock is right; (3) ownerKeys of the image has this folder's public key: `muster key public FILE`, with the folder's owner.key, prints it. Then reboot one control plane, or use a longer --timeout.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:
-		return problem.WithRemedy(err, "The joinservice there is of an older version of Muster, which takes no orders.")
+		return problem.WithRemedy(err, "The joinservice is of an older version of Muster, which does not accept orders.")
 	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, context.DeadlineExceeded) && reason == attestv1.Reason_REASON_UNSPECIFIED:
-		return problem.WithRemedy(err, "Tried: "+tried+". Name a control plane that runs by --joinservice HOST:PORT (the port is 30090 by default).")
+		return problem.WithRemedy(err, "Tried: "+tried+". Name a running control plane by --joinservice HOST:PORT (the port is 30090 by default).")
 	}
 	return err
 }

@@ -113,9 +113,9 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 		"denied by the control planes": {change: func(_ *testing.T, s *orderTaker) {
 			s.fail = attest.Refuse(attestv1.Reason_REASON_CSR_INVALID, "the cluster's control planes deny it")
 		}, says: "deny it", does: "ownerKey"},
-		"never signed":     {change: func(_ *testing.T, s *orderTaker) { s.sign = nil }, impatient: true, says: "no control plane has signed it", does: "muster-renewal"},
+		"never signed":     {change: func(_ *testing.T, s *orderTaker) { s.sign = nil }, impatient: true, says: "no control plane has signed the certificate", does: "muster-renewal"},
 		"nobody answers":   {at: other, impatient: true, unsent: true, says: "deadline exceeded", does: "--joinservice"},
-		"of another name":  {holder: pkix.Name{CommonName: "somebody", Organization: []string{ownerorder.Group}}, unsent: true, says: "kubernetes-admin alone", does: "Copy"},
+		"of another name":  {holder: pkix.Name{CommonName: "somebody", Organization: []string{ownerorder.Group}}, unsent: true, says: "renew only kubernetes-admin", does: "Copy"},
 		"of another group": {holder: pkix.Name{CommonName: ownerorder.Administrator, Organization: []string{"system:masters"}}, unsent: true, says: "kubeadm:cluster-admins", does: "Copy"},
 		"for another key": {says: "another key", sign: func(t *testing.T, ca ownertest.Authority, r *x509.CertificateRequest) []byte {
 			return ownertest.PEMOf(ca.Client(t, r.Subject, ownertest.NewAuthority(t).Key.Public(), later))
@@ -123,7 +123,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 		"for somebody else": {says: "it is for", sign: func(t *testing.T, ca ownertest.Authority, r *x509.CertificateRequest) []byte {
 			return ownertest.PEMOf(ca.Client(t, pkix.Name{CommonName: "nobody"}, r.PublicKey, later))
 		}},
-		"by another authority": {says: "not the renewed certificate", sign: func(t *testing.T, _ ownertest.Authority, r *x509.CertificateRequest) []byte {
+		"by another authority": {says: "did not return the requested certificate", sign: func(t *testing.T, _ ownertest.Authority, r *x509.CertificateRequest) []byte {
 			return ownertest.PEMOf(ownertest.NewAuthority(t).Client(t, r.Subject, r.PublicKey, later))
 		}},
 		"one that ends earlier": {says: "no later", end: later.Add(time.Hour), named: []string{first}},

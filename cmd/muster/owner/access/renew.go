@@ -28,18 +28,18 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
-// RenewConfig configures [RenewKubeconfig]. All fields are required but Joinservices and DialContext.
+// RenewConfig configures [RenewKubeconfig]. All fields except Joinservices and DialContext are required.
 type RenewConfig struct {
 	// Dir is the owner's folder.
 	Dir *ownerdir.Dir
-	// Joinservices are HOST:PORT of joinservices that receive the owner's order. If empty, the API server is asked
-	// while the kubeconfig is valid, and after its end the joinservices at the addresses in the folder.
+	// Joinservices are HOST:PORT of joinservices that receive the owner's order. If empty, the request goes to the API
+	// server while the kubeconfig is valid, and afterwards to joinservices at the folder's addresses.
 	Joinservices []string
 	// Now is the clock.
 	Now func() time.Time
 	// Report receives each step.
 	Report progress.Reporter
-	// DialContext opens connections to joinservices; nil: a [net.Dialer].
+	// DialContext opens connections to joinservices; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
@@ -47,11 +47,11 @@ type RenewConfig struct {
 const RenewSteps = 2
 
 // RenewKubeconfig replaces key and certificate in the kubeconfig of an owner's folder, for the same identity: with
-// its certificate while that is valid, after that with an order by the owner's key. It returns when the new
-// certificate ends. The old one is replaced once the API server has accepted the new one.
+// its certificate while that is valid, after that with an order by the owner's key. It returns the expiry of the new
+// certificate. The old one is replaced once the API server has accepted the new one.
 func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 	if cfg.Dir == nil || cfg.Now == nil || cfg.Report == nil {
-		return time.Time{}, errors.New("owner: RenewKubeconfig needs Dir, Now and Report")
+		return time.Time{}, errors.New("access.RenewKubeconfig: Dir, Now and Report are required")
 	}
 	h, err := ReadHolder(cfg.Dir)
 	if err != nil {
@@ -65,14 +65,14 @@ func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 	if err != nil {
 		return time.Time{}, err
 	}
-	var signed, authorities []byte // authorities: from a joinservice that has proven what it booted
+	var signed, authorities []byte // authorities: from an attested joinservice
 	if len(cfg.Joinservices) == 0 && cfg.Now().Before(h.Old.NotAfter) {
-		err = progress.Step(cfg.Report, "have the certificate signed, as its holder", func() (_ string, err error) {
+		err = progress.Step(cfg.Report, "renew with the current certificate", func() (_ string, err error) {
 			signed, err = h.ask(ctx, request)
 			return "", err
 		})
 	} else {
-		err = progress.Step(cfg.Report, "have the certificate signed, by the owner's order", func() (_ string, err error) {
+		err = progress.Step(cfg.Report, "renew by the owner's order", func() (_ string, err error) {
 			resp, err := orderCertificate(ctx, cfg, h, request)
 			signed, authorities = resp.GetCertificate(), resp.GetCaCertificate()
 			return "", err
@@ -82,7 +82,7 @@ func RenewKubeconfig(ctx context.Context, cfg RenewConfig) (time.Time, error) {
 		return time.Time{}, err
 	}
 	var end time.Time
-	err = progress.Step(cfg.Report, "try it at the API server", func() (_ string, err error) {
+	err = progress.Step(cfg.Report, "try the new certificate at the API server", func() (_ string, err error) {
 		end, err = h.replace(ctx, cfg, signed, key, authorities)
 		return "", err
 	})
@@ -115,17 +115,17 @@ func ReadHolder(d *ownerdir.Dir) (*Holder, error) {
 	h := &Holder{Text: text, Conf: conf, user: conf.AuthInfos[current.AuthInfo], authority: conf.Clusters[current.Cluster].CertificateAuthorityData}
 	pair, err := tls.X509KeyPair(h.user.ClientCertificateData, h.user.ClientKeyData)
 	if err != nil {
-		return nil, errors.New("the kubeconfig's certificate and key do not belong together")
+		return nil, errors.New("the kubeconfig's key does not match its certificate")
 	}
 	h.Old = pair.Leaf
 	if !slices.Equal(h.Old.Subject.Organization, []string{ownerorder.Group}) {
-		return nil, problem.WithRemedy(fmt.Errorf("the kubeconfig is for %s, and control planes renew for the group %s", h.Old.Subject, ownerorder.Group),
+		return nil, problem.WithRemedy(fmt.Errorf("the kubeconfig's user is %s; control planes renew only certificates of group %s", h.Old.Subject, ownerorder.Group),
 			"Copy /etc/kubernetes/admin.conf from a control plane to "+d.File(ownerdir.AdminConf)+", mode 0600.")
 	}
 	return h, nil
 }
 
-// ask has a control plane's machine sign the request, with the kubeconfig that is still valid.
+// ask lets a control plane sign the request. It authenticates by the kubeconfig, which is still valid.
 func (h *Holder) ask(ctx context.Context, request []byte) ([]byte, error) {
 	kube, err := clusterapi.Connect(h.Text)
 	if err != nil {
@@ -138,9 +138,9 @@ func (h *Holder) ask(ctx context.Context, request []byte) ([]byte, error) {
 	return signed, nil
 }
 
-// follow has the kubeconfig trust the cluster's present authority, since the one that it knows has not signed the certificate: that of an attested
-// joinservice, or that of the rotation in progress if an API server proves that the one before stands for it.
-func (h *Holder) follow(ctx context.Context, authorities []byte) error {
+// trustPresentCA makes the kubeconfig trust the CA that has issued the new certificate. The CA comes from an attested joinservice, or, while the CA is
+// rotated, from the cluster's description, if an API server presents a cross certificate by a CA that the kubeconfig trusts.
+func (h *Holder) trustPresentCA(ctx context.Context, authorities []byte) error {
 	var list []*x509.Certificate
 	var err error
 	if len(authorities) > 0 {
@@ -158,7 +158,7 @@ func (h *Holder) follow(ctx context.Context, authorities []byte) error {
 	return nil
 }
 
-// rotated returns the new authority of the rotation in progress, and those that the kubeconfig trusts.
+// rotated returns the new CA of the rotation in progress, and those that the kubeconfig trusts.
 func (h *Holder) rotated(ctx context.Context) ([]*x509.Certificate, error) {
 	kube, err := clusterapi.Connect(h.Text)
 	if err != nil {
@@ -183,13 +183,13 @@ func (h *Holder) rotated(ctx context.Context) ([]*x509.Certificate, error) {
 func (h *Holder) replace(ctx context.Context, cfg RenewConfig, signed []byte, key *ecdsa.PrivateKey, authorities []byte) (time.Time, error) {
 	leaf, err := renewed(signed, key, h.Old, h.authority, cfg.Now())
 	if _, foreign := errors.AsType[x509.UnknownAuthorityError](err); foreign {
-		if err := h.follow(ctx, authorities); err != nil {
-			return time.Time{}, fmt.Errorf("what the cluster has signed is not the renewed certificate: the folder does not know its authority, and %w", err)
+		if err := h.trustPresentCA(ctx, authorities); err != nil {
+			return time.Time{}, fmt.Errorf("the renewed certificate is from a CA that the folder does not trust, and that CA could not be verified: %w", err)
 		}
 		leaf, err = renewed(signed, key, h.Old, h.authority, cfg.Now())
 	}
 	if err != nil {
-		return time.Time{}, fmt.Errorf("what the cluster has signed is not the renewed certificate: %w", err)
+		return time.Time{}, fmt.Errorf("the cluster did not return the requested certificate: %w", err)
 	}
 	private, err := x509.MarshalECPrivateKey(key)
 	if err != nil {
@@ -213,7 +213,7 @@ func (h *Holder) replace(ctx context.Context, cfg RenewConfig, signed []byte, ke
 	return leaf.NotAfter, WriteAdminConf(cfg.Dir, text)
 }
 
-// renewed returns the certificate in text if it is for the key, the identity and the authority of the old one, and
+// renewed returns the certificate in text if it is for the key, has the identity of the old one, is from authority, and
 // expires later.
 func renewed(text []byte, key *ecdsa.PrivateKey, old *x509.Certificate, authority []byte, now time.Time) (*x509.Certificate, error) {
 	block, rest := pem.Decode(text)
@@ -234,13 +234,13 @@ func renewed(text []byte, key *ecdsa.PrivateKey, old *x509.Certificate, authorit
 		return nil, errors.New("it is for another key")
 	case leaf.Subject.String() != old.Subject.String():
 		return nil, fmt.Errorf("it is for %s", leaf.Subject)
-	case !leaf.NotAfter.After(old.NotAfter) && bytes.Equal(leaf.AuthorityKeyId, old.AuthorityKeyId): // of another authority it may end earlier
-		return nil, fmt.Errorf("it ends at %s, no later than the old one", leaf.NotAfter.UTC().Format(time.RFC3339))
+	case !leaf.NotAfter.After(old.NotAfter) && bytes.Equal(leaf.AuthorityKeyId, old.AuthorityKeyId): // a certificate of a new CA may expire earlier
+		return nil, fmt.Errorf("it expires at %s, no later than the old one", leaf.NotAfter.UTC().Format(time.RFC3339))
 	}
 	return leaf, nil
 }
 
-// Trust writes the kubeconfig with these authorities.
+// Trust writes the kubeconfig with these CAs.
 func (h *Holder) Trust(d *ownerdir.Dir, list []*x509.Certificate) error {
 	text, err := cert.EncodeCertificates(list...)
 	if err != nil {

@@ -44,7 +44,7 @@ func TestAKubeconfigIsRenewedOnlyByItsLike(t *testing.T) {
 		"denied": {says: "not today", answer: func(*testing.T, ownertest.Authority, *x509.CertificateRequest) ([]byte, string) {
 			return nil, "not today"
 		}},
-		"another authority's": {says: "not the renewed certificate", answer: func(t *testing.T, _ ownertest.Authority, r *x509.CertificateRequest) ([]byte, string) {
+		"another authority's": {says: "a CA that the folder does not trust", answer: func(t *testing.T, _ ownertest.Authority, r *x509.CertificateRequest) ([]byte, string) {
 			return ownertest.PEMOf(ownertest.NewAuthority(t).Client(t, r.Subject, r.PublicKey, later)), ""
 		}},
 		"for another key": {says: "another key", answer: func(t *testing.T, ca ownertest.Authority, r *x509.CertificateRequest) ([]byte, string) {

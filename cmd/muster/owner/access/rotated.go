@@ -11,7 +11,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 )
 
-// Endorsed returns an error unless an API server proves by its cross certificate that one of trusted has signed for the key of ca.
+// Endorsed returns an error unless an API server presents a chain in which a CA of trusted has cross-signed the key of ca.
 func Endorsed(ctx context.Context, server string, trusted []*x509.Certificate, ca *x509.Certificate) error {
 	at, err := url.Parse(server)
 	if err != nil {
@@ -33,7 +33,7 @@ func Endorsed(ctx context.Context, server string, trusted []*x509.Certificate, c
 		return errors.New("the connection to the API server is not TLS")
 	}
 	if c.ConnectionState().PeerCertificates[0].CheckSignatureFrom(ca) != nil {
-		return problem.WithRemedy(fmt.Errorf("the API server at %s has no certificate of the new authority", server), "If "+at.Host+" leads to something else than the control planes, have it lead there. If it leads there, somebody has written another authority into the cluster's description: find out who (docs/threat-model.md), and do not go on.")
+		return problem.WithRemedy(fmt.Errorf("the API server at %s has no certificate of the new authority", server), "Make sure that "+at.Host+" is a control plane, or a load balancer of control planes. If it is, stop: the CA in the cluster's description may be an attacker's (docs/threat-model.md).")
 	}
 	return nil
 }

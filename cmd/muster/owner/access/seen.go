@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
-// See reads the cluster's state, except for its epoch.
+// See reads from the cluster the state that known.json records, except for the epoch.
 func See(ctx context.Context, kube *clusterapi.Client) (*ownerdir.Known, error) {
 	policy, err := kube.Policy(ctx)
 	if err != nil && !clusterapi.Absent(err) {

@@ -89,7 +89,7 @@ func TestAMissingHardwareReportHasItsOwnRemedy(t *testing.T) {
 		}}
 	})
 	s, err := Verify(t.Context(), cfg)
-	if err != nil || s.Accepted || s.Problem.Reason != "POLICY_REFUSED" || !strings.Contains(s.Problem.Message, "the machine sent none") || !strings.Contains(s.Problem.Remedy, "All else of the machine is accepted") {
+	if err != nil || s.Accepted || s.Problem.Reason != "POLICY_REFUSED" || !strings.Contains(s.Problem.Message, "the machine sent none") || !strings.Contains(s.Problem.Remedy, "Only the hardware report") {
 		t.Errorf("%+v, %v", s.Problem, err)
 	}
 }

@@ -44,10 +44,10 @@ func Remedy(err error) string {
 		return r.remedy
 	}
 	if len(attest.MismatchesOf(err)) > 0 {
-		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy; if not, what it boots was changed."
+		return "Don't trust the machine until you know why it differs. If it booted a newer image of yours, add that image's values (muster policy from-measurements) to the policy. Otherwise its boot chain was modified."
 	}
 	if _, hardware := errors.AsType[*attest.HardwareError](err); hardware && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_REFUSED {
-		return "All else of the machine is accepted. If it sent no hardware report: docs/hardware-reports.md says which machines and images send one. If it is a machine of yours, correct the values of hardware in the policy, then muster policy apply."
+		return "Only the hardware report does not fit the policy. If the machine sent none: docs/hardware-reports.md lists the machines and images that send one. If it is a machine of yours, correct the values of hardware in the policy, then muster policy apply."
 	}
 	op, dial := errors.AsType[*net.OpError](err)
 	switch {
@@ -56,9 +56,9 @@ func Remedy(err error) string {
 	case errors.Is(err, ownerdir.ErrOtherCluster):
 		return "Nothing was sent or changed."
 	case errors.Is(err, context.DeadlineExceeded):
-		return "Look at the last lines above; running the same command again goes on where it stopped, and --timeout gives it longer if the command has that flag."
+		return "See the last lines above. Run the same command again to continue where it stopped, with a longer --timeout if the command has that flag."
 	case errors.Is(err, context.Canceled):
-		return "Running the same command again goes on where it stopped."
+		return "Run the same command again to continue where it stopped."
 	}
 	return ""
 }
@@ -93,7 +93,7 @@ func Unreachable(err error) bool {
 // Final reports whether an error is a decision, so that another attempt would give the same result.
 func Final(err error) bool {
 	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
-		// Either this program's, and then it is over, or one of a single request, which the reasons below cover.
+		// Either this command's context has ended, or that of a single request; only the latter has a reason code.
 		if rpc.ReasonFrom(err) == attestv1.Reason_REASON_UNSPECIFIED {
 			return false
 		}
@@ -103,8 +103,8 @@ func Final(err error) bool {
 	}
 	switch rpc.ReasonFrom(err) {
 	case attestv1.Reason_REASON_UNSPECIFIED:
-		// No reason: a connection that broke or was never made. A server that answers without one is not Muster's,
-		// unless it is a proxy without a backend.
+		// No reason code: the connection failed, or a server that is not Muster's answered. The code unavailable may be
+		// from a proxy without a backend.
 		return connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable
 	case attestv1.Reason_REASON_BUSY, attestv1.Reason_REASON_DEADLINE, attestv1.Reason_REASON_NOT_READY:
 		return false

@@ -8,7 +8,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 )
 
-// Named returns the first names of a list in their order, and how many more there are.
+// Named returns the first [MaxNamed] names of a list in alphabetical order, and how many more there are.
 func Named(names []string) string {
 	slices.Sort(names)
 	var shown []string
@@ -22,7 +22,7 @@ func Named(names []string) string {
 	return text
 }
 
-// Some returns the first three names of a list in their order.
+// Some returns the first three names of a list in alphabetical order.
 func Some(names []string) string {
 	names = slices.Sorted(slices.Values(names))
 	if len(names) > 3 {
@@ -33,8 +33,8 @@ func Some(names []string) string {
 
 const maxShown = 300 // characters of a text that a machine chose
 
-// Printable prevents a machine from writing more than text to the terminal.
+// Printable makes a text that a machine chose harmless for a terminal, and cuts it.
 func Printable(s string) string { return clusterapi.Printable(s, maxShown) }
 
-// MaxNamed is the number of nodes or disks that a line names.
+// MaxNamed is the number of nodes or disks that one line lists.
 const MaxNamed = 100

@@ -20,36 +20,38 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Revival is the state with which a control plane would continue whose state disk is an older copy (B7).
+// Revival describes an older copy of a control plane's state disk, with which the machine would continue (B7).
 type Revival struct {
-	// Machine is the waiting one.
+	// Machine is the ID of the waiting machine.
 	Machine string `json:"machine"`
-	// Epoch, PolicySerial and Bans are those on its disk. Epoch 0: it has no record.
+	// Epoch, PolicySerial and Bans are those on its disk. Epoch is 0 if the disk has no record.
 	Epoch        uint64   `json:"epoch"`
 	PolicySerial uint64   `json:"policySerial"`
 	Bans         []string `json:"bans"`
-	// BannedMachines are the machine IDs of Bans, in the same order; empty: the disk has only names.
+	// BannedMachines are the machine IDs of Bans, in the same order; empty if the disk has only names.
 	BannedMachines []string `json:"bannedMachines,omitempty"`
-	// DiskCounter is the value of the TPM's counter when the disk was written, TPMCounter the current one; 0: none.
+	// DiskCounter is the value of the TPM's counter when the disk was written, TPMCounter the current one; 0 if there is
+	// none.
 	DiskCounter uint64 `json:"diskCounter"`
 	TPMCounter  uint64 `json:"tpmCounter"`
-	// KnownVersion is the version of known.json in the owner's folder; 0: there is none. Version 1 does not record
+	// KnownVersion is the version of known.json in the owner's folder; 0 if there is none. Version 1 does not record
 	// which nodes were forgotten.
 	KnownVersion int `json:"knownVersion"`
-	// KnownSerial is the serial of the cluster's last policy in the owner's folder; 0: none.
+	// KnownSerial is the serial of the cluster's last policy in the owner's folder; 0 if there is none.
 	KnownSerial uint64 `json:"knownSerial"`
-	// KnownEpoch is the newest epoch in the folder; 0: none.
+	// KnownEpoch is the newest epoch in the folder; 0 if there is none.
 	KnownEpoch uint64 `json:"knownEpoch"`
 	// Unbanned are the nodes that are banned in the folder and not on the disk.
 	Unbanned []string `json:"unbanned"`
-	// BannedAndForgotten are nodes that were banned and then forgotten. Forgotten are those that were not banned, or
-	// whose name is banned on the disk. As far as the folder knows, they would be back. A banned one whose name the
-	// folder does not have is named by its enrollment's UID.
+	// BannedAndForgotten are forgotten nodes that were banned before. Forgotten are the other forgotten nodes, and banned
+	// ones whose ban is on the disk. All of them would be enrolled again. A banned node whose name the folder lacks is
+	// listed by its enrollment's UID.
 	BannedAndForgotten []string `json:"bannedAndForgotten"`
 	Forgotten          []string `json:"forgotten"`
 	// Erased are disks that were erased, and whose salts would be back (K4).
 	Erased []string `json:"erased"`
-	// Before reports that the folder records more forgotten nodes or erased disks, from before the disk's epoch.
+	// Before reports that the folder also records forgotten nodes or erased disks at epochs before the disk's, which the
+	// disk already has.
 	Before bool `json:"before"`
 
 	nonce ownerorder.Nonce // the machine's of this boot
@@ -64,21 +66,21 @@ func (v Revival) Lines() []string {
 		return fmt.Sprint(n)
 	}
 	out := []string{
-		fmt.Sprintf("The state disk of machine %s is not the newest: it was written at %s of its TPM's counter, which is at %s.", v.Machine, counter(v.DiskCounter, "no value"), counter(v.TPMCounter, "none: it was cleared, or deleted")),
-		fmt.Sprintf("It would revive epoch %d of the cluster, with %s; the folder knows serial %d.", v.Epoch, policies.PolicyOf(v.PolicySerial), v.KnownSerial),
+		fmt.Sprintf("The state disk of machine %s is not the newest: when it was written, the TPM's counter was %s; now it is %s.", v.Machine, counter(v.DiskCounter, "not recorded"), counter(v.TPMCounter, "missing (the TPM was cleared, or the counter deleted)")),
+		fmt.Sprintf("It holds epoch %d of the cluster, with %s. The folder's newest policy has serial %d.", v.Epoch, policies.PolicyOf(v.PolicySerial), v.KnownSerial),
 	}
 	if v.Epoch == 0 {
-		out[1] = fmt.Sprintf("What it would revive, it has no record of: an older copy than all that has one. The folder knows a policy of serial %d.", v.KnownSerial)
+		out[1] = fmt.Sprintf("The disk has no epoch record, so this copy is older than every copy with one, and its state of the cluster is not known. The folder's newest policy has serial %d.", v.KnownSerial)
 	}
 	if v.KnownEpoch > v.Epoch {
-		out = append(out, fmt.Sprintf("The folder knows epoch %d: what was changed since, as a node that joined or a TPM that was exchanged, would be undone.", v.KnownEpoch))
+		out = append(out, fmt.Sprintf("The folder knows epoch %d: changes after the disk's epoch, such as nodes that joined or TPMs that were replaced, would be undone.", v.KnownEpoch))
 	}
 	undone := false
 	for _, l := range []struct {
 		text  string
 		names []string
 	}{
-		{"Banned by what the folder knows, and not on this disk: ", v.Unbanned},
+		{"Banned in the folder, but not on this disk: ", v.Unbanned},
 		{"Banned, then forgotten, and would be back without a ban: ", v.BannedAndForgotten},
 		{"Forgotten, and would be back: ", v.Forgotten},
 		{"Erased, and the salts of these disks would be back: ", v.Erased},
@@ -94,15 +96,15 @@ func (v Revival) Lines() []string {
 	}
 	if v.Before {
 		undone = true
-		out = append(out, fmt.Sprintf("What else was forgotten or erased, the folder knew before epoch %d: it stays so, unless you have accepted an older epoch since.", v.Epoch))
+		out = append(out, fmt.Sprintf("The folder also records forgotten nodes or erased disks before epoch %d. This copy already has those changes, unless you have accepted an older epoch since then.", v.Epoch))
 	}
 	switch {
 	case v.KnownVersion == 0:
-		out = append(out, "The folder has no known.json, so it can't say what would be undone.")
+		out = append(out, "The folder has no known.json, so it is not known what would be undone.")
 	case v.KnownVersion == 1:
-		out = append(out, "Which nodes were forgotten, the folder can't say: its known.json is of an earlier version of muster.")
+		out = append(out, "known.json is from an earlier version of muster, and does not record which nodes were forgotten.")
 	case !undone:
-		out = append(out, "Every ban that the folder knows is on this disk, and it knows of nothing that was forgotten or erased.")
+		out = append(out, "This disk has every ban that the folder knows, and the folder records no forgotten node or erased disk.")
 	}
 	return out
 }
@@ -157,8 +159,8 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 	return v, nil
 }
 
-// bans reports whether the disk has a ban of that machine: a name may have been another machine's then. Where one of
-// the two has no machine IDs, names are compared.
+// bans reports whether the disk has a ban of that machine. The name may have belonged to another machine at that time,
+// so names are compared only if the disk or the folder lacks machine IDs.
 func (v *Revival) bans(name, machine string) bool {
 	if len(v.BannedMachines) > 0 && machine != "" {
 		return slices.Contains(v.BannedMachines, machine)
@@ -166,9 +168,9 @@ func (v *Revival) bans(name, machine string) bool {
 	return name != "" && slices.Contains(v.Bans, name)
 }
 
-// undone lists the revocations that the folder knows and that this disk does not have (B7). A copy was made after
-// everything that was recorded at an epoch below its own. At the same epoch it may be from before, since control
-// planes count up to ten seconds later, and so may a copy of unknown epoch.
+// undone lists the revocations that the folder knows and that this disk does not have (B7). A copy includes all changes
+// that were recorded at a lower epoch. It may lack changes recorded at its own epoch, since control planes raise the
+// epoch up to ten seconds after a change. A copy of unknown epoch may lack any change.
 func (v *Revival) undone(known *ownerdir.Known) {
 	since := func(seen uint64) bool {
 		if seen != 0 && seen < v.Epoch {
@@ -177,7 +179,7 @@ func (v *Revival) undone(known *ownerdir.Known) {
 		}
 		return true
 	}
-	settled := map[string]bool{} // UIDs of enrollments that are listed, or need not be
+	settled := map[string]bool{} // UIDs of enrollments that are listed already, or need no entry
 	for name, n := range known.Nodes {
 		settled[n.UID] = true
 		if n.Banned && !v.bans(name, n.MachineID) {
@@ -195,7 +197,7 @@ func (v *Revival) undone(known *ownerdir.Known) {
 			v.Forgotten = append(v.Forgotten, g.Name)
 		}
 	}
-	for uid := range known.Bans { // of version 1, or from before the oldest of Gone
+	for uid := range known.Bans { // from version 1, or forgotten before the oldest entry of Gone
 		if name := known.Names[uid]; !settled[uid] && !v.bans(name, known.BannedMachines[uid]) {
 			v.BannedAndForgotten = append(v.BannedAndForgotten, cmp.Or(name, "enrollment "+uid))
 		}
@@ -226,7 +228,7 @@ func (r *recoverer) revive(ctx context.Context) (string, error) {
 	}
 	if !accepted {
 		return "", problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "machine %s waits with epoch %d of the cluster, an older copy of its disk, which was not accepted", v.Machine, v.Epoch),
-			fmt.Sprintf("%s Restore the newest disk. If there is none, run the command again with --accept-epoch %d; then apply the policy again, and ban, forget and erase again what would be back.", strings.Join(v.Lines(), " "), v.Epoch))
+			fmt.Sprintf("%s Restore the newest disk. If there is none, run the command again with --accept-epoch %d; then apply the policy again, and repeat the bans, removals and erasures that are listed here.", strings.Join(v.Lines(), " "), v.Epoch))
 	}
 	err := progress.Again(ctx, r.Report, func() error {
 		s, err := peerdial.Open(r.older)
@@ -241,5 +243,5 @@ func (r *recoverer) revive(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", r.explain(err)
 	}
-	return fmt.Sprintf("epoch %d is accepted: the machine goes on", v.Epoch), nil
+	return fmt.Sprintf("epoch %d is accepted: the machine continues", v.Epoch), nil
 }

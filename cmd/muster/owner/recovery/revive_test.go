@@ -182,7 +182,7 @@ func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 	}
 	signed := attest.SignPolicy(key, document)
 	policy := ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()}
-	const sound = "Every ban that the folder knows is on this disk"
+	const sound = "This disk has every ban that the folder knows"
 	live := map[string]ownerdir.KnownNode{"w1": {UID: "u1"}, "w2": {UID: "u2", Banned: true}}
 	for name, tt := range map[string]struct {
 		known ownerdir.Known
@@ -192,7 +192,7 @@ func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 	}{
 		"nothing": {
 			ownerdir.Known{Version: 2, Epoch: 41, Nodes: live, Bans: map[string]int64{"u2": 3}}, 41,
-			Revival{}, []string{sound + ", and it knows of nothing that was forgotten or erased."},
+			Revival{}, []string{sound + ", and the folder records no forgotten node or erased disk."},
 		},
 		"a ban": {
 			ownerdir.Known{Version: 2, Epoch: 41, Nodes: map[string]ownerdir.KnownNode{"w3": {UID: "u3", Banned: true}}, Bans: map[string]int64{"u3": 3}}, 41,
@@ -220,7 +220,7 @@ func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 		},
 		"one that was forgotten before the copy": {
 			ownerdir.Known{Version: 2, Epoch: 41, Nodes: live, Gone: []ownerdir.KnownGone{{UID: "u9", Name: "w9", Epoch: 40}}}, 41,
-			Revival{Before: true}, []string{"the folder knew before epoch 41: it stays so, unless you have accepted an older epoch since."},
+			Revival{Before: true}, []string{"before epoch 41. This copy already has those changes, unless you have accepted an older epoch since then."},
 		},
 		"a copy without a record, of before all that": {
 			ownerdir.Known{Version: 2, Epoch: 41, Nodes: live, Gone: []ownerdir.KnownGone{{UID: "u9", Name: "w9", Epoch: 1}}, Erased: []string{"d7"}, ErasedAt: map[string]uint64{"d7": 1}}, 0,
@@ -231,7 +231,7 @@ func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 			Revival{Erased: []string{"d7", "d8"}, Before: true}, []string{"Erased, and the salts of these disks would be back: d7, d8."},
 		},
 		"version 1 does not know what was forgotten": {
-			ownerdir.Known{Version: 1, Nodes: live}, 41, Revival{}, []string{"its known.json is of an earlier version of muster"},
+			ownerdir.Known{Version: 1, Nodes: live}, 41, Revival{}, []string{"known.json is from an earlier version of muster"},
 		},
 		"no file": {ownerdir.Known{}, 41, Revival{}, []string{"The folder has no known.json"}},
 	} {
