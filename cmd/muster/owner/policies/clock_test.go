@@ -90,7 +90,7 @@ func TestIfNoNodeAttestsAllAreCompared(t *testing.T) {
 	}
 	waiting, stop := context.WithTimeout(ctx, InForceTimeout) // no service answers
 	defer stop()
-	_, err := ApplyPolicy(waiting, o.Dir, policy(2, next), false)
+	_, err := ApplyPolicy(waiting, o.Dir, policy(2, next), Consent{})
 	if p := problem.Explain(err); p.Reason != "POLICY_REFUSED" || !strings.Contains(p.Message, "no node has attested in the last 15m0s") || !strings.Contains(p.Remedy, "muster doctor") || !strings.Contains(p.Remedy, "--expel") {
 		t.Errorf("%+v", p)
 	}
