@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
 	"log/slog"
 	"net/netip"
@@ -83,14 +82,11 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 				return doctor.Examine(ctx, doctorConfig(image, meta, record, lock))
 			}),
 			ownerorder.ActionReboot: orders.Reboot(machine.Reboot),
-			ownerorder.ActionReset: orders.Reset(func(ctx context.Context) error {
+			ownerorder.ActionReset: orders.Reset(img.StateDisk.Mode, func(ctx context.Context) error {
 				ctx, cancel := context.WithTimeout(ctx, recordedTime)
 				defer cancel()
 				return orders.AwaitRecorded(ctx, "/", orders.Poll)
 			}, func(ctx context.Context) error {
-				if img.StateDisk.Mode != "luks" {
-					return fmt.Errorf("the state disk of this machine has the mode %q: only an encrypted one can be erased", img.StateDisk.Mode)
-				}
 				return machine.Real{}.Unit(ctx, "start", machine.UnitReset)
 			}, machine.Reboot),
 			ownerorder.ActionBackup: orders.Backup(func(ctx context.Context) (backup.Stored, error) {

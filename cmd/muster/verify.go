@@ -36,7 +36,8 @@ With the address of a machine, it runs the exchange of attested TLS, and sends n
 
 With the name of a running node, which serves no port, it sends the machine an order that is signed with the owner's key. The machine gets it
 with its next attestation, within five minutes, and makes new evidence for it, which the cluster passes on. This program checks the evidence
-itself: the cluster can delay or refuse, but not pass off other evidence. A name that is no node of the folder's cluster is taken for an address.
+itself: the cluster can delay or refuse, but not pass off other evidence. If the folder has a cluster, a host name without
+a dot is a node's: write an address as HOST:9000.
 
 A machine that is in no cluster must be unlocked. With an owner's folder or --cluster-id, one that is locked to that
 cluster is accepted too, and the purposes joinservice and kms can be looked at.`,

@@ -14,6 +14,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
 	"github.com/muster-k8s/muster/cmd/muster/owner/lifecycle"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -21,7 +22,8 @@ import (
 // mayBeNode reports whether a text may be the name of a node, which is a DNS label. IP addresses, HOST:PORT and names with dots are not.
 func mayBeNode(text string) bool { return len(validation.IsDNS1123Label(text)) == 0 }
 
-// verifyNode verifies a running node of the folder's cluster. It returns nil if there is no cluster, or no such node in it.
+// verifyNode verifies a running node of the folder's cluster. It returns nil if there is no cluster. If there is no such node in it, it refuses with
+// NOT_ENROLLED: who answers the API, and DNS, could have another machine verified in its place.
 func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout time.Duration) (*appraisal.Report, error) {
 	dir, err := a.view()
 	if err != nil {
@@ -42,8 +44,7 @@ func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout t
 	defer cancel()
 	s, err := lifecycle.VerifyNode(ctx, dir, name, p, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) })
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_NOT_ENROLLED {
-		fmt.Fprintf(a.stderr, "The cluster has no node %s. The name is taken for an address.\n", name)
-		return nil, nil //nolint:nilnil // it is a machine's
+		return nil, problem.WithRemedy(err, "muster status shows the cluster's nodes. If it is a machine's address, write it with the port: "+name+":9000.")
 	}
 	return s, err
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/ed25519"
+	"encoding/base64"
 	"encoding/hex"
 	"errors"
 	"log/slog"
@@ -180,6 +181,21 @@ func TestAnOrderIsStoredAndWhatBecameOfItReported(t *testing.T) {
 		t.Errorf("it reports the owner's keys %x", j.keys)
 	}
 	j.mu.Unlock()
+}
+
+// A machine that erases its disk first waits until the cluster knows. An order that its owner has withdrawn is not in the answer any more.
+func TestAnOrderThatIsWithdrawnIsNotNotedAsRecorded(t *testing.T) {
+	w, j := node(t)
+	order := &joinv1.OwnerOrder{Text: "x", Signature: bytes.Repeat([]byte{0}, ed25519.SignatureSize)}
+	w.put(t, orders.Journal, `{"begun":"2026-11-26T12:00:00Z","last":{"order":{"text":"x","signature":"`+base64.StdEncoding.EncodeToString(order.GetSignature())+`"},"action":"reset","state":"running"}}`)
+	j.again = func(int) (*joinv1.ReattestResponse, error) { return &joinv1.ReattestResponse{}, nil }
+	w.reattest()
+	eventually(t, "two reports", func() bool { return len(j.reattested()) > 2 })
+	if w.exists(orders.Recorded) {
+		t.Error("the machine takes it that its owner waits")
+	}
+	j.setAgain(func(int) (*joinv1.ReattestResponse, error) { return &joinv1.ReattestResponse{Order: order}, nil })
+	eventually(t, "it is noted", func() bool { return w.exists(orders.Recorded) })
 }
 
 func (j *joinservice) setAgain(again func(int) (*joinv1.ReattestResponse, error)) {

@@ -8,9 +8,12 @@ import (
 	"strings"
 	"time"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/backup"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 const (
@@ -20,6 +23,23 @@ const (
 	// may be killed before it can answer.
 	diesWith = 30 * time.Second
 )
+
+// Args are an order's arguments by their names.
+type Args = map[string]string
+
+// Action executes one kind of order.
+type Action struct {
+	// Args are the names of its arguments: an order has all of them and no other.
+	Args []string
+	// Time is how long it may take; 0: [Config.ActionTime].
+	Time time.Duration
+	// Cannot is why this machine can't execute it; nil: it can. Such an order is refused, and so its owner is not told that it has begun.
+	Cannot error
+	// Run executes it, and returns the output that the owner wants.
+	Run func(ctx context.Context, args Args) (output string, err error)
+	// Resume goes on after this process has ended in the middle; rebooted reports whether the machine has.
+	Resume func(ctx context.Context, args Args, rebooted bool) (output string, err error)
+}
 
 // maxFinding bounds each text of a finding, in bytes.
 const maxFinding = 300
@@ -103,11 +123,11 @@ func repeatable(run func(context.Context, Args) (string, error), args ...string)
 	return Action{Args: args, Run: run, Resume: func(ctx context.Context, args Args, _ bool) (string, error) { return run(ctx, args) }}
 }
 
-// Reset returns the action that erases the state disk and restarts the machine. Nobody reports its end: the journal is on that disk.
+// Reset returns the action that erases the state disk, which has that mode, and restarts the machine. Nobody reports its end: the journal is on that disk.
 // After an interruption it begins anew, in the next boot too: there the disk was not erased.
-func Reset(recorded, erase, reboot func(context.Context) error) Action {
+func Reset(mode string, recorded, erase, reboot func(context.Context) error) Action {
 	restart := Reboot(reboot)
-	return repeatable(func(ctx context.Context, args Args) (string, error) {
+	a := repeatable(func(ctx context.Context, args Args) (string, error) {
 		if err := recorded(ctx); err != nil {
 			return "", err
 		}
@@ -120,6 +140,10 @@ func Reset(recorded, erase, reboot func(context.Context) error) Action {
 		}
 		return out, err
 	})
+	if mode != metadata.DiskLUKS {
+		a.Cannot = attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the state disk of this machine has the mode %q: only an encrypted one can be erased", mode)
+	}
+	return a
 }
 
 // RemoveEtcdMember returns the action that removes the etcd member of another node. remove returns what it has removed, as text.

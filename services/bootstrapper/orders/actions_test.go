@@ -3,12 +3,16 @@ package orders
 import (
 	"context"
 	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -73,14 +77,25 @@ func TestAMemberThatIsGoneIsNoError(t *testing.T) {
 func TestAResetErasesAndThenRestarts(t *testing.T) {
 	n := newNode(t)
 	var fails, unrecorded error
-	n.actions[ownerorder.ActionReset] = Reset(
-		func(context.Context) error { return unrecorded },
-		func(context.Context) error { n.ran("erase"); return fails },
-		func(context.Context) error { n.ran("reboot"); return nil },
-	)
+	on := func(mode string) {
+		n.actions[ownerorder.ActionReset] = Reset(mode,
+			func(context.Context) error { return unrecorded },
+			func(context.Context) error { n.ran("erase"); return fails },
+			func(context.Context) error { n.ran("reboot"); return nil },
+		)
+	}
+	for i, mode := range []string{metadata.DiskPlain, ""} { // its owner is never told that it has begun
+		on(mode)
+		s := n.order(i, reset)
+		n.deliver(s)
+		n.look()
+		n.did()
+		n.reports(s, joinv1.OrderState_ORDER_STATE_REFUSED, "STATE_DISK: the state disk of this machine has the mode")
+	}
+	on(metadata.DiskLUKS)
 	t.Run("not if the cluster does not know", func(t *testing.T) {
 		unrecorded = errors.New("no joinservice answers")
-		s := n.order(0, reset)
+		s := n.order(2, reset)
 		n.deliver(s)
 		n.look()
 		n.did()
@@ -89,7 +104,7 @@ func TestAResetErasesAndThenRestarts(t *testing.T) {
 	})
 	t.Run("not if it can't erase", func(t *testing.T) {
 		fails = errors.New("no such disk")
-		s := n.order(1, reset)
+		s := n.order(3, reset)
 		n.deliver(s)
 		n.look()
 		n.did("erase")
@@ -97,7 +112,7 @@ func TestAResetErasesAndThenRestarts(t *testing.T) {
 	})
 	t.Run("the machine goes down in it", func(t *testing.T) {
 		fails, n.runs = nil, nil
-		s := n.order(2, reset)
+		s := n.order(4, reset)
 		n.deliver(s)
 		ctx, down := context.WithCancel(t.Context())
 		done := make(chan error, 1)
@@ -129,23 +144,26 @@ func TestAResetErasesAndThenRestarts(t *testing.T) {
 func TestAResetWaitsUntilTheClusterKnows(t *testing.T) {
 	n := newNode(t)
 	inside := make(chan error, 1)
-	n.actions[ownerorder.ActionReset] = Reset(func(ctx context.Context) error {
+	n.actions[ownerorder.ActionReset] = Reset(metadata.DiskLUKS, func(ctx context.Context) error {
 		go func() { inside <- AwaitRecorded(ctx, n.root, time.Millisecond) }()
 		return <-inside
 	}, func(context.Context) error { n.ran("erase"); return errors.New("enough") }, nil)
 	before, s := n.order(1), n.order(2, reset)
 	n.deliver(before)
 	n.look()
-	report := func() {
+	report := func(has *joinv1.OwnerOrder) {
 		r, err := Report(n.root)
 		if err == nil {
-			err = NoteRecorded(n.root, r)
+			err = NoteRecorded(n.root, r, has)
 		}
 		if err != nil {
 			t.Error(err)
 		}
 	}
-	report() // of the order before, which is over
+	wire := func(s ownerorder.SignedMachineOrder) *joinv1.OwnerOrder {
+		return &joinv1.OwnerOrder{Text: s.Text, Signature: s.Signature}
+	}
+	report(wire(before)) // which is over
 	n.deliver(s)
 	done := make(chan error, 1)
 	go func() { done <- n.process().once(t.Context()) }()
@@ -157,7 +175,13 @@ func TestAResetWaitsUntilTheClusterKnows(t *testing.T) {
 		}
 	}
 	n.did("doctor")
-	report()
+	for _, has := range []*joinv1.OwnerOrder{nil, wire(before)} { // its owner has withdrawn it
+		report(has)
+		if _, err := os.Stat(filepath.Join(n.root, Recorded)); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("with %v: %v", has, err)
+		}
+	}
+	report(wire(s))
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}

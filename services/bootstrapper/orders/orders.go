@@ -188,21 +188,6 @@ func read(path string, into any) error {
 // errDamaged is of a file that is no JSON of ours.
 var errDamaged = errors.New("it is damaged")
 
-// Args are an order's arguments by their names.
-type Args = map[string]string
-
-// Action executes one kind of order.
-type Action struct {
-	// Args are the names of its arguments: an order has all of them and no other.
-	Args []string
-	// Time is how long it may take; 0: [Config.ActionTime].
-	Time time.Duration
-	// Run executes it, and returns the output that the owner wants.
-	Run func(ctx context.Context, args Args) (output string, err error)
-	// Resume goes on after this process has ended in the middle; rebooted reports whether the machine has.
-	Resume func(ctx context.Context, args Args, rebooted bool) (output string, err error)
-}
-
 // Config lists what an [Executor] needs. All fields are required.
 type Config struct {
 	// Root is the root of the file system: "/" on a machine.
@@ -366,6 +351,9 @@ func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 	a, known := e.cfg.Actions[o.Action]
 	if !known {
 		return fmt.Errorf("this version of the bootstrapper can't %q", o.Action)
+	}
+	if a.Cannot != nil {
+		return a.Cannot
 	}
 	if have, want := slices.Sorted(maps.Keys(o.Args)), slices.Sorted(slices.Values(a.Args)); !slices.Equal(have, want) {
 		return fmt.Errorf("%q has the arguments %q here, and not %q", o.Action, want, have)

@@ -12,12 +12,13 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
-// NoteRecorded notes that a joinservice has recorded a report.
-func NoteRecorded(root string, r *joinv1.OrderReport) error {
-	if r.GetState() != wireStates[Running] {
+// NoteRecorded notes that a joinservice has recorded that an order runs, and still has the order: it is nil or another one if its owner has withdrawn it.
+func NoteRecorded(root string, r *joinv1.OrderReport, has *joinv1.OwnerOrder) error {
+	digest := order{has.GetText(), has.GetSignature()}.signed().Digest()
+	if r.GetState() != wireStates[Running] || hex.EncodeToString(r.GetDigest()) != digest {
 		return nil
 	}
-	return machine.WriteFile(filepath.Join(root, Recorded), fmt.Appendf(nil, "%q", hex.EncodeToString(r.GetDigest())), 0o600, 0o700)
+	return machine.WriteFile(filepath.Join(root, Recorded), fmt.Appendf(nil, "%q", digest), 0o600, 0o700)
 }
 
 // AwaitRecorded waits until a joinservice has recorded that the latest order runs: the owner's program learns of an order that ends this machine's life in

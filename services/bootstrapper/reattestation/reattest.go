@@ -284,10 +284,8 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 		return 0, err
 	}
 	r.reported = report
-	if report != nil {
-		if err := orders.NoteRecorded(r.cfg.Root, report); err != nil {
-			r.cfg.Log.ErrorContext(ctx, "that the cluster knows of the owner's order cannot be noted", "err", err)
-		}
+	if err := orders.NoteRecorded(r.cfg.Root, report, resp.GetOrder()); err != nil {
+		r.cfg.Log.ErrorContext(ctx, "that the cluster knows of the owner's order cannot be noted", "err", err)
 	}
 	if resp.GetOrder() != nil { // B11: verified by the process that executes it
 		r.reported = nil // the joinservice may have lost the report

@@ -9,7 +9,9 @@ import (
 	"sync/atomic"
 
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/pager"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
@@ -83,26 +85,30 @@ func (p paged) List(ctx context.Context, list client.ObjectList, opts ...client.
 		return p.Client.List(ctx, list, o)
 	}
 	ctx = context.WithValue(ctx, allowanceKey{}, newAllowance(p.most))
-	o.Limit = pageSize
-	empty := list.DeepCopyObject()
-	var all []runtime.Object
-	for range maxPages {
-		page, ok := empty.DeepCopyObject().(client.ObjectList) // an array of its own: all has pointers into it
+	empty, pages := list.DeepCopyObject(), 0
+	// A list that takes longer than etcd keeps its revision is read anew at once, without pages.
+	all, _, err := (&pager.ListPager{PageSize: pageSize, FullListIfExpired: true, PageFn: func(ctx context.Context, next metav1.ListOptions) (runtime.Object, error) {
+		if pages++; pages > maxPages {
+			return nil, fmt.Errorf("the API server has more than %d pages of %T", maxPages, list)
+		}
+		page, ok := empty.DeepCopyObject().(client.ObjectList) // an array of its own: the pager keeps pointers into it
 		if !ok {
-			return fmt.Errorf("%T is no list", list)
+			return nil, fmt.Errorf("%T is no list", list)
 		}
-		if err := p.Client.List(ctx, page, o); err != nil {
-			return err
-		}
-		items, err := meta.ExtractList(page)
-		if err != nil {
-			return err
-		}
-		all = append(all, items...)
-		if o.Continue = page.GetContinue(); o.Continue == "" {
-			list.SetResourceVersion(page.GetResourceVersion())
-			return meta.SetList(list, all)
-		}
+		o.Limit, o.Continue = next.Limit, next.Continue
+		return page, p.Client.List(ctx, page, o)
+	}}).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return err
 	}
-	return fmt.Errorf("the API server has more than %d pages of %T", maxPages, list)
+	items, err := meta.ExtractList(all)
+	if err != nil {
+		return err
+	}
+	of, err := meta.ListAccessor(all)
+	if err != nil {
+		return err
+	}
+	list.SetResourceVersion(of.GetResourceVersion())
+	return meta.SetList(list, items)
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -29,16 +30,30 @@ func (c *Client) Enrollment(ctx context.Context, name string) (*v1alpha1.Atteste
 	return n, err
 }
 
-// WithdrawOrder removes an order from a node, if it is still there.
-func (c *Client) WithdrawOrder(ctx context.Context, name, note string) error {
-	return once(ctx, func(ctx context.Context) error {
+// WithdrawOrder removes an order from a node if it is ours, and its machine has not begun it; begun: it has. If over is not empty, one of ours may still be
+// on its way to the API server, to replace the enrollment of that resource version. Then the enrollment is changed, so that the API server refuses it.
+func (c *Client) WithdrawOrder(ctx context.Context, name string, ours func(note string) bool, over string) (begun bool, _ error) {
+	err := once(ctx, func(ctx context.Context) error {
 		n, err := c.Enrollment(ctx, name)
-		if err != nil || n.Annotations[v1alpha1.OwnerOrder] != note {
+		if err != nil {
 			return err
 		}
-		delete(n.Annotations, v1alpha1.OwnerOrder)
+		note, there := n.Annotations[v1alpha1.OwnerOrder]
+		signed, err := ownerorder.ParseMachineNote(note)
+		if begun = err == nil && ours(note) && n.Status.Order != nil && n.Status.Order.Digest == signed.Digest(); begun {
+			return nil
+		}
+		switch {
+		case !ours(note) && n.ResourceVersion != over:
+			return nil
+		case there:
+			delete(n.Annotations, v1alpha1.OwnerOrder)
+		default:
+			metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.OwnerOrder, "") // no order
+		}
 		return c.client.Update(ctx, n) // a conflict is tried again
 	})
+	return begun, err
 }
 
 // Order gives a node's machine the order that sign makes from its enrollment, in the form of [v1alpha1.OwnerOrder]. sign is

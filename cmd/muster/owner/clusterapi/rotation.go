@@ -11,7 +11,6 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
@@ -20,62 +19,51 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// secretsAtOnce bounds the Secrets in memory.
-const secretsAtOnce = 100
-
-// secrets calls each for the Secrets of the cluster, those of a type only if it is not empty.
-func (c *Client) secrets(ctx context.Context, of corev1.SecretType, each func(context.Context, *corev1.Secret) error) error {
-	next := ""
-	for {
-		var list corev1.SecretList
-		o := &client.ListOptions{Limit: secretsAtOnce, Continue: next}
-		if of != "" {
-			client.MatchingFields{"type": string(of)}.ApplyToList(o)
-		}
-		if err := once(ctx, func(ctx context.Context) error { return c.client.List(ctx, &list, o) }); err != nil {
-			return err
-		}
-		for i := range list.Items {
-			if err := each(ctx, &list.Items[i]); err != nil {
-				return err
-			}
-		}
-		if next = list.Continue; next == "" {
-			return nil
-		}
-	}
-}
-
-// RewriteSecrets has the API servers encrypt every Secret with the key that they use now. They write an unchanged object only if it is encrypted with
-// another one.
+// RewriteSecrets has the API servers encrypt every Secret with the key that they use now: an unchanged object is written only if it is encrypted with
+// another one. The names are read first, and nothing else of the Secrets: a list that waits for writes between its pages outlives its revision in etcd.
 func (c *Client) RewriteSecrets(ctx context.Context) (n int, err error) {
-	err = c.secrets(ctx, "", func(ctx context.Context, s *corev1.Secret) error {
-		n++
-		err := until(ctx, func(ctx context.Context) (bool, error) {
-			err := c.client.Update(ctx, s)
-			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) { // written meanwhile, with the key that is used now; or deleted
-				return true, nil
-			}
-			return err == nil, err
+	all := &metav1.PartialObjectMetadataList{}
+	all.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
+	if err := once(ctx, func(ctx context.Context) error { return c.client.List(ctx, all) }); err != nil {
+		return 0, fmt.Errorf("list all Secrets: %w", err)
+	}
+	for i := range all.Items {
+		s := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: all.Items[i].Namespace, Name: all.Items[i].Name}}
+		s.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Secret"))
+		err := once(ctx, func(ctx context.Context) error {
+			return client.IgnoreNotFound(c.client.Patch(ctx, s, client.RawPatch(types.MergePatchType, []byte("{}"))))
 		})
 		if err != nil {
-			err = fmt.Errorf("write Secret %s/%s again: %w", s.Namespace, s.Name, err)
+			return i, fmt.Errorf("write Secret %s/%s again: %w", s.Namespace, s.Name, err)
 		}
-		return err
-	})
-	return n, err
+	}
+	return len(all.Items), nil
 }
+
+// tokensAtOnce bounds the Secrets in memory.
+const tokensAtOnce = 100
 
 // TokenSecrets returns the names of the Secrets with a service account's token that another key than the one with this ID has signed. Such tokens do not
 // expire, and nothing makes them anew.
 func (c *Client) TokenSecrets(ctx context.Context, than string) (names []string, err error) {
-	err = c.secrets(ctx, corev1.SecretTypeServiceAccountToken, func(_ context.Context, s *corev1.Secret) error {
-		if token := s.Data[corev1.ServiceAccountTokenKey]; len(token) > 0 && keyOf(token) != than {
-			names = append(names, s.Namespace+"/"+s.Name)
+	next := ""
+	for {
+		var list corev1.SecretList
+		err := once(ctx, func(ctx context.Context) error {
+			return c.client.List(ctx, &list, client.Limit(tokensAtOnce), client.Continue(next), client.MatchingFields{"type": string(corev1.SecretTypeServiceAccountToken)})
+		})
+		if err != nil {
+			return nil, err
 		}
-		return nil
-	})
-	return names, err
+		for _, s := range list.Items {
+			if token := s.Data[corev1.ServiceAccountTokenKey]; len(token) > 0 && keyOf(token) != than {
+				names = append(names, s.Namespace+"/"+s.Name)
+			}
+		}
+		if next = list.Continue; next == "" {
+			return names, nil
+		}
+	}
 }
 
 // ReplaceServices deletes Muster's pods, one after another, and waits until a Ready one is in the place of each: a new pod has a token of the key that the

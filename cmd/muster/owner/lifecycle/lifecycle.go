@@ -176,6 +176,10 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 		if err := mayOrderReset(d, p.Enrollment); err != nil {
 			return nil, err
 		}
+		if p.Enrollment.Spec.DiskMode == "" { // the first machine's, until it asks for its disk's key
+			return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "it is not recorded whether the state disk of %s is encrypted, and only then its machine can erase it", name),
+				"If stateDisk.mode of its image is luks, muster reboot "+name+" first: it is recorded when the machine asks for its disk's key. Otherwise power the machine off, erase its disk from a rescue system, and run muster forget "+name+".")
+		}
 	}
 	if out.Departure, err = PlanForget(ctx, d, name, false, true); err != nil {
 		return nil, err

@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/orders"
@@ -33,4 +34,23 @@ func TestAnOrderIsForTheNodeThatItsOwnerTyped(t *testing.T) {
 	if n := ownertest.EnrollmentOf(t, other.Node); n.Annotations[v1alpha1.OwnerOrder] != "" || n.Spec.Banned {
 		t.Errorf("the other node has %q, banned: %v", n.Annotations, n.Spec.Banned)
 	}
+}
+
+// pending gives the node an order of another run, and returns its note.
+func (r *runner) pending(t *testing.T, action ownerorder.Action, args map[string]string) string {
+	t.Helper()
+	n := ownertest.EnrollmentOf(t, runningNode)
+	key, err := r.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := orders.NewOrder(r.Dir, n, action, args, time.Now(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.Annotations = map[string]string{v1alpha1.OwnerOrder: o.Note()}
+	if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	return o.Note()
 }

@@ -20,7 +20,6 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
-	"github.com/muster-k8s/muster/cmd/muster/owner/orders"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -364,25 +363,17 @@ func TestWithoutAnAnswerTheClustersRecordIsShown(t *testing.T) {
 		t.Errorf("%s: %+v", problem.Remedy(s.Err), s.Record)
 	}
 	// A verification that waits has a challenge that nobody knows any more. The next one replaces it.
-	first := ownertest.EnrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder]
-	if unanswered(); first == "" || ownertest.EnrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder] == first {
+	c, err := challengeTo(ownertest.EnrollmentOf(t, runningNode))
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := r.pending(t, ownerorder.ActionVerify, ownerorder.ChallengeArgs(c.Challenge()))
+	if unanswered(); ownertest.EnrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder] == first {
 		t.Error("the order of before is waited for")
 	}
 	// An order to do something else is not replaced.
-	n = ownertest.EnrollmentOf(t, runningNode)
-	key, err := r.OwnerKey()
-	if err != nil {
-		t.Fatal(err)
-	}
-	reboot, err := orders.NewOrder(r.Dir, n, ownerorder.ActionReboot, nil, time.Now(), key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	n.Annotations[v1alpha1.OwnerOrder] = reboot.Note()
-	if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
-		t.Fatal(err)
-	}
-	if s := r.verify(t); s.Accepted || s.Err == nil || !strings.Contains(s.Err.Error(), `has the order "reboot"`) || ownertest.EnrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder] != reboot.Note() {
+	reboot := r.pending(t, ownerorder.ActionReboot, nil)
+	if s := r.verify(t); s.Accepted || s.Err == nil || !strings.Contains(s.Err.Error(), `has the order "reboot"`) || ownertest.EnrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder] != reboot {
 		t.Errorf("%v", s.Err)
 	}
 	n = ownertest.EnrollmentOf(t, runningNode)

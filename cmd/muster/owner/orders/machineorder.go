@@ -65,7 +65,7 @@ func Fixed(args map[string]string) func(*v1alpha1.AttestedNode) (map[string]stri
 	return func(*v1alpha1.AttestedNode) (map[string]string, error) { return args, nil }
 }
 
-// Follow is [Order]. It returns the order, too.
+// Follow is [Order]. It returns the order, too. If ctx ends, it withdraws an order that it has signed, unless the machine has begun.
 func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report func(string)) (signed ownerorder.SignedMachineOrder, _ *v1alpha1.OrderReport, _ error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -82,7 +82,8 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 	if err := checkClock(ctx, kube); err != nil {
 		return signed, nil, err
 	}
-	if err := kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
+	own := written{notes: map[string]bool{}}
+	err = kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
 		before, err := Pending(d, public, n, time.Now())
 		if err != nil {
 			return "", err
@@ -110,16 +111,35 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 		if signed, err = NewOrder(d, n, ask.Action, args, time.Now(), key); err != nil {
 			return "", err
 		}
+		own.notes[signed.Note()], own.over = true, n.ResourceVersion
 		return signed.Note(), nil
-	}); err != nil {
+	})
+	if err != nil {
+		if ctx.Err() != nil && own.notes[signed.Note()] { // the API server may have it
+			err = withdraw(ctx, kube, name, ask.Action, signed, own)
+		}
 		return signed, nil, err
 	}
-	r, err := Await(ctx, kube, name, ask, signed, report)
+	if own.over = ""; !own.notes[signed.Note()] {
+		own.notes = nil
+	}
+	r, err := await(ctx, kube, name, ask, signed, own, report)
 	return signed, r, err
 }
 
-// Await waits for the machine's report of an order.
+// written are the orders that a run has signed.
+type written struct {
+	notes map[string]bool // nil: another run has signed the order
+	// over is the resource version of the enrollment that an order may be replacing still; empty: it is written.
+	over string
+}
+
+// Await waits for the machine's report of an order that another run has signed, and never withdraws it.
 func Await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked, signed ownerorder.SignedMachineOrder, report func(string)) (*v1alpha1.OrderReport, error) {
+	return await(ctx, kube, name, ask, signed, written{}, report)
+}
+
+func await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked, signed ownerorder.SignedMachineOrder, own written, report func(string)) (*v1alpha1.OrderReport, error) {
 	action := ask.Action
 	report(fmt.Sprintf("ordered: %s; the machine gets this with its next attestation, within five minutes", action))
 	var last *v1alpha1.OrderReport
@@ -147,11 +167,11 @@ func Await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked,
 			}
 			err = retry.Wait(ctx, pause.Next(0))
 		}
-		if errors.Is(ctx.Err(), context.Canceled) && last == nil { // its owner has changed his mind
-			return nil, withdraw(ctx, kube, name, action, signed)
+		if ctx.Err() != nil && last == nil && own.notes != nil { // nobody waits for its end any more
+			return nil, withdraw(ctx, kube, name, action, signed, own)
 		}
 		if err != nil {
-			return last, problem.WithRemedy(fmt.Errorf("%s has not reported the end of the order %q: %w", name, action, err), noReport(name, last))
+			return last, problem.WithRemedy(fmt.Errorf("%s has not reported the end of the order %q: %w", name, action, err), noReport(name, last != nil))
 		}
 	}
 }
@@ -160,14 +180,21 @@ func Await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked,
 const withdrawWithin = 10 * time.Second
 
 // withdraw removes an order that its machine has not begun as far as the cluster knows, and returns the error that says so.
-func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action ownerorder.Action, signed ownerorder.SignedMachineOrder) error {
+func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action ownerorder.Action, signed ownerorder.SignedMachineOrder, own written) error {
 	cause := context.Cause(ctx)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), withdrawWithin)
 	defer cancel()
-	if err := kube.WithdrawOrder(ctx, name, signed.Note()); err != nil {
+	switch begun, err := kube.WithdrawOrder(ctx, name, func(note string) bool { return own.notes[note] }, own.over); {
+	case err != nil:
 		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may begin within %s of the order. kubectl annotate attestednode %s %s- withdraws it.", OrderLife, name, v1alpha1.OwnerOrder))
+	case begun:
+		return problem.WithRemedy(fmt.Errorf("%s has begun the order %q, and does not stop: %w", name, action, cause), noReport(name, true))
 	}
-	return problem.WithRemedy(fmt.Errorf("the order %q to %s is withdrawn: %w", action, name, cause), fmt.Sprintf("If the machine had it already, it may still begin within %s of the order: muster status shows what it reports.", OrderLife))
+	remedy := fmt.Sprintf("If the machine had it already, it may still begin within %s of the order: muster status shows what it reports.", OrderLife)
+	if errors.Is(cause, context.DeadlineExceeded) {
+		remedy += " " + getsOrders(name)
+	}
+	return problem.WithRemedy(fmt.Errorf("the order %q to %s is withdrawn: %w", action, name, cause), remedy)
 }
 
 // Pending returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.
@@ -265,7 +292,12 @@ func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) err
 	case v1alpha1.OrderDone:
 		return nil
 	case v1alpha1.OrderRefused:
-		return problem.WithRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, refusalOf(r.Message)), "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster.")
+		err := refusalOf(r.Message)
+		remedy := "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster."
+		if attest.ReasonOf(err) == attestv1.Reason_REASON_STATE_DISK {
+			remedy = "Nothing is erased. Power the machine off, erase its disk from a rescue system, and run muster forget " + name + "."
+		}
+		return problem.WithRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, err), remedy)
 	default:
 		return problem.WithRemedy(fmt.Errorf("%s: %s failed: %s", name, action, r.Message), "muster doctor --node "+name+" shows what is wrong on the machine.")
 	}
@@ -280,11 +312,16 @@ func refusalOf(message string) error {
 	return errors.New(message)
 }
 
-func noReport(name string, last *v1alpha1.OrderReport) string {
-	if last != nil {
+// noReport returns what to do about an order without a report of its end, which is not withdrawn.
+func noReport(name string, begun bool) string {
+	if begun {
 		return "The machine has begun. `muster status` shows when it attested last; the same command waits on."
 	}
-	return fmt.Sprintf("The machine may still begin, until %s after the order; the same command waits on. It gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there, which images of an earlier version do not have.", OrderLife, name)
+	return fmt.Sprintf("Another run of muster has given the order: the machine may still begin, until %s after it. kubectl annotate attestednode %s %s- withdraws it; the same command waits on. %s", OrderLife, name, v1alpha1.OwnerOrder, getsOrders(name))
+}
+
+func getsOrders(name string) string {
+	return fmt.Sprintf("A machine gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there, which images of an earlier version do not have.", name)
 }
 
 // Findings reads what a machine found on itself. Root on that machine can have written anything: the texts are shown on one

@@ -106,11 +106,23 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		}
 	})
 	t.Run("a machine that does not answer", func(t *testing.T) {
-		if err := unanswered(ownerorder.ActionReboot); err == nil || !strings.Contains(problem.Remedy(err), "may still begin") {
+		if err := unanswered(ownerorder.ActionReboot); err == nil || !strings.Contains(err.Error(), "is withdrawn") || !strings.Contains(problem.Remedy(err), "may still begin") || !strings.Contains(problem.Remedy(err), "muster-orders.service") {
 			t.Errorf("%v: %s", err, problem.Remedy(err))
 		}
-		first := ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder]
-		// The same command waits for the order that is there: a second one would restart the machine twice.
+		n := ownertest.EnrollmentOf(t, n.Name)
+		if _, there := n.Annotations[v1alpha1.OwnerOrder]; there {
+			t.Error("the machine still gets it, when nobody waits")
+		}
+		// The same command waits for the order of another run: a second one would restart the machine twice.
+		reboot, err := NewOrder(o.Dir, n, ownerorder.ActionReboot, nil, time.Now(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		first := reboot.Note()
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.OwnerOrder, first)
+		if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
 		if err := unanswered(ownerorder.ActionReboot); err == nil || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != first {
 			t.Errorf("the order was replaced: %v", err)
 		}
@@ -125,7 +137,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
 			t.Fatal(err)
 		}
-		if err := unanswered(ownerorder.ActionDoctor); err == nil || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] == forged {
+		if err := unanswered(ownerorder.ActionDoctor); err == nil || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != "" {
 			t.Errorf("it stays: %v", err)
 		}
 	})
@@ -155,6 +167,15 @@ func TestWhatAMachineFindsIsShownWithoutItsControlCharacters(t *testing.T) {
 	for _, bad := range []string{"", "{}", `{"findings":[]}`, `{"findings":[{"check":"x","level":"great"}]}`, `{"findings":[{"level":"ok"`} {
 		if r, err := Findings(bad); err == nil {
 			t.Errorf("%s is read as %+v", bad, r)
+		}
+	}
+}
+
+func TestAMachineThatCannotEraseItsDiskIsNotToldToHaveTheRightKey(t *testing.T) {
+	for message, says := range map[string]string{"STATE_DISK: it has the mode plain": "muster forget w1", "OWNER_SIGNATURE: no": "ownerKeys"} {
+		err := outcome("w1", ownerorder.ActionReset, &v1alpha1.OrderReport{State: v1alpha1.OrderRefused, Message: message})
+		if got := problem.Remedy(err); !strings.Contains(got, says) {
+			t.Errorf("%s: %s", message, got)
 		}
 	}
 }

@@ -137,14 +137,23 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 	})
 	t.Run("one that gets no orders, or has another one", func(t *testing.T) {
 		on := l.Node(t, "busy", 47, v1alpha1.RoleWorker)
-		ctx := &ownertest.Expiring{Context: t.Context(), Over: make(chan struct{})}
-		if _, err := orders.Order(ctx, l.Dir, on.Node, ownerorder.ActionDoctor, nil, ctx.Expire); err == nil {
-			t.Fatal("a machine answers that is not there")
+		n := ownertest.EnrollmentOf(t, on.Node)
+		key, err := l.OwnerKey()
+		if err != nil {
+			t.Fatal(err)
+		}
+		doctor, err := orders.NewOrder(l.Dir, n, ownerorder.ActionDoctor, nil, time.Now(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.OwnerOrder, doctor.Note())
+		if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
+			t.Fatal(err)
 		}
 		if _, err := lifecycle.PlanReset(t.Context(), l.Dir, on.Node); err == nil || !strings.Contains(err.Error(), `has the order "doctor"`) {
 			t.Error(err)
 		}
-		n := ownertest.EnrollmentOf(t, on.Node)
+		n = ownertest.EnrollmentOf(t, on.Node)
 		n.Spec.Banned = true
 		if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
 			t.Fatal(err)
@@ -188,6 +197,25 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, err := lifecycle.PlanReset(ctx, l.Dir, "plain"); err == nil || !strings.Contains(err.Error(), "not encrypted") {
+			t.Error(err)
+		}
+	})
+	t.Run("the disk of the first machine, of which nothing is recorded", func(t *testing.T) {
+		l.Node(t, "cp3", 49, v1alpha1.RoleControlPlane)
+		record := func(mode v1alpha1.DiskMode) {
+			t.Helper()
+			n := ownertest.EnrollmentOf(t, "cp3")
+			n.Spec.DiskMode = mode
+			if err := ownertest.Shared.Client.Update(ctx, n); err != nil {
+				t.Fatal(err)
+			}
+		}
+		record("")
+		if _, err := lifecycle.PlanReset(ctx, l.Dir, "cp3"); attest.ReasonOf(err) != attestv1.Reason_REASON_STATE_DISK || !strings.Contains(problem.Remedy(err), "muster reboot cp3") {
+			t.Errorf("%v: %s", err, problem.Remedy(err))
+		}
+		record(v1alpha1.DiskModeLUKS)
+		if _, err := lifecycle.PlanReset(ctx, l.Dir, "cp3"); err != nil {
 			t.Error(err)
 		}
 	})

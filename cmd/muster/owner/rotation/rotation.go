@@ -46,6 +46,9 @@ func Rotate(ctx context.Context, cfg RotationConfig) (*RotationPlan, error) {
 }
 
 func (r *rotating) run(ctx context.Context) error {
+	if err := r.underived(r.now); err != nil { // another copy of the folder may have begun it
+		return err
+	}
 	if r.Finish {
 		return r.finish(ctx)
 	}
@@ -121,6 +124,9 @@ func (r *rotating) lost(ctx context.Context) error {
 // move writes the next phase into the cluster's description; nil: the rotation is over. Of two commands at once, the second one finds what the first one
 // has written, and ends.
 func (r *rotating) move(ctx context.Context, to *clusterinfo.Rotation) error {
+	if err := r.underived(to); err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
 	if to != nil && (r.now == nil || r.now.Phase != to.Phase) {
@@ -144,6 +150,16 @@ func (r *rotating) move(ctx context.Context, to *clusterinfo.Rotation) error {
 		r.now = to
 	}
 	return err
+}
+
+// underived notes in the folder that Secrets may be encrypted with a key that does not derive from the root secret, before an API server uses one.
+func (r *rotating) underived(phase *clusterinfo.Rotation) error {
+	c := r.Dir.Cluster()
+	if phase == nil || phase.Key != clusterinfo.EncryptionKey || phase.Phase == clusterinfo.RotationAccept || c.EncryptionKeyRotated {
+		return nil
+	}
+	c.EncryptionKeyRotated = true
+	return r.Dir.Save(c)
 }
 
 func equal(a, b *clusterinfo.Rotation) bool {
@@ -273,11 +289,6 @@ func (r *rotating) finish(ctx context.Context) error {
 			return err
 		}
 		r.Report("cluster", fmt.Sprintf("%d Secrets are encrypted with the new key", n))
-		c := r.Dir.Cluster()
-		c.EncryptionKeyRotated = true
-		if err := r.Dir.Save(c); err != nil {
-			return err
-		}
 	}
 	if err := r.inTurn(ctx); err != nil {
 		return err

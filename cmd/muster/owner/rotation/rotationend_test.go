@@ -112,3 +112,33 @@ func TestWhichNodesHoldTheRotationUp(t *testing.T) {
 		}
 	}
 }
+
+// An API server that uses a random key writes Secrets that the folder's secrets don't decrypt, also if the rotation goes no further.
+func TestTheFolderKnowsThatAKeyIsRandomBeforeItIsUsed(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	k := newKeyRotation(t, clusterinfo.EncryptionKey, "c1")
+	k.machines(t)
+	for _, phase := range []clusterinfo.RotationPhase{clusterinfo.RotationAccept, clusterinfo.RotationUse} {
+		k.acts(func(_ string, p clusterinfo.RotationPhase) v1alpha1.OrderState {
+			if p == phase {
+				return v1alpha1.OrderFailed
+			}
+			return v1alpha1.OrderDone
+		})
+		if _, err := Rotate(ctx, k.config(false)); err == nil {
+			t.Fatalf("%s has not failed", phase)
+		}
+		if got, want := k.Cluster().EncryptionKeyRotated, phase == clusterinfo.RotationUse; got != want {
+			t.Errorf("after the phase %s the folder says %v", phase, got)
+		}
+	}
+	c := k.Cluster() // as in a copy of the folder from before
+	c.EncryptionKeyRotated = false
+	if err := k.Save(c); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Rotate(ctx, k.config(false)); err == nil || !k.Cluster().EncryptionKeyRotated {
+		t.Errorf("in another folder: %v", err)
+	}
+}
