@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -74,7 +75,10 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 	}
 	pods := list.Pods()
 	if err := h.DeleteOrEvictPods(pods); err != nil {
-		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(c.inTheWay(ctx, name, pods), err, ctx.Err()))
+		if ctx.Err() != nil { // kubectl's text is "global timeout reached", with a time that nobody has set
+			err = context.Cause(ctx)
+		}
+		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(c.inTheWay(ctx, name, pods), err))
 	}
 	report(fmt.Sprintf("drained: %d pods evicted", len(pods)))
 	return cordoned, nil
@@ -108,7 +112,8 @@ func (c *Client) Undrainable(ctx context.Context, name string, o DrainOptions) e
 	return c.budgets(ctx, list.Pods(), true)
 }
 
-// inTheWay returns a [BudgetError] for what is left of the pods after a drain that failed; nil if no budget was in the way, or that is not known.
+// inTheWay returns what is left of the pods after a drain that failed: a [BudgetError] if a budget was in the way, otherwise their names; nil if that is
+// not known.
 func (c *Client) inTheWay(ctx context.Context, name string, pods []corev1.Pod) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askWithin)
 	defer cancel()
@@ -117,10 +122,15 @@ func (c *Client) inTheWay(ctx context.Context, name string, pods []corev1.Pod) e
 		return nil
 	}
 	err = c.budgets(ctx, pods, false)
-	if _, is := errors.AsType[*BudgetError](err); !is {
-		return nil
+	if _, is := errors.AsType[*BudgetError](err); is || len(pods) == 0 {
+		return err
 	}
-	return err
+	names := make([]string, len(pods))
+	for i, p := range pods {
+		names[i] = p.Namespace + "/" + p.Name
+	}
+	slices.Sort(names)
+	return fmt.Errorf("still on the node: %s", strings.Join(names[:min(len(names), 5)], ", "))
 }
 
 // returns sets the note that a node will take pods again, or removes it if it is empty.

@@ -109,7 +109,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
 		}
 		if n := len(p.Pods); n > 0 {
-			out.Warnings = append(out.Warnings, fmt.Sprintf("%d pods are on it (%s), and are deleted at once; with --drain they are evicted before", n, problem.Some(p.Pods)))
+			out.Warnings = append(out.Warnings, fmt.Sprintf("%d pods are on it (%s): they are deleted at once, unless --drain evicts them first", n, problem.Some(p.Pods)))
 		}
 	}
 	if p.Enrollment != nil {

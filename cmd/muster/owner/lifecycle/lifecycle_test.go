@@ -67,7 +67,7 @@ func TestADrainKeepsWhatWouldBeLost(t *testing.T) {
 			stop()
 		}
 	})
-	if err == nil || len(ownertest.PodsOn(t, "drained")) != 3 || !strings.Contains(err.Error(), "default/keep") {
+	if err == nil || len(ownertest.PodsOn(t, "drained")) != 3 || !strings.Contains(err.Error(), "default/keep") || strings.Contains(err.Error(), "global timeout") {
 		t.Fatalf("against a budget: %v; left %v", err, ownertest.PodsOn(t, "drained"))
 	}
 	if err := budgets.Delete(ctx, "keep", metav1.DeleteOptions{}); err != nil {

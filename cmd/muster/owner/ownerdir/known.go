@@ -120,6 +120,9 @@ func (k *Known) OfMachine(id attest.MachineID) (name string, n KnownNode, ok boo
 	return "", KnownNode{}, false
 }
 
+// ErrUnreadable is returned if known.json is damaged. No command writes it anew then: it may know of bans and removals that the cluster has lost.
+var ErrUnreadable = errors.New("the file is damaged")
+
 // Known reads known.json. It is empty, with Version 0, if no command has connected to the cluster yet.
 func (d *Dir) Known() (*Known, error) {
 	b, err := d.Read(KnownFile)
@@ -133,7 +136,7 @@ func (d *Dir) Known() (*Known, error) {
 	dec.DisallowUnknownFields()
 	var k Known
 	if err := dec.Decode(&k); err != nil {
-		return nil, fmt.Errorf("%s: %w", d.File(KnownFile), err)
+		return nil, fmt.Errorf("%s: %w: %w", d.File(KnownFile), ErrUnreadable, err)
 	}
 	if k.Version != 1 && k.Version != KnownVersion {
 		return nil, fmt.Errorf("%s: version %d was written by another version of muster; this one reads 1 and %d", d.File(KnownFile), k.Version, KnownVersion)

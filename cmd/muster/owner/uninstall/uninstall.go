@@ -421,7 +421,7 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 	}
 	var drained []string
 	for _, n := range nodes {
-		if n.Annotations[v1alpha1.Returns] != "" {
+		if n.Spec.Unschedulable && n.Annotations[v1alpha1.Returns] != "" { // kubectl uncordon leaves the annotation
 			drained = append(drained, n.Name)
 		}
 	}

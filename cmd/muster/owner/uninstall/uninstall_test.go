@@ -341,6 +341,7 @@ func (r *removal) refusals(t *testing.T) {
 		return func(t *testing.T) {
 			edit(t, r, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}, func(n *corev1.Node) {
 				delete(n.Annotations, v1alpha1.Returns)
+				n.Spec.Unschedulable = value != ""
 				if value != "" {
 					metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.Returns, value)
 				}
