@@ -122,15 +122,15 @@ func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	if err == nil {
 		err = recovery.Remember(ctx, dir, kube)
 	}
-	if errors.Is(err, recovery.ErrBehind) {
+	switch {
+	case errors.Is(err, recovery.ErrBehind):
 		fmt.Fprintf(a.stderr, "%s: %v. %s\n", dir.File(ownerdir.KnownFile), err, clusterapi.BehindRemedy)
 		return err
-	}
-	if errors.Is(err, recovery.ErrRestoring) {
+	case errors.Is(err, recovery.ErrRestoring):
 		fmt.Fprintf(a.stderr, "Note: %s: %v. %s\n", dir.File(ownerdir.KnownFile), err, recovery.RestoreRemedy)
-	} else if errors.Is(err, ownerdir.ErrUnreadable) {
+	case errors.Is(err, ownerdir.ErrUnreadable):
 		fmt.Fprintf(a.stderr, "Note: %v. Nothing was recorded. Put the file of the newest copy of the folder in its place. If there is no copy, move the file away and run muster status, which writes a new one: it can't show whether the cluster was rolled back before.\n", err)
-	} else if err != nil {
+	case err != nil:
 		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is checked against that file; muster status writes it again.\n", dir.File(ownerdir.KnownFile), err)
 	}
 	return nil

@@ -99,7 +99,7 @@ func TestARefusalCostsNoMoreForALongLog(t *testing.T) {
 		var err error
 		if n := testing.AllocsPerRun(1, func() {
 			p.Compare(c)
-			list := ""
+			var list string
 			if list, err = p.AppraiseAsListed(c, Unlocked()); list != "tpm2.machineIds" {
 				t.Errorf("list %q", list)
 			}

@@ -116,7 +116,7 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 	})
 	if err != nil {
 		if ctx.Err() != nil && own.notes[signed.Note()] { // the API server may have it
-			err = withdraw(ctx, kube, name, ask.Action, signed, own)
+			err = withdraw(ctx, kube, name, ask.Action, own)
 		}
 		return signed, nil, err
 	}
@@ -168,7 +168,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked,
 			err = retry.Wait(ctx, pause.Next(0))
 		}
 		if ctx.Err() != nil && last == nil && own.notes != nil { // nobody waits for its end any more
-			return nil, withdraw(ctx, kube, name, action, signed, own)
+			return nil, withdraw(ctx, kube, name, action, own)
 		}
 		if err != nil {
 			return last, problem.WithRemedy(fmt.Errorf("%s has not reported the end of the order %q: %w", name, action, err), noReport(name, last != nil))
@@ -180,7 +180,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked,
 const withdrawWithin = 10 * time.Second
 
 // withdraw removes an order that its machine has not begun as far as the cluster knows, and returns the error that says so.
-func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action ownerorder.Action, signed ownerorder.SignedMachineOrder, own written) error {
+func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action ownerorder.Action, own written) error {
 	cause := context.Cause(ctx)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), withdrawWithin)
 	defer cancel()

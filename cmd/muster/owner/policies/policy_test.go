@@ -2,6 +2,7 @@ package policies
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -73,5 +74,7 @@ func TestAPolicyWhoseListBecameEmptyIsRefused(t *testing.T) {
 		}
 	}
 	stop()
-	<-done
+	if err := <-done; !errors.Is(err, context.Canceled) {
+		t.Errorf("after an interruption: %v", err)
+	}
 }
