@@ -124,7 +124,7 @@ func TestAnOlderControlPlaneIsRevivedByItsOwnerAlone(t *testing.T) {
 			continue
 		}
 		remedy := problem.Explain(err).Remedy
-		for _, want := range []string{"--accept-epoch 41", "epoch 41", "node4", "written at 12", "at 15"} {
+		for _, want := range []string{"--accept-epoch 41", "epoch 41", "node4", "counter was 12", "now it is 15"} {
 			if !strings.Contains(remedy, want) {
 				t.Errorf("%s: the remedy does not say %q: %s", name, want, remedy)
 			}
