@@ -88,7 +88,7 @@ func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.
 				defer cancel()
 				return orders.AwaitRecorded(ctx, "/", orders.Poll)
 			}, func(ctx context.Context) error {
-				if img.StateDisk.Mode != "luks" {
+				if img.StateDisk.Mode != metadata.DiskLUKS {
 					return fmt.Errorf("the state disk of this machine has the mode %q: only an encrypted one can be erased", img.StateDisk.Mode)
 				}
 				return machine.Real{}.Unit(ctx, "start", machine.UnitReset)
