@@ -27,7 +27,9 @@ func backupMaker(img *metadata.Image, record string, log *slog.Logger) (*backups
 	if copy(id[:], rec.ClusterID) != len(id) || rec.NodeName == "" {
 		return nil, errors.New("this machine is no node of a cluster")
 	}
-	if !renewal.IsControlPlane("/") {
+	if is, err := renewal.IsControlPlane("/"); err != nil {
+		return nil, err
+	} else if !is {
 		return nil, errors.New("this machine is no control plane")
 	}
 	if len(img.OwnerKeys) == 0 {

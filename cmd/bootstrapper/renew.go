@@ -32,7 +32,10 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 	parts := []serve.Part{{Name: "kubelet", Run: func(ctx context.Context) error {
 		return kubelet.Watch(ctx, kubelet.WatchConfig{Root: root, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Now: time.Now, Log: log})
 	}}}
-	controlPlane := renewal.IsControlPlane(root)
+	controlPlane, err := renewal.IsControlPlane(root)
+	if err != nil {
+		return err
+	}
 	parts = append(parts, serve.Part{Name: "authorities", Run: func(ctx context.Context) error {
 		return authorities.Watch(ctx, authorities.Config{Root: root, ControlPlane: controlPlane, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Log: log})
 	}})

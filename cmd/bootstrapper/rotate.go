@@ -48,7 +48,9 @@ func runRotate(ctx context.Context, image, meta, record, lock string, log *slog.
 }
 
 func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock string, load func() (journal.Record, error), order ownerorder.MachineOrder, digest string, log *slog.Logger) (string, error) {
-	if !renewal.IsControlPlane(root) {
+	if is, err := renewal.IsControlPlane(root); err != nil {
+		return "", err
+	} else if !is {
 		return "", errors.New("this machine is no control plane with the cluster's authority on its disk")
 	}
 	rec, err := load()

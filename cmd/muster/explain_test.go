@@ -36,13 +36,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog/eventlogtest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 // booted writes the event log of a machine that has booted an image, after a change of its measurements.
 func booted(t *testing.T, way []explain.Step, change func([]explain.Step) []explain.Step) string {
 	t.Helper()
-	w := eventlog.NewWriter(tpm.SHA256)
+	w := eventlogtest.NewWriter(tpm.SHA256)
 	for _, s := range change(slices.Clone(way)) {
 		if err := w.Append(s.PCR, eventlog.IPL, map[tpm.Bank][]byte{tpm.SHA256: s.Digest}, []byte("as logged")); err != nil {
 			t.Fatal(err)

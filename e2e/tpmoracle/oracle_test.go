@@ -125,8 +125,8 @@ const firstDigest = 65 + 14
 
 // TestOurEvidencePassesTheirServer passes our quote to go-tpm-tools' server package.
 func TestOurEvidencePassesTheirServer(t *testing.T) {
-	_, dev := simulated(t, attesttest.NewCA(t))
-	firmware := boot(t, dev)
+	sim, dev := simulated(t, attesttest.NewCA(t))
+	firmware := boot(t, sim)
 	nonce := sha256.Sum256([]byte("nonce"))
 	q, err := dev.Quote(t.Context(), nonce, tpm.SHA256)
 	if err != nil {
@@ -194,13 +194,11 @@ func TestOurEvidencePassesTheirServer(t *testing.T) {
 }
 
 // boot measures what a firmware would, and returns its log.
-func boot(t testing.TB, dev *tpm.TPM) []byte {
+func boot(t testing.TB, sim *simulator.Simulator) []byte {
 	t.Helper()
 	log, measured := attesttest.BootLog(t, attesttest.Options{}, tpm.SHA256)
 	for _, m := range measured {
-		if err := dev.Extend(t.Context(), tpm.SHA256, m.PCR, m.Digests[tpm.SHA256]); err != nil {
-			t.Fatal(err)
-		}
+		tpmtest.Extend(t, transport.FromReadWriter(sim), tpm.SHA256, m.PCR, m.Digests[tpm.SHA256])
 	}
 	return log
 }
@@ -224,8 +222,8 @@ func theirKey(t testing.TB, sim *simulator.Simulator, hierarchy tpmutil.Handle, 
 // TestTheirEvidencePassesOurVerifier lets go-tpm-tools' client make the quote, with an
 // attestation key of its own template and with one of ours.
 func TestTheirEvidencePassesOurVerifier(t *testing.T) {
-	sim, dev := simulated(t, attesttest.NewCA(t))
-	boot(t, dev)
+	sim, _ := simulated(t, attesttest.NewCA(t))
+	boot(t, sim)
 	nonce := sha256.Sum256([]byte("their nonce"))
 	selection := legacy.PCRSelection{Hash: legacy.AlgSHA256}
 	for i := range tpm.PCRCount {

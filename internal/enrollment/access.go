@@ -1,5 +1,5 @@
-// Package enrollment holds the transitions of an enrollment that both joinservice and the owner's program make: only here
-// it is derived from the AttestedNodes which nodes may write to the API.
+// Package enrollment holds what both joinservice and the owner's program decide about an enrollment: which nodes may write
+// to the API, by their AttestedNodes, and which machine may have a disk, by its AttestedDisk. It is decided only here.
 package enrollment
 
 import (

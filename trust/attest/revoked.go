@@ -2,7 +2,6 @@ package attest
 
 import (
 	"encoding/hex"
-	"math/big"
 	"regexp"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -32,9 +31,6 @@ var serialNumber = regexp.MustCompile(`^[1-9a-f][0-9a-f]{0,39}$`)
 
 // FormatFirmwareVersion returns a TPM's firmware version as a policy has it: "0x" and 16 hexadecimal digits.
 func FormatFirmwareVersion(v uint64) string { return endorsement.FormatFirmwareVersion(v) }
-
-// FormatSerial returns a certificate's serial number as a policy has it.
-func FormatSerial(n *big.Int) string { return n.Text(16) }
 
 func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	if n := len(r.GetKeys()) + len(r.GetCertificates()); n > MaxRevoked {

@@ -194,21 +194,6 @@ func (t *TPM) Measure(ctx context.Context, pcr int, data []byte) error {
 	})
 }
 
-// Extend extends one PCR in one bank by a computed digest, as firmware does. It does not change the
-// other banks: for the node lock use Measure (B1).
-func (t *TPM) Extend(ctx context.Context, bank Bank, pcr int, digest []byte) error {
-	return t.sequence(ctx, "extend PCR", func(c *conn) error {
-		if pcr < 0 || pcr >= PCRCount || bank.Size() == 0 || len(digest) != bank.Size() {
-			return fmt.Errorf("no PCR %d in %s, or a digest of the wrong length (%d bytes)", pcr, bank, len(digest))
-		}
-		_, err := gotpm.PCRExtend{
-			PCRHandle: gotpm.AuthHandle{Handle: gotpm.TPMHandle(pcr), Auth: gotpm.PasswordAuth(nil)},
-			Digests:   gotpm.TPMLDigestValues{Digests: []gotpm.TPMTHA{{HashAlg: gotpm.TPMIAlgHash(bank), Digest: digest}}},
-		}.Execute(c.tpm)
-		return err
-	})
-}
-
 // ActivateCredential implements [Device]. The secret is returned encrypted under a session that is
 // salted for the endorsement key, so an attacker who listens on the TPM's bus does not learn it.
 func (t *TPM) ActivateCredential(ctx context.Context, blob, encryptedSecret []byte) ([]byte, error) {

@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-tpm/tpm2/transport/linuxudstpm"
+
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/envtest"
@@ -28,6 +30,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog/eventlogtest"
 	"github.com/muster-k8s/muster/trust/tpm"
 	"github.com/muster-k8s/muster/trust/tpm/tpmtest"
 )
@@ -147,16 +150,18 @@ func (s *fixture) policy(t *testing.T, device *tpm.TPM, cp1 attest.MachineID) {
 // boot extends the TPM by almost the maximum number of events of a log, and writes their log.
 func (s *fixture) boot(t *testing.T) {
 	t.Helper()
-	device := s.tpm.Open()
-	w := eventlog.NewWriter(tpm.SHA256)
+	device, err := linuxudstpm.Open(s.tpm.Socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = device.Close() }()
+	w := eventlogtest.NewWriter(tpm.SHA256)
 	for range 1000 {
 		digests, err := w.Measure(4, eventlog.IPL, make([]byte, 200))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := device.Extend(t.Context(), tpm.SHA256, 4, digests[tpm.SHA256]); err != nil {
-			t.Fatal(err)
-		}
+		tpmtest.Extend(t, device, tpm.SHA256, 4, digests[tpm.SHA256])
 	}
 	s.log = s.write(t, "event-log", w.Bytes())
 }

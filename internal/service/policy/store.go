@@ -27,6 +27,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -181,11 +182,10 @@ func (s *Store) setCandidate(note string) {
 func (s *Store) Candidate() *Candidate { return s.next.Load() }
 
 func (s *Store) open(p *v1alpha1.AttestationPolicy) (*InForce, error) {
-	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
+	signed, err := signedpolicy.Decode(p)
 	if err != nil {
-		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "spec.signature is no base64: %w", err)
+		return nil, err
 	}
-	signed := &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature}
 	parsed, err := attest.OpenPolicy(s.owner, signed)
 	if err != nil {
 		return nil, err

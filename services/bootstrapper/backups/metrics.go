@@ -31,7 +31,7 @@ func (c Collector) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements [prometheus.Collector].
 func (c Collector) Collect(out chan<- prometheus.Metric) {
-	if !renewal.IsControlPlane(c.Root) {
+	if is, err := renewal.IsControlPlane(c.Root); !is && err == nil {
 		return
 	}
 	made := 0.0

@@ -46,9 +46,13 @@ func (n *Node) CheckEpoch(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// An attacker with root rights may have moved the authority away.
-	if n.newest.Load() || meta.Role != metadata.RoleControlPlane && !renewal.IsControlPlane(n.Root) {
+	if n.newest.Load() {
 		return nil
+	}
+	if meta.Role != metadata.RoleControlPlane { // an attacker with root rights may have moved the authority away
+		if is, err := renewal.IsControlPlane(n.Root); !is {
+			return err
+		}
 	}
 	s, err := n.epoch().Check(ctx)
 	if err != nil {

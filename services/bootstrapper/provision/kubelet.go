@@ -3,12 +3,8 @@ package provision
 import (
 	"context"
 	"crypto/x509"
-	"errors"
 	"fmt"
-	"io/fs"
 	"net/netip"
-	"os"
-	"path/filepath"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -37,7 +33,11 @@ import (
 // [Timing.Renewal], and leaves the rest to its kubelet.
 func (n *Node) renewKubelet(ctx context.Context) error {
 	node := n.Lock.Record().NodeName
-	if _, err := os.Stat(filepath.Join(n.On(machine.PKIFolder), "ca.key")); err == nil {
+	controlPlane, err := renewal.IsControlPlane(n.Root)
+	if err != nil {
+		return err
+	}
+	if controlPlane {
 		how, why := kubelet.Needs(n.Root, node, kubelet.ControlPlaneShare, n.Now())
 		if how == kubelet.NeedNone {
 			return nil
@@ -46,8 +46,6 @@ func (n *Node) renewKubelet(ctx context.Context) error {
 			return nil
 		}
 		n.Log.ErrorContext(ctx, "this control plane can't sign its kubelet's certificates; asking a joinservice for them", "node", node, "err", err)
-	} else if !errors.Is(err, fs.ErrNotExist) {
-		return err
 	}
 	how, why := n.needs(node)
 	if how == kubelet.NeedNone {
@@ -245,7 +243,11 @@ func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, m
 	// The authority may have been rotated while the machine was off. The session's peer is a joinservice of this cluster (A7). The authorities come first: with
 	// the certificates alone, the kubelet would not find that it lacks something. The kubelet does not run.
 	if len(ca) > 0 {
-		if err := authorities.Take(n.Root, ca, renewal.IsControlPlane(n.Root)); err != nil {
+		controlPlane, err := renewal.IsControlPlane(n.Root)
+		if err == nil {
+			err = authorities.Take(n.Root, ca, controlPlane)
+		}
+		if err != nil {
 			return DiskError(err)
 		}
 	}

@@ -89,10 +89,14 @@ func (c Certificate) invalid(now time.Time) bool {
 	return c.Unreadable == "" && (now.After(c.NotAfter) || now.Before(c.NotBefore.Add(-slack)))
 }
 
-// IsControlPlane reports whether the machine below root has the cluster's authority.
-func IsControlPlane(root string) bool {
+// IsControlPlane reports whether the machine below root has the key of the cluster's authority. If the disk does not tell, that is an error, and not a
+// worker: a worker skips checks of a control plane (B7).
+func IsControlPlane(root string) (bool, error) {
 	_, err := os.Stat(filepath.Join(root, pki, "ca.key"))
-	return err == nil
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // Read returns the certificates of the control plane below root. It leaves out missing files: super-admin.conf on all control planes but the first, and

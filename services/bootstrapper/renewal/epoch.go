@@ -3,7 +3,6 @@ package renewal
 import (
 	"context"
 	"crypto/sha256"
-	"encoding/base64"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
@@ -19,11 +18,10 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
-	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Keeper stores the cluster's epoch on this machine: [epoch.Keeper].
@@ -203,18 +201,9 @@ func (c *cluster) policy(ctx context.Context) (p v1alpha1.AttestationPolicy, err
 	return p, nil
 }
 
-// open verifies that the owner signed the policy.
-func (c *cluster) open(p v1alpha1.AttestationPolicy) (*attest.Policy, error) {
-	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
-	if err != nil {
-		return nil, fmt.Errorf("AttestationPolicy: spec.signature is no base64: %w", err)
-	}
-	return attest.OpenPolicy(c.owner, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
-}
-
 // serial returns the serial of a policy that the owner signed; 0: there is none, or the owner is not known.
 func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
-	policy, err := c.open(p)
+	policy, err := signedpolicy.Open(&p, c.owner)
 	if err != nil {
 		return 0
 	}

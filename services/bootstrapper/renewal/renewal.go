@@ -88,8 +88,8 @@ func newPlane(root string, cfg kubeadmapi.ClusterConfiguration) plane {
 // Before it changes manifests it calls stop, which stops the kubelet. A kubelet that was started at boot has read the old manifests, and neither stops
 // nor restarts their pods before it reaches an API server, which may be one of them.
 func AtBoot(root string, cfg kubeadmapi.ClusterConfiguration, now time.Time, log *slog.Logger, stop func() error) error {
-	if !IsControlPlane(root) {
-		return nil
+	if is, err := IsControlPlane(root); !is {
+		return err
 	}
 	return newPlane(root, cfg).atBoot(now, log, stop)
 }

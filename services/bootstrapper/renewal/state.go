@@ -12,6 +12,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/backup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -44,7 +45,7 @@ func (c *cluster) recipient(ctx context.Context) (ed25519.PublicKey, error) {
 
 // signerOf returns the owner's key that signed a policy, unless a newer policy was in force: whoever writes to the API could have put an older one back.
 func (c *cluster) signerOf(p v1alpha1.AttestationPolicy) (ed25519.PublicKey, error) {
-	opened, err := c.open(p)
+	opened, err := signedpolicy.Open(&p, c.owner)
 	switch {
 	case err != nil:
 		return nil, fmt.Errorf("for which of the owner's keys a backup is encrypted depends on the policy: %w", err)

@@ -128,7 +128,9 @@ func (u *Upgrader) kubeadm(ctx context.Context, r *release, in *component.Instal
 	if err != nil {
 		return err
 	}
-	if renewal.IsControlPlane(u.Root) {
+	if is, err := renewal.IsControlPlane(u.Root); err != nil {
+		return err
+	} else if is {
 		if err := pki.WriteSigner(u.on(machine.PKIFolder)); err != nil { // the new controller manager reads it
 			return err
 		}

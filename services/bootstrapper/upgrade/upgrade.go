@@ -132,7 +132,10 @@ func (u *Upgrader) Run(ctx context.Context, args map[string]string) (string, err
 	if err != nil {
 		return "", err
 	}
-	controlPlane := renewal.IsControlPlane(u.Root)
+	controlPlane, err := renewal.IsControlPlane(u.Root)
+	if err != nil {
+		return "", err
+	}
 	if !controlPlane && r.part != ownerorder.PartNode {
 		return "", fmt.Errorf("the order is for a control plane (part %q), and this node is a worker", r.part)
 	}

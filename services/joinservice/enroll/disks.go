@@ -6,11 +6,11 @@ import (
 	"sync"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/state"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -61,10 +61,9 @@ func (es *Enrollments) readDisk(ctx context.Context, c Claim) (salt Salt, held b
 		return Salt{}, false, nil
 	case err != nil:
 		return Salt{}, false, clusterview.Unavailable("read AttestedDisk "+c.Disk, err)
-	case d.Spec.Erased: // K4
-		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: its key is never given out again", c.Disk)
-	case d.Spec.MachineID != c.Machine.String(): // J2
-		return Salt{}, false, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, enrolled or not; `muster replace NODE --tpm` gives it to another machine, `muster forget --erase --disk %s` ends its key", c.Disk, d.Spec.MachineID, c.Disk)
+	}
+	if err := enrollment.CheckDisk(d, "enrolled or not; `muster replace NODE --tpm` gives it to another machine", c.Machine.String()); err != nil { // J2, K4
+		return Salt{}, false, err
 	}
 	salt.Root = keys.Version(d.Spec.RootVersion)
 	if salt.Salt, err = keys.ParseDiskSalt(d.Spec.Salt); err != nil {
@@ -92,10 +91,7 @@ func (es *Enrollments) SaltOrNew(ctx context.Context, c Claim) (Salt, error) {
 // API_UNAVAILABLE.
 func (es *Enrollments) AssignDisk(ctx context.Context, c Claim, salt Salt) error {
 	for range state.WriteAttempts {
-		d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: c.Disk}, Spec: v1alpha1.AttestedDiskSpec{
-			MachineID: c.Machine.String(), Salt: salt.Salt.String(), RootVersion: int32(salt.Root),
-		}}
-		err := es.state.Cluster.Client.Create(ctx, d)
+		err := es.state.Cluster.Client.Create(ctx, enrollment.NewDisk(c.Disk, c.Machine.String(), salt.Salt, salt.Root))
 		if err == nil {
 			return nil
 		}

@@ -7,6 +7,7 @@ import (
 	"unicode/utf16"
 
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog/eventlogtest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
@@ -19,7 +20,7 @@ type Measurement struct {
 // BootLog returns the event log of a boot, and the extended measurements in order.
 func BootLog(t testing.TB, opts Options, banks ...tpm.Bank) ([]byte, []Measurement) {
 	t.Helper()
-	w := eventlog.NewWriter(banks...)
+	w := eventlogtest.NewWriter(banks...)
 	var all []Measurement
 	add := func(pcr int, typ eventlog.Type, data []byte) {
 		d, err := w.Measure(pcr, typ, data)

@@ -11,7 +11,6 @@
 package hcl
 
 import (
-	"crypto"
 	"crypto/rsa"
 	"crypto/sha256"
 	"crypto/x509"
@@ -210,14 +209,6 @@ func parse(runtime []byte) (*Report, error) {
 		copy(out.UserData[:], b)
 	}
 	return out, nil
-}
-
-// CheckAK checks that a key is the AK that the report is bound to. The refusal is BINDING_MISMATCH.
-func (r *Report) CheckAK(key crypto.PublicKey) error {
-	if r == nil || r.AK == nil || !r.AK.Equal(key) {
-		return hardware.Refuse(hardware.Binding, "the attestation key is not the one that the hardware report is bound to")
-	}
-	return nil
 }
 
 // Rules decide which reports are acceptable. The zero value accepts none (A3).

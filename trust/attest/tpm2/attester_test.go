@@ -17,6 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog/eventlogtest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
@@ -264,7 +265,7 @@ func TestAnEventLogThatCannotBeSent(t *testing.T) {
 		}
 		return path
 	}
-	many := eventlog.NewWriter(tpm.SHA256)
+	many := eventlogtest.NewWriter(tpm.SHA256)
 	for range 1025 {
 		if _, err := many.Measure(4, eventlog.IPL, []byte("x")); err != nil {
 			t.Fatal(err)

@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"crypto/x509"
 	"encoding/base64"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"encoding/pem"
@@ -18,6 +19,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/hardware"
+	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
 	"github.com/muster-k8s/muster/trust/attest/hcl"
 	"github.com/muster-k8s/muster/trust/attest/snp"
 	"github.com/muster-k8s/muster/trust/attest/tdx"
@@ -211,6 +213,32 @@ func TestCapturedReportsAreAppraised(t *testing.T) {
 	azure := capturedAzure(t, "snp-milan-rv3-live")
 	if words, err := check(t, policy(t, azure), azure); err != nil || !strings.Contains(words, ", ID key 942fd93ebde6ea7a96efadeafc60f1c6b3d10e703b1dafd7555b92f7f3d32d0e006767648cba5b102af3d65756af4177, guest SVN 10,") {
 		t.Errorf("the signer of the paravisor and its version: %q, %v", words, err)
+	}
+}
+
+// TestAzuresReportIsForItsOwnKey has a report with the certificate by which Azure named its key. Of its HCL
+// report only the JSON text was captured.
+func TestAzuresReportIsForItsOwnKey(t *testing.T) {
+	tail := file(t, "azure/tdx-2026-full/runtime-data.bin")
+	runtime := tail[20 : 20+binary.LittleEndian.Uint32(tail[16:])]
+	cert, err := x509.ParseCertificate(file(t, "azure/tdx-2026-full/ak-cert.der"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	onTDX := hwreport.Evidence{Now: march, PlatformKey: sha256.Sum256(cert.RawSubjectPublicKeyInfo), Report: &attestv1.HardwareReport{Report: &attestv1.HardwareReport_Azure{Azure: &attestv1.AzureReport{
+		HclReport: hardwaretest.HCL(hcl.TDX, make([]byte, snp.ReportSize), runtime), Quote: file(t, "azure/tdx-2026-full/td-quote.bin"),
+	}}}}
+	strayKey, _ := pem.Decode(file(t, "azure/older-samples/akpub.pem"))
+	for name, e := range map[string]hwreport.Evidence{"SEV-SNP": capturedAzure(t, "snp-milan-rv3-live"), "TDX": onTDX} {
+		if _, err := check(t, policy(t, e), e); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		for other, key := range map[string][sha256.Size]byte{"another machine's key": sha256.Sum256(strayKey.Bytes), "no key": {}} {
+			e.PlatformKey = key
+			if _, err := check(t, policy(t, e), e); attest.ReasonOf(err) != hardware.Binding { // A10
+				t.Errorf("%s, %s: %v", name, other, err)
+			}
+		}
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"github.com/google/go-tpm/tpm2/transport"
 
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
+	"github.com/muster-k8s/muster/trust/tpm"
 )
 
 // Provision does the work of a TPM's vendor: it makes the endorsement key of a template, has ca
@@ -53,4 +54,14 @@ func WriteNV(t testing.TB, dev transport.TPM, index uint32, data []byte) {
 		}.Execute(dev))(t)
 		offset += n
 	}
+}
+
+// Extend extends one PCR in one bank by a computed digest, as firmware does. The other banks keep their
+// values, so nothing but a test does this (B1).
+func Extend(t testing.TB, dev transport.TPM, bank tpm.Bank, pcr int, digest []byte) {
+	t.Helper()
+	must(gotpm.PCRExtend{
+		PCRHandle: gotpm.AuthHandle{Handle: gotpm.TPMHandle(pcr), Auth: gotpm.PasswordAuth(nil)},
+		Digests:   gotpm.TPMLDigestValues{Digests: []gotpm.TPMTHA{{HashAlg: gotpm.TPMIAlgHash(bank), Digest: digest}}},
+	}.Execute(dev))(t)
 }

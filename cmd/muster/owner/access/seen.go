@@ -3,13 +3,12 @@ package access
 import (
 	"cmp"
 	"context"
-	"encoding/base64"
-	"fmt"
 	"slices"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 )
 
 // See reads from the cluster the state that known.json records, except for the epoch.
@@ -20,11 +19,11 @@ func See(ctx context.Context, kube *clusterapi.Client) (*ownerdir.Known, error) 
 	}
 	k := &ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{}, Bans: map[string]int64{}, BannedMachines: map[string]string{}}
 	if err == nil {
-		signature, err := base64.StdEncoding.DecodeString(policy.Spec.Signature)
+		signed, err := signedpolicy.Decode(policy)
 		if err != nil {
-			return nil, fmt.Errorf("the cluster's policy: signature: %w", err)
+			return nil, err
 		}
-		k.Policy = ownerdir.KnownPolicy{JSON: policy.Spec.Policy, Signature: signature}
+		k.Policy = ownerdir.KnownPolicy{JSON: policy.Spec.Policy, Signature: signed.GetSignature()}
 	}
 	var nodes v1alpha1.AttestedNodeList
 	if err := kube.Reader().List(ctx, &nodes); err != nil && !clusterapi.Absent(err) {

@@ -6,12 +6,10 @@ import (
 	"fmt"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -44,10 +42,7 @@ func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.
 			if fresh == (keys.DiskSalt{}) {
 				fresh = keys.NewDiskSalt()
 			}
-			d := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: disk}, Spec: v1alpha1.AttestedDiskSpec{
-				MachineID: machine, Salt: fresh.String(), RootVersion: int32(keys.FirstVersion),
-			}}
-			err := c.client.Create(ctx, d)
+			err := c.client.Create(ctx, enrollment.NewDisk(disk, machine, fresh, keys.FirstVersion))
 			if apierrors.IsAlreadyExists(err) {
 				return errors.Join(errPending, err) // another client created it first: read it
 			}
@@ -74,20 +69,12 @@ func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.
 	return nil
 }
 
-// mayTake refuses a disk that belongs neither to the machine nor to one of from.
+// mayTake refuses an erased disk, and one that belongs neither to the machine nor to one of from. It accepts nil.
 func mayTake(d *v1alpha1.AttestedDisk, machine string, from ...string) error {
 	if d == nil {
 		return nil
 	}
-	if d.Spec.Erased { // K4
-		return attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: its key is never given out again", d.Name)
-	}
-	for _, m := range append(from, machine) {
-		if d.Spec.MachineID == m {
-			return nil
-		}
-	}
-	return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, which may still read what is on it; `muster forget --erase --disk %s` ends its key for good", d.Name, d.Spec.MachineID, d.Name)
+	return enrollment.CheckDisk(d, "which may still read what is on it", append(from, machine)...)
 }
 
 // Disk returns a disk with its owner and its salt; nil: the cluster does not know the disk.

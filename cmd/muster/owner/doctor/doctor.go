@@ -7,7 +7,6 @@ package doctor
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -24,8 +23,8 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
-	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -292,11 +291,7 @@ func (d *doctor) known(ctx context.Context) error {
 }
 
 func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKeys, other string) {
-	signature, err := base64.StdEncoding.DecodeString(p.Spec.Signature)
-	var inForce *attest.Policy
-	if err == nil {
-		inForce, err = attest.OpenPolicy(public, &attestv1.SignedPolicy{Policy: []byte(p.Spec.Policy), Signature: signature})
-	}
+	inForce, err := signedpolicy.Open(p, public)
 	if err != nil {
 		d.Add(CheckOwnerKey, checkup.Fail, other, "the cluster's policy: %v", err)
 		return

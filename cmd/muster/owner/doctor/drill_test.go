@@ -132,7 +132,7 @@ func testDrill(t *testing.T, p *patient) {
 		}), ""},
 		{"a policy that does not parse", CheckPolicy, "POLICY_INVALID", p.file(ownerdir.PolicyFile, write([]byte("version: 9\n"))), CheckControlPlanes},
 		{"a policy that would not accept the machines", CheckControlPlanes, "EK_UNTRUSTED", p.file(ownerdir.PolicyFile, write(attesttest.Policy(t, attesttest.NewCA(t), []*attesttest.Machine{tampered}))), ""},
-		{"no kubeconfig", CheckKubeconfig, "no cluster yet", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) }), CheckRoot},
+		{"no kubeconfig", CheckKubeconfig, "has no admin.conf yet", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) }), CheckRoot},
 		{"the Secret is gone", CheckRoot, "gone", deleted(namespaced(core.WithKind("Secret"), "muster-kms-root")), CheckDiskKeys},
 		{"another root in the Secret", CheckDiskKeys, "another key", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), base64.StdEncoding.EncodeToString([]byte(strings.Repeat("x", 32))), "data", "root"), ""},
 		{"a short root in the Secret", CheckDiskKeys, "32 bytes", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), "eA==", "data", "root"), ""},

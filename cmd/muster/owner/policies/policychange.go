@@ -2,7 +2,6 @@ package policies
 
 import (
 	"context"
-	"encoding/base64"
 	"fmt"
 	"time"
 
@@ -11,6 +10,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -204,11 +204,7 @@ func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 
 // OpenPolicy verifies the owner's signature of the cluster's policy.
 func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy, error) {
-	signature, err := base64.StdEncoding.DecodeString(have.Spec.Signature)
-	if err != nil {
-		return nil, attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "spec.signature of the cluster's policy is no base64: %w", err)
-	}
-	return attest.OpenPolicy(owner, &attestv1.SignedPolicy{Policy: []byte(have.Spec.Policy), Signature: signature})
+	return signedpolicy.Open(have, owner)
 }
 
 // PolicyOf describes the policy of an epoch.

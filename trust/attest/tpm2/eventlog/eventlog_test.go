@@ -18,6 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
+	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog/eventlogtest"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
@@ -40,7 +41,7 @@ type entry struct {
 // build writes a log in the SHA-256 bank, and returns the PCR values that its digests replay to.
 func build(t testing.TB, entries ...entry) ([]byte, [tpm.PCRCount][]byte) {
 	t.Helper()
-	w := eventlog.NewWriter(tpm.SHA256)
+	w := eventlogtest.NewWriter(tpm.SHA256)
 	for _, e := range entries {
 		if e.digest != nil {
 			if err := w.Append(e.pcr, e.typ, map[tpm.Bank][]byte{tpm.SHA256: e.digest}, []byte(e.data)); err != nil {
@@ -383,7 +384,7 @@ func TestTextIsForPeople(t *testing.T) {
 
 func TestWhatIsWrittenIsRead(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
-		w := eventlog.NewWriter(tpm.SHA256, tpm.SHA384)
+		w := eventlogtest.NewWriter(tpm.SHA256, tpm.SHA384)
 		values := map[tpm.Bank][][]byte{}
 		for _, b := range []tpm.Bank{tpm.SHA256, tpm.SHA384} {
 			values[b] = make([][]byte, tpm.PCRCount)
