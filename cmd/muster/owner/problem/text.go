@@ -5,7 +5,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // Named returns the first names of a list in their order, and how many more there are.
@@ -34,7 +34,7 @@ func Some(names []string) string {
 const maxShown = 300 // characters of a text that a machine chose
 
 // Printable prevents a machine from writing more than text to the terminal.
-func Printable(s string) string { return clusterapi.Printable(s, maxShown) }
+func Printable(s string) string { return printable.ASCII(s, maxShown) }
 
 // MaxNamed is the number of nodes or disks that a line names.
 const MaxNamed = 100
