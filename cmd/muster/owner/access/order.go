@@ -2,7 +2,6 @@ package access
 
 import (
 	"context"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
@@ -27,7 +26,6 @@ import (
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
-	"github.com/muster-k8s/muster/trust/keys"
 )
 
 const (
@@ -69,11 +67,11 @@ type orderer struct {
 
 func (o *orderer) load() error {
 	c := o.Dir.Cluster()
-	id, err := hex.DecodeString(c.ClusterID)
-	if err != nil || len(id) != len(keys.ClusterID{}) {
-		return problem.WithRemedy(fmt.Errorf("%s holds no cluster yet", o.Dir.Path()), "Run muster init to its end first.")
+	id, err := FolderCluster(o.Dir)
+	if err != nil {
+		return err
 	}
-	o.order.Cluster = keys.ClusterID(id)
+	o.order.Cluster = id
 	text, err := o.Dir.Read(ownerdir.PolicyFile)
 	if err != nil {
 		return err
