@@ -85,7 +85,7 @@ func TestAnOrderReachesItsMachineUntilItHasEnded(t *testing.T) {
 	}
 	s.says(t, m, report) // again: no second record
 	st := s.Node(t, "w1").Status.Order
-	if st == nil || st.State != v1alpha1.OrderDone || st.Message != "[2Jall well Reason: NONE" || len(st.Output) != 4<<10 || !strings.HasPrefix(st.Output, "éé") {
+	if st == nil || st.State != v1alpha1.OrderDone || st.Message != " [2Jall  well Reason: NONE" || len(st.Output) != 4<<10 || !strings.HasPrefix(st.Output, "éé") {
 		t.Errorf("the owner sees %.100v", st)
 	}
 	var records []string
@@ -94,7 +94,7 @@ func TestAnOrderReachesItsMachineUntilItHasEnded(t *testing.T) {
 			records = append(records, r.Order+" "+r.Detail)
 		}
 	}
-	if want := []string{"doctor " + want.Digest() + " running", strings.Repeat("0", 64) + " refused: no", "doctor " + want.Digest() + " done: [2Jall well Reason: NONE"}; !slices.Equal(records, want) {
+	if want := []string{"doctor " + want.Digest() + " running", strings.Repeat("0", 64) + " refused: no", "doctor " + want.Digest() + " done:  [2Jall  well Reason: NONE"}; !slices.Equal(records, want) {
 		t.Errorf("the audit log has %q, want %q", records, want)
 	}
 	for state, want := range map[string]float64{"running": 1, "refused": 1, "done": 1, "failed": 0} {

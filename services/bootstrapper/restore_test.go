@@ -24,9 +24,9 @@ import (
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/refusaltest"
-	"github.com/muster-k8s/muster/services/bootstrapper/backups"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -44,7 +44,7 @@ type saved struct {
 func (w *fixture) saved() *saved {
 	w.t.Helper()
 	s := &saved{w: w, small: map[string][]byte{}}
-	for _, name := range backups.Kept() {
+	for _, name := range clusterinfo.ControlPlaneFiles() {
 		s.small["pki/"+name] = []byte("the lost cluster's " + name)
 	}
 	var err error
@@ -133,7 +133,7 @@ func (s *saved) sign(req *initv1.RestoreRequest) {
 // isRestored checks a machine whose kubeadm found what the backup has.
 func (s *saved) isRestored(t *testing.T) {
 	t.Helper()
-	for _, name := range backups.Kept() {
+	for _, name := range clusterinfo.ControlPlaneFiles() {
 		if b, err := os.ReadFile(filepath.Join(s.w.root, "/etc/kubernetes/pki", name)); err != nil || !bytes.Equal(b, s.small["pki/"+name]) {
 			t.Errorf("%s is %q, %v", name, b, err)
 		}

@@ -52,7 +52,7 @@ func TestAControlPlanesFilesAreThoseOfTheListAndNoOther(t *testing.T) {
 	write(filepath.Join(dir, "apiserver.key"), "stays here")
 	write(outside, "stays there")
 	files, err := readPKI(dir, controlPlaneFiles)
-	if err != nil || len(files) != 9 || files[8].GetPath() != "encryption.yaml" {
+	if err != nil || len(files) != 9 || files[2].GetPath() != "encryption.yaml" {
 		t.Fatalf("%d files, %v", len(files), err)
 	}
 	for name, spoil := range map[string]func(path string) error{

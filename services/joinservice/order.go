@@ -6,7 +6,6 @@ import (
 	"encoding/hex"
 	"strings"
 	"time"
-	"unicode"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -14,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -76,26 +76,9 @@ func orderReport(r *joinv1.OrderReport) *v1alpha1.OrderReport {
 	}
 	return &v1alpha1.OrderReport{
 		Digest: hex.EncodeToString(r.GetDigest()), State: state,
-		Action: printable(r.GetAction(), maxReportAction), Message: printable(r.GetMessage(), maxReportMessage), Output: printable(r.GetOutput(), maxReportOutput),
+		Action: printable.Line(r.GetAction(), maxReportAction), Message: printable.Line(r.GetMessage(), maxReportMessage), Output: printable.Line(r.GetOutput(), maxReportOutput),
 		BeganAt: at(r.GetBeganAt()), EndedAt: at(r.GetEndedAt()),
 	}
-}
-
-// printable returns at most so many bytes of the text, on one line, without what would change a terminal.
-func printable(text string, limit int) string {
-	text = strings.Map(func(r rune) rune {
-		switch {
-		case r == '\n' || r == '\t':
-			return ' '
-		case unicode.IsPrint(r):
-			return r
-		}
-		return -1
-	}, strings.ToValidUTF8(text, ""))
-	if len(text) > limit {
-		text = strings.ToValidUTF8(text[:limit], "")
-	}
-	return text
 }
 
 // recordOrder counts, and writes to log and audit log, that a machine has reported something else of an order than before.

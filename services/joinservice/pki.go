@@ -7,18 +7,11 @@ import (
 	"os"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// controlPlaneFiles is the allow-list of the files in a control-plane ticket (J6): what kubeadm needs to make the rest by
-// itself, and the present key that encrypts Secrets in etcd: an operator may have rotated it.
-var controlPlaneFiles = []string{
-	"ca.crt", "ca.key",
-	"sa.pub", "sa.key",
-	"front-proxy-ca.crt", "front-proxy-ca.key",
-	"etcd/ca.crt", "etcd/ca.key",
-	etcdencryption.Name,
-}
+// controlPlaneFiles is the allow-list of the files in a control-plane ticket (J6).
+var controlPlaneFiles = clusterinfo.ControlPlaneFiles()
 
 // maxPKIFile is the limit of one file in bytes.
 const maxPKIFile = 64 << 10

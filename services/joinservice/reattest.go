@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -119,7 +120,7 @@ const maxVerdictMessage = 1 << 10
 func verdictOf(err error, at time.Time) v1alpha1.Verdict {
 	v := v1alpha1.Verdict{Accepted: err == nil, Reason: reasonOf(err), Time: metav1.NewTime(at)}
 	if err != nil {
-		v.Message = printable(err.Error(), maxVerdictMessage)
+		v.Message = printable.Line(err.Error(), maxVerdictMessage)
 	}
 	return v
 }

@@ -5,8 +5,8 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"strings"
-	"unicode"
+
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // kernelLog takes lines that systemd's journal collects later.
@@ -15,13 +15,7 @@ const kernelLog = "/dev/kmsg"
 // print prints a line for a person at the console, and logs it for the journal. An error about metadata may have an attacker's text, so the line has no control
 // characters and a bounded length.
 func (b *boot) print(format string, args ...any) {
-	line := strings.Map(func(r rune) rune {
-		if unicode.IsControl(r) {
-			return ' '
-		}
-		return r
-	}, fmt.Sprintf("muster: "+format, args...))
-	line = strings.ToValidUTF8(line[:min(len(line), maxLine)], "")
+	line := printable.Line(fmt.Sprintf("muster: "+format, args...), maxLine)
 	fmt.Fprintln(b.console, line)
 	if b.journal != nil {
 		fmt.Fprintf(b.journal, "<5>%s\n", line) // KERN_NOTICE: below what "quiet" leaves on the console

@@ -25,6 +25,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -46,13 +48,6 @@ const (
 	// poll is how often the schedule is looked at, retryMax the longest pause after failures.
 	poll, retryMax = time.Minute, 30 * time.Minute
 )
-
-// kept are the files of /etc/kubernetes/pki that a backup has: the rest is derived from them. All but the last are in every cluster with an etcd of its
-// own.
-var kept = []string{"ca.crt", "ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "etcd/ca.crt", "etcd/ca.key", "sa.key", "sa.pub", "encryption.yaml"}
-
-// Kept returns the names of the files of /etc/kubernetes/pki that a backup has, below "pki/".
-func Kept() []string { return slices.Clone(kept) }
 
 // Config describes a control plane. All fields are required.
 type Config struct {
@@ -163,11 +158,11 @@ func (m *Maker) lock() (unlock func() error, err error) {
 }
 
 func (m *Maker) files() (map[string][]byte, error) {
-	out := make(map[string][]byte, len(kept))
-	for i, name := range kept {
+	out := map[string][]byte{}
+	for _, name := range clusterinfo.ControlPlaneFiles() {
 		content, err := os.ReadFile(m.on(machine.PKIFolder, name))
 		switch {
-		case errors.Is(err, fs.ErrNotExist) && i == len(kept)-1: // a cluster that Muster has adopted may not encrypt
+		case errors.Is(err, fs.ErrNotExist) && name == etcdencryption.Name: // a cluster that Muster has adopted may not encrypt
 		case errors.Is(err, fs.ErrNotExist):
 			return nil, fmt.Errorf("%s is missing: backups are made on control planes whose authorities kubeadm has made, with an etcd of their own", filepath.Join(machine.PKIFolder, name))
 		case err != nil:

@@ -30,6 +30,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -75,7 +76,7 @@ func newPlane(t *testing.T) *plane {
 			return err
 		},
 	}
-	for _, name := range kept {
+	for _, name := range clusterinfo.ControlPlaneFiles() {
 		p.file(name, []byte(name))
 	}
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -163,7 +164,7 @@ func TestABackupHasWhatNewControlPlanesNeed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if m.Node != "node1" || m.ClusterID != p.cfg.Cluster.String() || m.Epoch != 4 || !bytes.Equal(db.Bytes(), p.snapshot) || len(small) != len(kept) || string(small["pki/sa.key"]) != "sa.key" {
+	if m.Node != "node1" || m.ClusterID != p.cfg.Cluster.String() || m.Epoch != 4 || !bytes.Equal(db.Bytes(), p.snapshot) || len(small) != len(clusterinfo.ControlPlaneFiles()) || string(small["pki/sa.key"]) != "sa.key" {
 		t.Errorf("%+v, %q, %q", m, small, db.Bytes())
 	}
 	if latest, err := Latest(p.cfg.Root); err != nil || latest != s {

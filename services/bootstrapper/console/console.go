@@ -15,6 +15,7 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -77,18 +78,7 @@ func (c *Console) print(sense, line string) {
 	}
 	c.last = sense
 	_ = c.f.SetWriteDeadline(time.Now().Add(patience)) // a regular file has no deadline
-	_, _ = c.f.WriteString("muster: " + printable(line) + "\r\n")
-}
-
-// printable makes untrusted text, such as names in metadata, harmless for a terminal.
-func printable(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r > '~' {
-			return '?'
-		}
-		return r
-	}, s)
-	return s[:min(len(s), maxLine)]
+	_, _ = c.f.WriteString("muster: " + printable.ASCII(line, maxLine) + "\r\n")
 }
 
 // Wait describes what a machine waits for.

@@ -15,8 +15,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
 	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
-	"github.com/muster-k8s/muster/services/bootstrapper/backups"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -88,7 +88,7 @@ func (s *Server) restore(ctx context.Context, o *initOrder, report provision.Pro
 			clear(content) // K3
 		}
 	}()
-	for _, name := range backups.Kept() {
+	for _, name := range clusterinfo.ControlPlaneFiles() {
 		path := s.node.On(filepath.Join(machine.PKIFolder, name))
 		content, ok := small["pki/"+name]
 		if ok {

@@ -15,7 +15,7 @@ import (
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
@@ -27,11 +27,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// controlPlaneFiles are the only files that a ticket may have (B4), below /etc/kubernetes/pki: eight of the PKI, and the API server's encryption of
-// etcd. A control plane needs all of them, a worker none.
-var controlPlaneFiles = []string{
-	"ca.crt", "ca.key", etcdencryption.Name, "etcd/ca.crt", "etcd/ca.key", "front-proxy-ca.crt", "front-proxy-ca.key", "sa.key", "sa.pub",
-}
+// controlPlaneFiles are the only files that a ticket may have (B4). A control plane needs all of them, a worker none.
+var controlPlaneFiles = clusterinfo.ControlPlaneFiles()
 
 const (
 	// maxLeaseLife is the longest join lease that a joinservice may grant.

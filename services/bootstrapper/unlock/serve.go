@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -40,11 +39,11 @@ func Serve(ctx context.Context, cfg Config) error {
 	if err != nil {
 		return err
 	}
-	probes, err := listen(ctx, "listen.metrics", cfg.Image.Listen.Metrics)
+	probes, err := serve.Listen(ctx, "listen.metrics", cfg.Image.Listen.Metrics)
 	if err != nil {
 		return err
 	}
-	port, err := listen(ctx, "listen.init", cfg.Image.Listen.Init)
+	port, err := serve.Listen(ctx, "listen.init", cfg.Image.Listen.Init)
 	if err != nil {
 		return errors.Join(err, probes.Close())
 	}
@@ -100,18 +99,10 @@ func recoverBy(cfg Config, challenges *admission.Queue, calls *rpc.Metrics, regi
 		if err != nil {
 			return err
 		}
-		l, err := listen(ctx, "listen.recover", cfg.Image.Listen.Recover)
+		l, err := serve.Listen(ctx, "listen.recover", cfg.Image.Listen.Recover)
 		if err != nil {
 			return err
 		}
 		return s.Run(ctx, l)
 	}
-}
-
-func listen(ctx context.Context, field, addr string) (net.Listener, error) {
-	l, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", field, err)
-	}
-	return l, nil
 }

@@ -11,6 +11,7 @@
 package hcl
 
 import (
+	"bytes"
 	"crypto/rsa"
 	"crypto/sha256"
 	"crypto/x509"
@@ -236,11 +237,4 @@ func (p Rules) Check(r *Report) error {
 	return p.TDX.Check(r.TDX)
 }
 
-func zero(b []byte) bool {
-	for _, c := range b {
-		if c != 0 {
-			return false
-		}
-	}
-	return true
-}
+func zero(b []byte) bool { return bytes.Equal(b, make([]byte, len(b))) }

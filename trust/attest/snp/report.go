@@ -1,6 +1,7 @@
 package snp
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"strings"
@@ -217,14 +218,7 @@ func (r *Report) chipID() ([]byte, error) {
 	return r.chip[:n], nil
 }
 
-func zero(b []byte) bool {
-	for _, c := range b {
-		if c != 0 {
-			return false
-		}
-	}
-	return true
-}
+func zero(b []byte) bool { return bytes.Equal(b, make([]byte, len(b))) }
 
 // SigningKey returns the kind of key that signed a report of [ReportSize] bytes, by MASK_CHIP_KEY and
 // SIGNING_KEY of its key information. Nothing is verified. It refuses reports that no VCEK or VLEK has

@@ -29,6 +29,7 @@ import (
 	"github.com/muster-k8s/muster/internal/backup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // BackupInfo describes a backup that was read and verified.
@@ -90,7 +91,7 @@ func madeFor(signed ownerorder.SignedMachineOrder, node string, s backup.Stored)
 
 func parseStored(text []byte) (s backup.Stored, err error) {
 	if err := json.Unmarshal(text, &s); err != nil || !s.Valid() {
-		return backup.Stored{}, fmt.Errorf("what the machine says of its backup can't be understood: %s", clusterapi.Printable(string(text), orders.MaxReport))
+		return backup.Stored{}, fmt.Errorf("what the machine says of its backup can't be understood: %s", printable.ASCII(string(text), orders.MaxReport))
 	}
 	return s, nil
 }

@@ -19,6 +19,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -172,7 +173,7 @@ type lines struct{ report func(string) }
 
 func (l *lines) Write(b []byte) (int, error) {
 	for line := range strings.Lines(string(b)) {
-		l.report(Printable(strings.TrimSpace(line), maxWhy))
+		l.report(printable.ASCII(strings.TrimSpace(line), maxWhy))
 	}
 	return len(b), nil
 }

@@ -20,6 +20,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/internal/rpc"
 )
 
@@ -84,7 +85,7 @@ func waitingOf(e waiting.Entry) Waiting {
 		w.Remedy = "The policy lacks only the machine's ID in " + e.List + ": compare the ID with the machine's own, then run muster approve."
 	}
 	for _, text := range []*string{&w.Machine, &w.Node, &w.Role, &w.Reason, &w.Remedy, &w.Address, &w.Endorsement, &w.Instance, &w.Image, &w.Class, &w.List, &w.Differs} {
-		*text = Printable(*text, maxEntryText)
+		*text = printable.ASCII(*text, maxEntryText)
 	}
 	return w
 }

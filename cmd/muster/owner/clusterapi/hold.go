@@ -10,6 +10,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // RolloutLease is the Lease in [Namespace] of the one rollout that restarts nodes.
@@ -40,7 +42,7 @@ func holderOf(l *coordinationv1.Lease, now time.Time) *HeldError {
 	if s.HolderIdentity == nil || *s.HolderIdentity == "" {
 		return nil
 	}
-	out := &HeldError{By: Printable(*s.HolderIdentity, maxWhy)}
+	out := &HeldError{By: printable.ASCII(*s.HolderIdentity, maxWhy)}
 	if s.AcquireTime != nil {
 		out.Since = s.AcquireTime.Time
 	}

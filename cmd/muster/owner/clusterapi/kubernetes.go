@@ -16,6 +16,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
@@ -163,7 +164,7 @@ func (c *Client) AwaitRelease(ctx context.Context, name, version string, images 
 		}
 		switch last = r.Problem(); {
 		case last == "" && !r.Runs(version, images):
-			last = fmt.Sprintf("%s does not run %s in all of its parts: its kubelet is %s", name, version, Printable(r.Kubelet, maxVersion))
+			last = fmt.Sprintf("%s does not run %s in all of its parts: its kubelet is %s", name, version, printable.ASCII(r.Kubelet, maxVersion))
 			since = time.Time{}
 			return false, nil
 		case last != "":

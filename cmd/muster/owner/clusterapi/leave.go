@@ -22,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -99,7 +100,7 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 		return nil, err
 	}
 	if p.Enrollment != nil && own.Name != name {
-		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", Printable(own.Name, maxWhy), name)
+		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", printable.ASCII(own.Name, maxWhy), name)
 	}
 	list, err := c.access(ctx)
 	if err != nil {

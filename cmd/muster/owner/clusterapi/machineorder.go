@@ -11,6 +11,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -25,7 +26,7 @@ func (c *Client) Enrollment(ctx context.Context, name string) (*v1alpha1.Atteste
 		return err
 	})
 	if err == nil && n.Name != name { // B11: what the owner typed is signed, not what the API makes of it
-		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", Printable(n.Name, maxWhy), name)
+		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", printable.ASCII(n.Name, maxWhy), name)
 	}
 	return n, err
 }

@@ -12,6 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // Services are the DaemonSets that the chart installs.
@@ -185,20 +186,8 @@ func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) 
 // maxWhy limits the length of a reason that is shown, in bytes.
 const maxWhy = 200
 
-// Printable returns at most that many bytes of a text from another source, on one line, without control characters of
-// a terminal.
-func Printable(s string, most int) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r > '~' {
-			return '?'
-		}
-		return r
-	}, s)
-	return s[:min(len(s), most)]
-}
-
-// podWaits returns the first reason in the order in which a pod starts, as [Printable] returns it.
-func podWaits(p *corev1.Pod) string { return Printable(firstWait(p), maxWhy) }
+// podWaits returns the first reason in the order in which a pod starts, as [printable.ASCII] returns it.
+func podWaits(p *corev1.Pod) string { return printable.ASCII(firstWait(p), maxWhy) }
 
 func firstWait(p *corev1.Pod) string {
 	for _, cond := range p.Status.Conditions {

@@ -25,6 +25,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // partOf selects the objects of the chart.
@@ -188,7 +189,7 @@ func (c *Client) Unfinalize(ctx context.Context) error {
 			}
 			others := slices.DeleteFunc(slices.Clone(n.Finalizers), func(f string) bool { return f == v1alpha1.RetireCertificates })
 			if len(others) > 0 {
-				return fmt.Errorf("it has the finalizer %s of another program", Printable(strings.Join(others, ", "), maxWhy))
+				return fmt.Errorf("it has the finalizer %s of another program", printable.ASCII(strings.Join(others, ", "), maxWhy))
 			}
 			if len(n.Finalizers) == 0 {
 				return nil

@@ -19,6 +19,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -157,7 +158,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked,
 					report(problem.Printable(string(r.State)))
 				}
 				// Root on the machine, and who writes the API, can have written anything.
-				r.Action, r.Message, r.Output = problem.Printable(r.Action), problem.Printable(r.Message), clusterapi.Printable(r.Output, MaxReport)
+				r.Action, r.Message, r.Output = problem.Printable(r.Action), problem.Printable(r.Message), printable.ASCII(r.Output, MaxReport)
 				if last = r; r.State != v1alpha1.OrderRunning {
 					return r, outcome(name, action, r)
 				}

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // Named returns the first [MaxNamed] names of a list in alphabetical order, and how many more there are.
@@ -34,7 +34,7 @@ func Some(names []string) string {
 const maxShown = 300 // characters of a text that a machine chose
 
 // Printable makes a text that a machine chose harmless for a terminal, and cuts it.
-func Printable(s string) string { return clusterapi.Printable(s, maxShown) }
+func Printable(s string) string { return printable.ASCII(s, maxShown) }
 
 // MaxNamed is the number of nodes or disks that one line lists.
 const MaxNamed = 100

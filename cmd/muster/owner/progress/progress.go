@@ -12,8 +12,9 @@ import (
 	"strings"
 	"sync"
 	"time"
-	"unicode"
 	"unicode/utf8"
+
+	"github.com/muster-k8s/muster/internal/printable"
 )
 
 // Reporter receives events. Implementations are safe for concurrent use.
@@ -93,7 +94,7 @@ type event struct {
 func (r *reporter) Begin(step string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.step, r.text, r.began = printable(step), "", r.cfg.Now()
+	r.step, r.text, r.began = printable.Line(step, len(step)), "", r.cfg.Now()
 	r.show("step", "")
 }
 
@@ -103,7 +104,7 @@ func (r *reporter) Update(text string) {
 	if text == r.text {
 		return
 	}
-	r.text = printable(text)
+	r.text = printable.Line(text, len(text))
 	r.show("progress", r.text)
 }
 
@@ -112,11 +113,12 @@ func (r *reporter) End(detail string, err error) {
 	defer r.mu.Unlock()
 	r.text = ""
 	if err != nil {
-		r.show("failed", printable(err.Error()))
+		text := err.Error()
+		r.show("failed", printable.Line(text, len(text)))
 		return
 	}
 	r.done++
-	r.show("done", printable(detail))
+	r.show("done", printable.Line(detail, len(detail)))
 }
 
 func (r *reporter) Close() {
@@ -209,14 +211,4 @@ func cut(s string, columns int) string {
 		return s
 	}
 	return string([]rune(s)[:max(columns-1, 0)]) + "…"
-}
-
-// printable replaces what a terminal obeys or hides, and line feeds, by spaces: text comes from a machine.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) || r == utf8.RuneError {
-			return ' '
-		}
-		return r
-	}, s)
 }
