@@ -382,7 +382,7 @@ const (
 	// ConditionEnrolled is True once the machine has received the node's certificates.
 	ConditionEnrolled = "Enrolled"
 	// ConditionRevoked is True while the node may not write to the API: its machine is banned, it is being
-	// removed, or it has returned its ticket.
+	// removed, or it has returned its ticket, or its certificates were revoked and it has got none since.
 	ConditionRevoked = "Revoked"
 )
 

@@ -233,7 +233,7 @@ func (s *fixture) fill(t *testing.T, machines []*newcomer) {
 			now := metav1.Now()
 			n.Status.Ticket = &v1alpha1.Ticket{ID: strings.Repeat("0", 32), IssuedAt: now}
 			n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: now}
-			enrollment.SetConditions(n, false)
+			enrollment.SetConditions(n, nodeaccess.Entry{})
 			return errors.Join(s.Client.Status().Update(t.Context(), n), s.Client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.name}}))
 		})
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -198,7 +199,10 @@ func (a *app) approveThese(cmd *cobra.Command, f approving, dir *ownerdir.Dir, a
 		}
 	}
 	if len(machines)+len(unsent) == 0 {
-		return a.approved(nil, unsent, left, 0)
+		if err := a.approved(nil, unsent, left, 0); err != nil || len(left) == 0 {
+			return err
+		}
+		return &shown{fmt.Errorf("%s there, and none can be approved: each has its reason above", waits(len(left)))}
 	}
 	if f.dryRun {
 		if a.output == outputJSON {
@@ -207,7 +211,7 @@ func (a *app) approveThese(cmd *cobra.Command, f approving, dir *ownerdir.Dir, a
 		_, err := fmt.Fprintln(a.stdout, "Nothing was changed: --dry-run.")
 		return err
 	}
-	if err := a.agree(cmd, f.yes, fmt.Sprintf("Approve %d machines?", len(machines)+len(unsent))); err != nil {
+	if err := a.agree(cmd, f.yes, fmt.Sprintf("Approve %s?", problem.Count(len(machines)+len(unsent), "machine"))); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(cmd.Context(), f.timeout) // the time for the confirmation does not count
@@ -235,9 +239,10 @@ func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.D
 		}
 		return a.showWaiting(policies.Within(all, from), unsent)
 	}
-	if err := a.agree(cmd, f.yes, fmt.Sprintf("Approve up to %d machines %s that come within %s and booted what the policy accepts?", f.count, what, f.wait)); err != nil {
+	if err := a.agree(cmd, f.yes, fmt.Sprintf("Approve up to %s %s, as they come within %s, if they booted what the policy accepts?", problem.Count(f.count, "machine"), what, f.wait)); err != nil {
 		return err
 	}
+	began := time.Now() // the time for the confirmation does not count
 	ctx, cancel := context.WithTimeout(cmd.Context(), f.wait)
 	defer cancel()
 	if len(unsent) > 0 {
@@ -264,9 +269,37 @@ func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.D
 		_ = a.remember(keep, dir) // a failure is printed
 	}
 	if err == nil && done < f.count {
-		err = fmt.Errorf("%d of %d machines were approved within %s; to go on: muster approve --count %d --for %s", done, f.count, f.wait, f.count-done, f.wait)
+		err = f.unfinished(done, time.Since(began))
 	}
 	return err
+}
+
+// unfinished is the error of machines that did not come in time, or before an interruption. The command that goes on has the same limits.
+func (f *approving) unfinished(done int, after time.Duration) error {
+	next := []string{fmt.Sprintf("muster approve --count %d --for %s", f.count-done, f.wait)}
+	if f.from != "" {
+		next = append(next, "--from "+f.from)
+	}
+	for _, o := range []struct {
+		name string
+		set  bool
+	}{{"--trust-cluster", f.TrustCluster}, {"--bare-ek", f.BareEK}, {"--any-account", f.AnyAccount}, {"--any-tpm", f.AnyTPM}} {
+		if o.set {
+			next = append(next, o.name)
+		}
+	}
+	were := "were"
+	if f.count == 1 {
+		were = "was"
+	}
+	return fmt.Errorf("%d of %s %s approved within %s; to go on: %s", done, problem.Count(f.count, "machine"), were, after.Round(time.Second), strings.Join(next, " "))
+}
+
+func waits(n int) string {
+	if n == 1 {
+		return "1 machine waits"
+	}
+	return fmt.Sprintf("%d machines wait", n)
 }
 
 func (a *app) step(s string) { fmt.Fprintln(a.stderr, s) }

@@ -138,6 +138,9 @@ func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, p
 	if err != nil {
 		return err
 	}
+	if pods.wanted {
+		d.Drains()
+	}
 	if err := a.showDeparture(cmd, l, d, name); err != nil {
 		return err
 	}

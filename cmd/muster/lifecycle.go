@@ -103,6 +103,11 @@ A control plane has held the cluster's keys: a ban is not enough (docs/control-p
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !l.yes {
+				look, cancel := context.WithTimeout(cmd.Context(), l.timeout)
+				defer cancel()
+				if err := a.withFolder(func(d *ownerdir.Dir) error { return lifecycle.MayBan(look, d, args[0]) }); err != nil {
+					return err
+				}
 				fmt.Fprintf(a.stderr, "The machine of %s is shut out, and its pods are deleted.\n", args[0])
 				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), args[0]); err != nil {
 					return err
@@ -183,6 +188,9 @@ func (a *app) reset(cmd *cobra.Command, l leaving, pods draining, wait time.Dura
 	r, err := lifecycle.PlanReset(look, dir, name)
 	if err != nil {
 		return err
+	}
+	if pods.wanted {
+		r.Drains()
 	}
 	if err := a.showDeparture(cmd, l, r.Departure, name); err != nil {
 		return err

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/rollout"
 )
 
@@ -56,7 +57,7 @@ removed from the policy (muster policy apply).`,
 				return err
 			}
 			for _, name := range slices.Sorted(maps.Keys(r.Images)) {
-				if _, err := fmt.Fprintf(a.stdout, "%s: %d nodes\n", cmp.Or(name, "no image of the policy"), r.Images[name]); err != nil {
+				if _, err := fmt.Fprintf(a.stdout, "%s: %s\n", cmp.Or(name, "no image of the policy"), problem.Count(r.Images[name], "node")); err != nil {
 					return err
 				}
 			}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -72,7 +73,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				err = &shown{older}
 			}
 			if err == nil && check && len(s.Attention) > 0 {
-				err = &shown{fmt.Errorf("%d things need attention", len(s.Attention))}
+				err = &shown{errors.New(needAttention(len(s.Attention)))}
 			}
 			return err
 		},
@@ -149,6 +150,13 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 	return nil
 }
 
+func needAttention(n int) string {
+	if n == 1 {
+		return "1 thing needs attention"
+	}
+	return fmt.Sprintf("%d things need attention", n)
+}
+
 // listable counts the machines that wait and that the policy would accept if a list had them.
 func listable(all []clusterapi.Waiting) (n int) {
 	for _, w := range all {
@@ -208,14 +216,17 @@ func policyText(p *clusterapi.PolicyStatus) string {
 }
 
 func ready(n clusterapi.NodeStatus) string {
-	switch {
-	case !n.Joined:
+	if !n.Joined {
 		return "not joined"
-	case n.Stale:
-		return "no (old)"
-	default:
-		return yes(n.Ready)
 	}
+	text := yes(n.Ready)
+	if n.Stale {
+		text = "no (old)"
+	}
+	if n.Unschedulable {
+		text += ", cordoned"
+	}
+	return text
 }
 
 func verdict(n clusterapi.NodeStatus) string {

@@ -2,11 +2,13 @@ package main
 
 import (
 	"bytes"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/appraisal"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 )
 
 func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {
@@ -24,5 +26,31 @@ func TestTheStatusOfAMachineInItsInitramfsSaysWhatItWaitsFor(t *testing.T) {
 				t.Errorf("%s: no %q in\n%s", phase, line, &out)
 			}
 		}
+	}
+}
+
+// A drain that was interrupted leaves its node without new pods, and nothing else reminds of it.
+func TestStatusNamesCordonedNodes(t *testing.T) {
+	for want, n := range map[string]clusterapi.NodeStatus{
+		"yes":                {Joined: true, Ready: true},
+		"yes, cordoned":      {Joined: true, Ready: true, Unschedulable: true},
+		"no, cordoned":       {Joined: true, Unschedulable: true},
+		"no (old), cordoned": {Joined: true, Stale: true, Unschedulable: true},
+		"not joined":         {},
+	} {
+		var out bytes.Buffer
+		n.Name = "node8"
+		if err := (&app{stdout: &out}).showStatus(&clusterapi.Status{Nodes: []clusterapi.NodeStatus{n}}, time.Now()); err != nil {
+			t.Fatal(err)
+		}
+		if !regexp.MustCompile("node8 +" + regexp.QuoteMeta(want) + " +- ").MatchString(out.String()) {
+			t.Errorf("no %q in\n%s", want, &out)
+		}
+	}
+}
+
+func TestOneThingNeedsAttention(t *testing.T) {
+	if one, two := needAttention(1), needAttention(2); one != "1 thing needs attention" || two != "2 things need attention" {
+		t.Errorf("%q, %q", one, two)
 	}
 }

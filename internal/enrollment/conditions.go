@@ -8,13 +8,20 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
+// Locked reports whether the machine of an enrollment still has certificates of the time before the name's were revoked, and
+// none that may write: have is the list's entry of the name. Its machine attests, and its kubelet writes nothing.
+func Locked(n *v1alpha1.AttestedNode, have nodeaccess.Entry) bool {
+	return have.Revoked != nil && len(have.Revoked.Allowed) == 0 && Certified(n)
+}
+
 // SetConditions sets the conditions Accepted, Enrolled and Revoked from the other fields of the AttestedNode, and reports
-// whether one of them changed. suspended is whether the list has the name as suspended. No decision depends on conditions:
-// they are for people and for kubectl wait.
-func SetConditions(n *v1alpha1.AttestedNode, suspended bool) (changed bool) {
-	for _, c := range []metav1.Condition{accepted(n), enrolled(n), revoked(n, suspended)} {
+// whether one of them changed. have is the list's entry of the name. No decision depends on conditions: they are for people
+// and for kubectl wait.
+func SetConditions(n *v1alpha1.AttestedNode, have nodeaccess.Entry) (changed bool) {
+	for _, c := range []metav1.Condition{accepted(n), enrolled(n, have), revoked(n, have)} {
 		c.ObservedGeneration = n.Generation
 		changed = meta.SetStatusCondition(&n.Status.Conditions, c) || changed
 	}
@@ -36,13 +43,15 @@ func accepted(n *v1alpha1.AttestedNode) metav1.Condition {
 	}
 }
 
-func enrolled(n *v1alpha1.AttestedNode) metav1.Condition {
+func enrolled(n *v1alpha1.AttestedNode, have nodeaccess.Entry) metav1.Condition {
 	t := n.Status.Ticket
 	switch {
 	case n.Status.ReleasedAt != nil:
 		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionFalse, "TicketReturned", "the machine returned its join ticket at "+n.Status.ReleasedAt.UTC().Format(time.RFC3339))
 	case t != nil:
 		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionTrue, "TicketIssued", "join ticket "+t.ID+" was issued at "+t.IssuedAt.UTC().Format(time.RFC3339))
+	case Locked(n, have):
+		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionFalse, "CertificatesRevoked", "the machine attests as one that was the node before muster replace or forget, and has got no certificates since")
 	case Certified(n):
 		return condition(v1alpha1.ConditionEnrolled, metav1.ConditionTrue, "FirstMachine", "the machine made the cluster, or was in it when its owner enrolled it")
 	case ByTicket(n):
@@ -52,7 +61,7 @@ func enrolled(n *v1alpha1.AttestedNode) metav1.Condition {
 	}
 }
 
-func revoked(n *v1alpha1.AttestedNode, suspended bool) metav1.Condition {
+func revoked(n *v1alpha1.AttestedNode, have nodeaccess.Entry) metav1.Condition {
 	var reason, message string
 	switch {
 	case n.DeletionTimestamp != nil:
@@ -61,12 +70,14 @@ func revoked(n *v1alpha1.AttestedNode, suspended bool) metav1.Condition {
 		reason, message = "Banned", "the machine is banned"
 	case n.Status.ReleasedAt != nil:
 		reason, message = "TicketReturned", "the machine has returned its join ticket"
-	case suspended:
+	case have.Suspended:
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "AccessReturns", "the node may not write to the API yet: joinservice is about to let it")
+	case Locked(n, have):
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "CertificatesRevoked", "the machine's certificates were revoked by muster replace or forget, and it has got none since: its node may not write to the API. muster status says what to do")
 	default:
-		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "NotRevoked", "no suspension or revocation of the node is recorded")
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "NotRevoked", "no suspension or revocation of the machine that is enrolled is recorded")
 	}
-	if !suspended {
+	if !have.Suspended {
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, reason+"Pending", message+"; that its node may not write to the API is about to be listed")
 	}
 	return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, reason, message+": its node may not write to the API")

@@ -155,11 +155,11 @@ func (a *List) Settle(ctx context.Context, nodes ...string) error {
 		}
 		nodes = nodes[len(some):]
 		for _, node := range some {
-			if suspended := now.Entry(node).Suspended; was != nil && was.Entry(node).Suspended != suspended {
-				a.state.Log.InfoContext(ctx, "whether a node may write to the API changed", "node", node, "may", !suspended)
+			if e := now.Entry(node); was != nil && was.Entry(node).Suspended != e.Suspended {
+				a.state.Log.InfoContext(ctx, "whether a node may write to the API changed", "node", node, "may", !e.Suspended)
 				n := &v1alpha1.AttestedNode{}
 				if err := a.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); err == nil {
-					a.ShowConditions(ctx, n, suspended)
+					a.ShowConditions(ctx, n, e)
 				}
 			}
 		}
@@ -170,10 +170,10 @@ func (a *List) Settle(ctx context.Context, nodes ...string) error {
 	return nil
 }
 
-// ShowConditions updates the conditions of an AttestedNode from its other fields and the list. Conditions are for people:
+// ShowConditions updates the conditions of an AttestedNode from its other fields and its entry in the list. Conditions are for people:
 // if a write fails, the sweeper repeats it later.
-func (a *List) ShowConditions(ctx context.Context, n *v1alpha1.AttestedNode, suspended bool) {
-	if !enrollment.SetConditions(n, suspended) {
+func (a *List) ShowConditions(ctx context.Context, n *v1alpha1.AttestedNode, have nodeaccess.Entry) {
+	if !enrollment.SetConditions(n, have) {
 		return
 	}
 	if err := a.state.Cluster.Client.Status().Update(ctx, n); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {

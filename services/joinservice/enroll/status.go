@@ -25,7 +25,7 @@ func (es *Enrollments) WriteStatus(ctx context.Context, n *v1alpha1.AttestedNode
 			return err
 		}
 		e, _ := es.list.Entry(n.Name)
-		enrollment.SetConditions(n, e.Suspended)
+		enrollment.SetConditions(n, e)
 		err := es.state.Cluster.Client.Status().Update(ctx, n)
 		if err == nil {
 			return nil

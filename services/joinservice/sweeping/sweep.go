@@ -149,7 +149,7 @@ func (s *Sweeper) pass(ctx context.Context) {
 			s.state.Log.ErrorContext(ctx, "a vanished node cannot be dealt with; trying again", "node", n.Name, "err", err)
 		}
 		if e, seen := s.list.Entry(n.Name); seen {
-			s.list.ShowConditions(ctx, n.DeepCopy(), e.Suspended)
+			s.list.ShowConditions(ctx, n.DeepCopy(), e)
 		}
 	}
 	for how, count := range counts {

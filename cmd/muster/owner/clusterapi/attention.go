@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
@@ -171,6 +172,13 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 	case n.Banned && n.Joined:
 		add(about, "joinservice deletes it within seconds. If it stays, "+whatKeeps(n.Name), "it is banned, and its Node object is still there")
 		return
+	case n.RevokedUntil != nil:
+		anew := "power it off, erase its disk from a rescue system, and run muster forget " + n.Name
+		if n.DiskMode == string(v1alpha1.DiskModeLUKS) {
+			anew = "muster reset " + n.Name + ", which loses what is on its disk"
+		}
+		add(about, "If muster replace gave the node a wrong machine or disk, give it the right one first. Then leave the machine on: it gets new certificates by itself when its present ones end (CLIENT CERT), a worker also when it is rebooted in their last eight hours. To have it join anew at once: "+anew+".",
+			"its machine attests, but its certificates were revoked by muster replace or forget, and it has got none since: until %s at the latest, its kubelet can write nothing", n.RevokedUntil.UTC().Format(time.RFC3339))
 	case !n.Joined && !n.Banned && n.AppraisedAt != nil:
 		add(about, "If it does not join just now: its kubelet makes one when its machine starts, so restart it, with its power or by muster reboot "+n.Name+"; labels and taints of the old one are gone. If the machine is gone for good: muster forget "+n.Name+".",
 			"its machine was appraised %s ago, and there is no Node object of it", now.Sub(*n.AppraisedAt).Round(time.Second))
@@ -179,6 +187,7 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		return // banned and evicted, enrolled in advance, or not yet joined
 	}
 	switch {
+	case n.RevokedUntil != nil: // as above
 	case n.Stale:
 		add(about, "Its machine is off, or its kubelet does not run: the machine's console says what it waits for. kube-controller-manager would have marked the Node: unless the cluster was recovered minutes ago, kubectl -n kube-system get pods shows why it does not.",
 			"its condition says Ready, and its kubelet %s", n.silent())

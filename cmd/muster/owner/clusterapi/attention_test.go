@@ -83,17 +83,18 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		harm        func(*Status)
 		about, says string
 	}{
-		"a service":                            {func(s *Status) { s.Services["muster-kms"] = "muster-kms 0/1 ready" }, "muster-kms", "0/1"},
-		"no chart":                             {func(s *Status) { s.Chart = nil }, "chart", "not installed"},
-		"a failed chart":                       {func(s *Status) { s.Chart.Status = "failed" }, "chart", "failed"},
-		"no policy":                            {func(s *Status) { s.Policy = nil }, "policy", "no machine"},
-		"a refused policy":                     {func(s *Status) { s.Policy.Accepted, s.Policy.Reason = false, "POLICY_INVALID" }, "policy", "POLICY_INVALID"},
-		"a policy that no service has checked": {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet checked"},
-		"a Node that Muster let not in":        {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
-		"a banned Node":                        {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
-		"a node whose Node is gone":            {func(s *Status) { s.Nodes[0].Joined = false }, "node node1", "there is no Node object"},
-		"a replacement that was interrupted":   {func(s *Status) { s.Nodes[0].Banned, s.Nodes[0].Replacing = true, true }, "node node1", "muster replace has banned it"},
-		"a node that is not ready":             {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
+		"a service":                             {func(s *Status) { s.Services["muster-kms"] = "muster-kms 0/1 ready" }, "muster-kms", "0/1"},
+		"no chart":                              {func(s *Status) { s.Chart = nil }, "chart", "not installed"},
+		"a failed chart":                        {func(s *Status) { s.Chart.Status = "failed" }, "chart", "failed"},
+		"no policy":                             {func(s *Status) { s.Policy = nil }, "policy", "no machine"},
+		"a refused policy":                      {func(s *Status) { s.Policy.Accepted, s.Policy.Reason = false, "POLICY_INVALID" }, "policy", "POLICY_INVALID"},
+		"a policy that no service has checked":  {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet checked"},
+		"a Node that Muster let not in":         {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
+		"a banned Node":                         {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
+		"a node whose Node is gone":             {func(s *Status) { s.Nodes[0].Joined = false }, "node node1", "there is no Node object"},
+		"a replacement that was interrupted":    {func(s *Status) { s.Nodes[0].Banned, s.Nodes[0].Replacing = true, true }, "node node1", "muster replace has banned it"},
+		"a node that is not ready":              {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
+		"a node whose certificates are revoked": {func(s *Status) { s.Nodes[0].Ready, s.Nodes[0].RevokedUntil = false, before(-time.Hour) }, "node node1", "its certificates were revoked by muster replace or forget, and it has got none since: until 2026-11-21T13:00:00Z"},
 		"a node whose kubelet is gone": {func(s *Status) {
 			s.Nodes[0].Heartbeat = before(10 * time.Minute)
 			s.Nodes[0].heard(*before(5 * time.Minute), now)
@@ -185,6 +186,10 @@ func TestANodeIsReadyAsLongAsItsKubeletIsHeard(t *testing.T) {
 		}
 	}
 	var s NodeStatus
+	if s.see(&corev1.Node{Spec: corev1.NodeSpec{Unschedulable: true}}); !s.Unschedulable || s.Held { // by kubectl cordon, or muster drain
+		t.Errorf("a cordoned node: %+v", s)
+	}
+	s = NodeStatus{}
 	s.see(&corev1.Node{Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}}})
 	if s.heard(time.Time{}, now); s.Ready || !s.Stale || s.silent() != "has never renewed that" {
 		t.Errorf("without any time: %+v", s)

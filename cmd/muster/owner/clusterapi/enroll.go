@@ -16,6 +16,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrollment"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -194,7 +195,7 @@ func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) erro
 		n.Status.PCRs = v.PCRs
 		n.Status.AKName = v.AKName
 		n.Status.ResetCount = &count
-		enrollment.SetConditions(&n, false)
+		enrollment.SetConditions(&n, nodeaccess.Entry{})
 		return c.client.Status().Update(ctx, &n)
 	})
 }

@@ -18,7 +18,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
 	"github.com/muster-k8s/muster/internal/printable"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -29,6 +31,25 @@ func timeOf(t *metav1.Time) *time.Time {
 		return nil
 	}
 	return &t.Time
+}
+
+// revocations finds the nodes whose machines have only revoked certificates. muster doctor reports a list that can't be read.
+func (c *Client) revocations(ctx context.Context, s *Status, _ time.Time) error {
+	var m corev1.ConfigMap
+	if err := c.client.Get(ctx, enrollment.Key(), &m); err != nil && !Absent(err) {
+		return err
+	}
+	list, err := nodeaccess.Parse(m.Data)
+	if err != nil {
+		return nil //nolint:nilerr // as above
+	}
+	for i := range s.Nodes {
+		n := &s.Nodes[i]
+		if e := list.Entry(n.Name); n.enrollment != nil && !n.enrollment.ShutOut() && enrollment.Locked(n.enrollment, e) {
+			n.RevokedUntil = &e.Revoked.Until
+		}
+	}
+	return nil
 }
 
 // pods looks at each pod of Muster's services.

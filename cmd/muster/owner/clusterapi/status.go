@@ -131,6 +131,8 @@ type NodeStatus struct {
 	silence time.Duration
 	// ReadySince is when it became Ready; nil: it is not.
 	ReadySince *time.Time `json:"readySince,omitempty"`
+	// Unschedulable reports that it takes no pods, whoever has cordoned it.
+	Unschedulable bool `json:"unschedulable,omitempty"`
 	// Held reports that it takes no pods since a command drained it, until that command ends.
 	Held bool `json:"held,omitempty"`
 	// Enrolled reports that there is an AttestedNode. A Node without one was not admitted by Muster.
@@ -159,6 +161,9 @@ type NodeStatus struct {
 	// identifies it among epochs of that number.
 	Epoch   uint64 `json:"epoch,omitempty"`
 	EpochID string `json:"epochID,omitempty"`
+	// RevokedUntil is set if its machine's certificates were revoked and it has got none since, so its kubelet can write nothing: the revocation's end.
+	RevokedUntil *time.Time `json:"certificatesRevokedUntil,omitempty"`
+	enrollment   *v1alpha1.AttestedNode
 }
 
 // PolicyStatus is the policy as the services report it.
@@ -212,7 +217,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 		s.Chart = &ChartStatus{Revision: r.Version, Version: r.Chart.Metadata.Version, Status: string(r.Info.Status)}
 	}
 	now := time.Now()
-	for _, part := range []func(context.Context, *Status, time.Time) error{c.heartbeats, c.pods, c.waiting, c.requests, c.certificates, c.epoch, c.upgrading} {
+	for _, part := range []func(context.Context, *Status, time.Time) error{c.heartbeats, c.revocations, c.pods, c.waiting, c.requests, c.certificates, c.epoch, c.upgrading} {
 		if err := part(ctx, s, now); err != nil {
 			return nil, err
 		}
@@ -228,6 +233,7 @@ const maxVersion = 40
 // terminal.
 func (s *NodeStatus) see(n *corev1.Node) {
 	s.Joined = true
+	s.Unschedulable = n.Spec.Unschedulable
 	s.Held = n.Spec.Unschedulable && n.Annotations[v1alpha1.Returns] != ""
 	for _, r := range n.Status.NodeInfo.KubeletVersion {
 		// The characters of a semantic version (semver.org): no spaces, which would look like other columns.
@@ -266,6 +272,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 	}
 	for _, n := range enrolled.Items {
 		s := at(n.Name)
+		s.enrollment = &n
 		s.Enrolled, s.Role, s.MachineID = true, string(n.Spec.Role), n.Spec.MachineID
 		s.DiskMode, s.Banned, s.Deleting = string(n.Spec.DiskMode), n.Spec.Banned, n.Leaving()
 		_, s.Replacing = n.Annotations[v1alpha1.KeepNode]

@@ -30,14 +30,15 @@ type Departure struct {
 	// Nothing is true if there is no step.
 	Nothing bool
 
-	dir    *ownerdir.Dir
-	kube   *clusterapi.Client
-	found  *clusterapi.Presence
-	listed policies.Listing        // the change of the owner's policy
-	to     *clusterapi.Replacement // nil: forget
-	resets bool                    // the machine is the same, and its TPM was cleared: only that is written
-	erase  string                  // the disk whose salt is deleted (K4); empty: none
-	member string                  // the control plane that is ordered to remove its etcd member; empty: nothing to remove
+	dir     *ownerdir.Dir
+	kube    *clusterapi.Client
+	found   *clusterapi.Presence
+	listed  policies.Listing        // the change of the owner's policy
+	to      *clusterapi.Replacement // nil: forget
+	resets  bool                    // the machine is the same, and its TPM was cleared: only that is written
+	erase   string                  // the disk whose salt is deleted (K4); empty: none
+	deleted string                  // the warning that its pods are deleted
+	member  string                  // the control plane that is ordered to remove its etcd member; empty: nothing to remove
 }
 
 // Removed is the result.
@@ -109,7 +110,8 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
 		}
 		if n := len(p.Pods); n > 0 {
-			out.Warnings = append(out.Warnings, fmt.Sprintf("%d pods are on it (%s): they are deleted at once, unless --drain evicts them first", n, problem.Some(p.Pods)))
+			out.deleted = fmt.Sprintf("it has %s that a drain would move (%s): deleted at once, unless --drain evicts them first", problem.Count(n, "pod"), problem.Some(p.Pods))
+			out.Warnings = append(out.Warnings, out.deleted)
 		}
 	}
 	if p.Enrollment != nil {
@@ -126,6 +128,15 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	}
 	out.certificates()
 	return out, nil
+}
+
+// Drains adds to the plan that the node is drained before.
+func (d *Departure) Drains() {
+	if d.Nothing {
+		return
+	}
+	d.Plan = slices.Insert(d.Plan, 0, fmt.Sprintf("drain it: no new pods, and %s evicted within their PodDisruptionBudgets", problem.Count(len(d.found.Pods), "pod")))
+	d.Warnings = slices.DeleteFunc(d.Warnings, func(s string) bool { return s == d.deleted })
 }
 
 // wasForgotten returns NOT_ENROLLED for a name that neither the cluster nor the folder has seen: it is misspelled.
@@ -202,6 +213,12 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 		out.Nothing = !out.resets
 		return out, nil
 	}
+	var seen bool
+	if !sameDisk {
+		if seen, err = seenDisk(ctx, kube, p, to, sameMachine); err != nil {
+			return nil, err
+		}
+	}
 	if err := out.planListing(ctx); err != nil {
 		return nil, err
 	}
@@ -217,6 +234,9 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	} else if have.DiskID != "" {
 		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
 	}
+	if seen && sameMachine {
+		out.Warnings = append(out.Warnings, fmt.Sprintf("if the machine has been the node with disk %s before, it does not join anew, and its certificates are revoked: the node is not Ready until the machine gets others, within a day (docs/leaving.md#replace)", to.DiskID))
+	}
 	out.Plan = append(out.Plan, "delete the pods that are bound to it: their tokens end")
 	if p.Node != nil {
 		out.Plan = append(out.Plan, "keep its Node, with labels and taints, for the machine that joins next under the name")
@@ -230,6 +250,20 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	}
 	out.certificates()
 	return out, nil
+}
+
+// seenDisk reports whether the cluster knows the disk that a node gets. It refuses one that it has never seen for a machine that runs: its disk was not
+// exchanged, and the node would be shut out for a mistyped UUID. An interrupted replace goes on.
+func seenDisk(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presence, to clusterapi.Replacement, sameMachine bool) (bool, error) {
+	d, err := kube.Disk(ctx, to.DiskID)
+	if err != nil || d != nil {
+		return d != nil, err
+	}
+	if sameMachine && p.Ready() && !p.Enrollment.Spec.Banned {
+		return false, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "%s is Ready, so its machine runs with the disk %s, and the cluster has never seen a disk %s", p.Name, cmp.Or(p.Enrollment.Spec.DiskID, "that it has"), to.DiskID),
+			"Nothing was changed. If the disk was exchanged, start the machine with it: when the Node is NotReady, run this again with the UUID on the machine's console. To have the machine of a running node start anew: muster reset "+p.Name+".")
+	}
+	return false, nil
 }
 
 // planListing plans the change of the owner's policy.

@@ -38,19 +38,33 @@ func enrolled(ctx context.Context, kube *clusterapi.Client, name string) (*clust
 	return p, nil
 }
 
-// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call waits on. banned is called in between: also if the wait fails,
-// the machine is banned.
-func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string), banned func()) error {
+// MayBan returns why a node's machine can't be banned; nil: it can.
+func MayBan(ctx context.Context, d *ownerdir.Dir, name string) error {
+	_, _, err := mayBan(ctx, d, name)
+	return err
+}
+
+func mayBan(ctx context.Context, d *ownerdir.Dir, name string) (*clusterapi.Client, *clusterapi.Presence, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
 	p, err := enrolled(ctx, kube, name)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
 	if p.ControlPlane && len(p.OtherControlPlanes) == 0 {
-		return problem.WithRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster, and none could be added", name), "Nothing was changed. Add another control plane first. If you don't trust the machine, power it off, and restore the cluster on another one (docs/backup.md#restore).")
+		return nil, nil, problem.WithRemedy(fmt.Errorf("%s is the only control plane: without it there is no cluster, and none could be added", name), "Nothing was changed. Add another control plane first. If you don't trust the machine, power it off, and restore the cluster on another one (docs/backup.md#restore).")
+	}
+	return kube, p, nil
+}
+
+// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call waits on. banned is called in between: also if the wait fails,
+// the machine is banned.
+func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string), banned func()) error {
+	kube, p, err := mayBan(ctx, d, name)
+	if err != nil {
+		return err
 	}
 	if err := kube.SetBanned(ctx, p, true); err != nil {
 		return err
@@ -105,6 +119,8 @@ func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.Drain
 	cordoned, err = kube.Drain(ctx, name, o, report)
 	budget, is := errors.AsType[*clusterapi.BudgetError](err)
 	switch {
+	case attest.ReasonOf(err) == attestv1.Reason_REASON_NOT_ENROLLED:
+		err = problem.WithRemedy(err, "Nothing was changed. muster status shows which nodes there are.")
 	case is && budget.Never:
 		err = problem.WithRemedy(err, "Nothing was changed. "+BudgetRemedy)
 	case is:

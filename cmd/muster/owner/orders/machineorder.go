@@ -89,6 +89,9 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 		if err != nil {
 			return "", err
 		}
+		if err := takesKey(n, key); err != nil { // also before it replaces an order that only another folder's key verifies
+			return "", err
+		}
 		args, err := ask.Args(n)
 		if err != nil {
 			return "", err
@@ -119,6 +122,9 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 		if ctx.Err() != nil && own.notes[signed.Note()] { // the API server may have it
 			err = withdraw(ctx, kube, name, ask.Action, own)
 		}
+		if attest.ReasonOf(err) == attestv1.Reason_REASON_NOT_ENROLLED && problem.Remedy(err) == "" {
+			err = problem.WithRemedy(err, "No order was given. muster status shows the nodes.")
+		}
 		return signed, nil, err
 	}
 	if own.over = ""; !own.notes[signed.Note()] {
@@ -126,6 +132,16 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 	}
 	r, err := await(ctx, kube, name, ask, signed, own, report)
 	return signed, r, err
+}
+
+// takesKey refuses an order to a machine that reports which owner's keys it takes orders of, and the folder's is none of them.
+func takesKey(n *v1alpha1.AttestedNode, key ed25519.PrivateKey) error {
+	takes, err := attest.ParseOwnerKeys(n.Status.OwnerKeys)
+	if err != nil || takes.Has(ed25519.PublicKey(key[32:])) {
+		return nil //nolint:nilerr // an image of an earlier version reports none
+	}
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the machine of %s does not take orders of this folder's owner.key", n.Name),
+		"No order was given. Is this the newest copy of the cluster's folder? `muster key public FILE`, with its owner.key, prints a key that ownerKeys of the machine's image must have. If the machine has just restarted with another image, wait five minutes: it reports its keys when it attests.")
 }
 
 // written are the orders that a run has signed.

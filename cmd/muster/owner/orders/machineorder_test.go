@@ -3,6 +3,7 @@ package orders
 import (
 	"context"
 	"crypto/ed25519"
+	"encoding/base64"
 	"slices"
 	"strings"
 	"testing"
@@ -48,8 +49,8 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { ownertest.Unenroll(context.WithoutCancel(t.Context()), n.Name) })
-	if _, err := Order(t.Context(), o.Dir, "nobody", ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
-		t.Errorf("an order to an unknown node: %v", err)
+	if _, err := Order(t.Context(), o.Dir, "nobody", ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED || !strings.Contains(problem.Remedy(err), "muster status shows the nodes") {
+		t.Errorf("an order to an unknown node: %v: %s", err, problem.Remedy(err))
 	}
 	if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
 		t.Errorf("an order to a machine that has not joined: %v", err)
@@ -139,6 +140,31 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		}
 		if err := unanswered(ownerorder.ActionDoctor); err == nil || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != "" {
 			t.Errorf("it stays: %v", err)
+		}
+	})
+	t.Run("a folder whose key the machine does not know", func(t *testing.T) {
+		n := ownertest.EnrollmentOf(t, n.Name)
+		theirs := ownerorder.SignedMachineOrder{Text: `{"action":"reboot"}`, Signature: make([]byte, ed25519.SignatureSize)}.Note() // of the cluster's folder: this one can't verify it
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.OwnerOrder, theirs)
+		if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
+			t.Fatal(err)
+		}
+		knows := func(keys ...string) {
+			t.Helper()
+			n := ownertest.EnrollmentOf(t, n.Name)
+			n.Status.OwnerKeys = keys
+			if err := ownertest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+				t.Fatal(err)
+			}
+		}
+		other := base64.StdEncoding.EncodeToString(make([]byte, ed25519.PublicKeySize))
+		knows(other)
+		if err := unanswered(ownerorder.ActionDoctor); attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != theirs {
+			t.Errorf("it replaced the order that the machine takes: %v", err)
+		}
+		knows(other, base64.StdEncoding.EncodeToString(key[32:]))
+		if err := unanswered(ownerorder.ActionDoctor); err == nil || attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != "" {
+			t.Errorf("a machine that knows it: %v", err)
 		}
 	})
 	t.Run("a banned one", func(t *testing.T) {

@@ -308,7 +308,22 @@ func (a *Approver) judge(c *Candidate, claims attest.Claims, named bool) {
 // booted refuses a machine for what it booted, which no approval changes.
 func (a *Approver) booted(c *Candidate, err error) {
 	c.refuse(problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the policy would refuse it although it were listed: %w", err),
-		"It is not approved, whatever the flags. muster explain "+c.Endpoint+" shows what differs. "+problem.Explain(err).Remedy))
+		"It is not approved, whatever the flags. muster explain "+c.Endpoint+" shows what differs. "+remedyOf(err)))
+}
+
+// remedyOf is what to do about a refusal that no approval ends. The general texts of these reasons are for machines that an approval may admit, too.
+func remedyOf(err error) string {
+	if own := problem.Remedy(err); own != "" {
+		return own
+	}
+	switch attest.ReasonOf(err) {
+	case attestv1.Reason_REASON_POLICY_REFUSED:
+		return "Your new firmware: `muster policy add-class NAME --from HOST`; new image: `muster policy add-image FILE`; then `muster policy apply`. Otherwise don't trust it until you know why."
+	case attestv1.Reason_REASON_EK_UNTRUSTED:
+		return "`muster verify HOST` shows who has certified its TPM. If the policy revokes that, keep the machine out. Otherwise docs/endorsements.md says which authorities a policy lists."
+	default:
+		return problem.Explain(err).Remedy
+	}
 }
 
 // refuseUnnamed refuses a machine that only its ID shows to be the owner's, unless the owner has named that ID: a machine whose TPM has no EK certificate,

@@ -41,7 +41,7 @@ func (a *Approver) list(ctx context.Context, add []policyfile.Listing, report fu
 			}
 			return out, err
 		},
-		what: func(*attest.Policy) string { return fmt.Sprintf("it lists %d more machines", len(add)) },
+		what: func(*attest.Policy) string { return "it lists " + problem.Count(len(add), "more machine") },
 	}.apply(ctx, a.dir, a.kube, report)
 }
 

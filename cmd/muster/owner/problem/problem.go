@@ -4,6 +4,7 @@ package problem
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 
 	"connectrpc.com/connect"
@@ -111,4 +112,12 @@ func Final(err error) bool {
 	default:
 		return true
 	}
+}
+
+// Count returns a number of things in words: "1 machine", "2 machines".
+func Count(n int, thing string) string {
+	if n == 1 {
+		return "1 " + thing
+	}
+	return fmt.Sprintf("%d %ss", n, thing)
 }

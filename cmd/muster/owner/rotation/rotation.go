@@ -208,9 +208,13 @@ func (r *rotating) each(ctx context.Context, phase clusterinfo.RotationPhase) er
 func (r *rotating) well(ctx context.Context) ([]clusterapi.NodeRelease, error) {
 	ctx, cancel := context.WithTimeout(ctx, wellWithin)
 	defer cancel()
+	last := ""
 	for {
 		nodes, err := r.controlPlanes(ctx)
-		if err != nil {
+		switch {
+		case err != nil && ctx.Err() != nil && last != "":
+			return nil, fmt.Errorf("no further control plane was begun: %s", last)
+		case err != nil:
 			return nil, err
 		}
 		why := ""
@@ -220,6 +224,10 @@ func (r *rotating) well(ctx context.Context) ([]clusterapi.NodeRelease, error) {
 		if why == "" && len(nodes) > 0 {
 			return nodes, nil
 		}
+		if why != last && why != "" {
+			r.Report("cluster", "waits: "+why)
+		}
+		last = why
 		if retry.Wait(ctx, r.Poll) != nil {
 			return nil, fmt.Errorf("no further control plane was begun: %s", cmp.Or(why, "there is none"))
 		}

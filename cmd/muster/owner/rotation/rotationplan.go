@@ -126,10 +126,18 @@ func unfit(n *clusterapi.NodeRelease) string {
 	if why := rollout.Left(n); why != "" {
 		return n.Name + " is a control plane, and " + why + "."
 	}
+	if restarts(n) {
+		return n.Problem() + ": wait until they are Ready; if they don't get so, muster doctor --node " + n.Name + " shows why."
+	}
 	if bad := n.Problem(); bad != "" {
 		return bad + ": wait until it is well, repair it (muster doctor --node " + n.Name + "), or remove it (muster forget " + n.Name + ")."
 	}
 	return ""
+}
+
+// restarts reports whether nothing but static pods is not Ready on a control plane: each phase of a rotation restarts them.
+func restarts(n *clusterapi.NodeRelease) bool {
+	return n.Joined && n.Ready && len(n.Unwell) > 0
 }
 
 func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
@@ -155,7 +163,11 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 	}
 	for i := range nodes {
 		n := &nodes[i]
-		if why := unfit(n); why != "" {
+		switch why := unfit(n); {
+		case why == "":
+		case r.now != nil && r.now.Key == r.Key && rollout.Left(n) == "" && restarts(n): // perhaps because of an order of an earlier run, which was interrupted
+			p.Notes = append(p.Notes, fmt.Sprintf("%s: no further control plane is begun before they are, for up to %s.", n.Problem(), wellWithin))
+		default:
 			refuse("%s", why)
 		}
 		s, reported := n.Keys[r.Key]
