@@ -279,6 +279,12 @@ func (r *rootfs) sysctls() {
 		r.write(own, value+"\n")
 		r.mount(r.path(own), "proc/sys/"+name, "", unix.MS_BIND, "")
 	}
+	// The ID of this boot: that of the host's kernel would be the same after a restart of the machine, which is recognized by it.
+	own := "run/boot_id"
+	id, err := os.ReadFile("/proc/sys/kernel/random/uuid")
+	r.do("boot ID", func() error { return err })
+	r.write(own, string(id))
+	r.mount(r.path(own), "proc/sys/kernel/random/boot_id", "", unix.MS_BIND, "")
 	r.write("proc/sys/net/ipv4/ip_forward", "1") // this one is the network namespace's
 }
 
