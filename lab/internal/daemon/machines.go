@@ -127,7 +127,7 @@ func (d *Daemon) bootInto(ctx context.Context, dir string, m *running) error {
 	r := m.request
 	spec := machine.Spec{
 		Name: m.Name, Address: m.Address, Dir: dir, Layers: d.image.Layers(!r.NoBootstrapper),
-		Cgroups: d.cgroups, Cgroup: m.cgroup,
+		Cgroups: d.cgroups, Cgroup: m.cgroup, KeepEtc: r.KeepEtc,
 	}
 	switch {
 	case r.Bare:
