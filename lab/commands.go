@@ -92,6 +92,7 @@ func addNodeCommand(open opener) *cobra.Command {
 	f.BoolVar(&n.CloudKey, "cloud-key", false, "give it a TPM with an attestation key that the lab's cloud certifies")
 	f.BoolVar(&n.BareEK, "bare-ek", false, "give it a TPM without EK certificates")
 	f.BoolVar(&n.NoBootstrapper, "no-bootstrapper", false, "an attacker's machine: nothing of Muster, all Kubernetes programs")
+	f.BoolVar(&n.KeepEtc, "keep-etc", false, "what it writes to /etc survives a reboot")
 	f.BoolVar(&n.PullImages, "pull-images", false, "begin without container images")
 	return cmd
 }

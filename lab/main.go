@@ -29,13 +29,10 @@ func main() {
 	err := run(ctx, os.Args[1:])
 	stop()
 	var exit *exec.ExitError
-	if errors.As(err, &exit) {
-		os.Exit(exit.ExitCode())
-	}
-	if err != nil {
+	if err != nil && !errors.As(err, &exit) {
 		fmt.Fprintln(os.Stderr, "lab:", err)
-		os.Exit(1)
 	}
+	os.Exit(machine.Code(err))
 }
 
 func run(ctx context.Context, args []string) error {

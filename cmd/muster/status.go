@@ -60,7 +60,10 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				return err
 			}
 			s.OwnerKeyRotates(keys.Command(), keys.Since, time.Now())
-			older := a.remember(ctx, dir)
+			var older error
+			if !s.Removed { // it would wait for Muster's definitions
+				older = a.remember(ctx, dir)
+			}
 			if behind := s.Behind(); behind != "" && older == nil { // also if the state could not be recorded
 				older = fmt.Errorf("%w: %s", recovery.ErrBehind, behind)
 			}

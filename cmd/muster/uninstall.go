@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -78,7 +79,15 @@ func (a *app) uninstall(cmd *cobra.Command, f uninstallFlags) error {
 	}
 	switch {
 	case len(p.Steps) == 0:
-		return a.uninstalled(p, "Nothing of Muster is left in the cluster.")
+		silent, err := p.Listen(look, dir, uninstall.Silence)
+		if err != nil {
+			return err
+		}
+		if err := a.uninstalled(p, "Nothing of Muster is left in the cluster."); err != nil || len(silent) == 0 {
+			return err
+		}
+		fmt.Fprintf(a.stderr, "Note: the kubelets of these nodes do not renew their Leases, though their Nodes are Ready: %s. Look there: systemctl status kubelet.\n", strings.Join(silent, ", "))
+		return nil
 	case f.dryRun:
 		_, err := fmt.Fprintln(a.stdout, "Nothing was changed.")
 		return err

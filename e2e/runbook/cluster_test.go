@@ -93,7 +93,7 @@ func address(node string) string { return "192.168.77.1" + strings.TrimPrefix(no
 
 // machine is the machine of that name before it has booted.
 func (w *fixture) machine(node string) driver.Node {
-	n := driver.Node{Name: node}
+	n := driver.Node{Name: node, KeepEtc: true} // as of machines that can be uninstalled
 	for _, c := range []string{"node1", "node2", "node3"} {
 		n.JoinEndpoints = append(n.JoinEndpoints, address(c)+":30090")
 		if c == node {

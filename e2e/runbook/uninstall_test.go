@@ -43,6 +43,10 @@ func (w *fixture) uninstall(t *testing.T) {
 		return err
 	})
 	w.plainReady(t, since, allNodes...)
+	since = time.Now() // nothing of this boot is there any more, as the file by which Muster lets the kubelet start
+	w.Must(t, "node5", "", "systemctl", "reboot")
+	w.plainReady(t, since, "node5")
+	w.restarted(t, before, "node5")
 	w.renews(t, "node4")
 	w.joinsByKubeadm(t, "node7")
 	w.plainReady(t, since, append([]string{"node7"}, allNodes...)...)
@@ -87,18 +91,33 @@ func (w *fixture) containers(t *testing.T) map[string]string {
 	return maps.Clone(out)
 }
 
-// plainReady waits until nodes are Ready whose kubelets have reported since.
+// restarted removes the pods of a node that was restarted from those whose containers must be as before.
+func (w *fixture) restarted(t *testing.T, before map[string]string, node string) {
+	t.Helper()
+	out, err := w.kubectl(t.Context(), "get", "pods", "-A", "--field-selector", "spec.nodeName="+node, "-o", `jsonpath={range .items[*]}{.metadata.namespace}/{.metadata.name}/{"\n"}{end}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, pod := range strings.Fields(out) {
+		maps.DeleteFunc(before, func(name, _ string) bool { return strings.HasPrefix(name, pod) })
+	}
+}
+
+// plainReady waits until nodes are Ready whose kubelets have renewed their Leases since: a Node is Ready for 50 s after its kubelet has ended.
 func (w *fixture) plainReady(t *testing.T, since time.Time, nodes ...string) {
 	t.Helper()
 	labtest.Eventually(t, func(ctx context.Context) error {
 		for _, name := range nodes {
-			out, err := w.kubectl(ctx, "get", "node/"+name, "-o", `jsonpath={.status.conditions[?(@.type=="Ready")].status} {.status.conditions[?(@.type=="Ready")].lastHeartbeatTime}`)
+			ready, err := w.kubectl(ctx, "get", "node/"+name, "-o", `jsonpath={.status.conditions[?(@.type=="Ready")].status}`)
 			if err != nil {
 				return err
 			}
-			ready, at, _ := strings.Cut(out, " ")
-			if beat, err := time.Parse(time.RFC3339, at); err != nil || ready != "True" || beat.Before(since.Truncate(time.Second)) {
-				return fmt.Errorf("%s: Ready %s at %s", name, ready, at)
+			at, err := w.kubectl(ctx, "-n", "kube-node-lease", "get", "lease/"+name, "-o", "jsonpath={.spec.renewTime}")
+			if err != nil {
+				return err
+			}
+			if renewed, err := time.Parse(time.RFC3339, at); err != nil || ready != "True" || renewed.Before(since) {
+				return fmt.Errorf("%s: Ready %s, Lease renewed at %s", name, ready, at)
 			}
 		}
 		return nil

@@ -200,6 +200,7 @@ type Node struct {
 	BareEK             bool // its TPM stores no EK certificate
 	CloudKey           bool // its TPM has an attestation key that the lab's cloud certifies, and no EK certificate
 	NoBootstrapper     bool // without Muster, but with kubelet, kubeadm and kubectl
+	KeepEtc            bool // what it writes to /etc survives a reboot, as on a machine whose root is writable
 	PullImages         bool // begin without container images: each one is pulled from the mirror
 }
 
@@ -216,7 +217,7 @@ func (l *Lab) AddNode(ctx context.Context, n Node) (Machine, error) {
 	done := l.step("machine " + n.Name)
 	m, err := l.client().AddNode(ctx, daemon.NodeRequest{
 		Name: n.Name, Number: number, ControlPlane: role == "control-plane", Metadata: string(metadata),
-		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, BareEK: n.BareEK, CloudKey: n.CloudKey, NoBootstrapper: n.NoBootstrapper, Preload: !n.PullImages,
+		TamperBootstrapper: n.TamperBootstrapper, ForeignEK: n.ForeignEK, BareEK: n.BareEK, CloudKey: n.CloudKey, NoBootstrapper: n.NoBootstrapper, KeepEtc: n.KeepEtc, Preload: !n.PullImages,
 	})
 	if err == nil {
 		done()

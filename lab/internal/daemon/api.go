@@ -47,6 +47,7 @@ type NodeRequest struct {
 	BareEK             bool   `json:"bareEK"`             // its TPM stores no EK certificate
 	CloudKey           bool   `json:"cloudKey"`           // its TPM has an attestation key that the lab's cloud certifies, and no EK certificate
 	NoBootstrapper     bool   `json:"noBootstrapper"`     // nothing of Muster, all Kubernetes programs
+	KeepEtc            bool   `json:"keepEtc"`            // what it writes to /etc survives a reboot
 	Preload            bool   `json:"preload"`            // begin with the golden images
 	Bare               bool   `json:"bare"`               // containerd alone: no TPM, no firmware
 }

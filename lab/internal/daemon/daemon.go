@@ -47,6 +47,8 @@ type Daemon struct {
 	mu       sync.Mutex
 	owner    *child
 	machines map[string]*running
+
+	restarts chan *running // machines that have ended themselves for a restart
 }
 
 // Run is the daemon: it returns after a shutdown request or when ctx ends, after it has ended its machines and
@@ -58,7 +60,7 @@ func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 	}
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
-	d := &Daemon{cfg: cfg, log: log, image: image.Image{Dir: filepath.Join(dir, "image")}, spawn: spawner(), stop: stop, machines: map[string]*running{}}
+	d := &Daemon{cfg: cfg, log: log, image: image.Image{Dir: filepath.Join(dir, "image")}, spawn: spawner(), stop: stop, machines: map[string]*running{}, restarts: make(chan *running)}
 	if d.cgroups, err = host.DetectCgroups(); err != nil {
 		return err
 	}
@@ -113,6 +115,7 @@ func Run(ctx context.Context, dir string, log *slog.Logger) (err error) {
 	}
 	f := lan.Forwarder{Backends: d.controlPlanes, Healthy: lan.APIServerReady, Log: log}
 	part("forwarder", func() error { return f.Serve(ctx, l) })
+	part("restarts", func() error { return d.restartThose(ctx) })
 	log.Info("lab is up", "dir", dir)
 	<-ctx.Done()
 	return nil

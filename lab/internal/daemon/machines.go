@@ -51,6 +51,7 @@ func (d *Daemon) add(ctx context.Context, r NodeRequest) (Machine, error) {
 		return Machine{}, fmt.Errorf("machine %s: %w", r.Name, err)
 	}
 	d.machines[r.Name] = m
+	d.follow(ctx, m)
 	return m.Machine, nil
 }
 
@@ -126,7 +127,7 @@ func (d *Daemon) bootInto(ctx context.Context, dir string, m *running) error {
 	r := m.request
 	spec := machine.Spec{
 		Name: m.Name, Address: m.Address, Dir: dir, Layers: d.image.Layers(!r.NoBootstrapper),
-		Cgroups: d.cgroups, Cgroup: m.cgroup,
+		Cgroups: d.cgroups, Cgroup: m.cgroup, KeepEtc: r.KeepEtc,
 	}
 	switch {
 	case r.Bare:
@@ -210,19 +211,68 @@ func (d *Daemon) reboot(ctx context.Context, name string) (Machine, error) {
 	if err != nil {
 		return Machine{}, err
 	}
+	return d.again(ctx, m)
+}
+
+// again ends a machine that was taken, if it runs, and boots it from the same disk.
+func (d *Daemon) again(ctx context.Context, m *running) (Machine, error) {
 	end, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanTimeout)
 	defer cancel()
 	if err := m.end(end); err != nil {
 		return Machine{}, err
 	}
-	again, err := d.boot(ctx, MachineDir(d.cfg.Dir, name), m.request)
+	again, err := d.boot(ctx, MachineDir(d.cfg.Dir, m.Name), m.request)
 	if err != nil {
 		return Machine{}, err
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.machines[name] = again
+	d.machines[m.Name] = again
+	d.follow(ctx, again)
 	return again.Machine, nil
+}
+
+// follow hands a machine to [Daemon.restartThose] if it ends itself for a restart.
+func (d *Daemon) follow(ctx context.Context, m *running) {
+	go func() { // the machine ends with the daemon
+		<-m.enter.done
+		if m.enter.cmd.ProcessState.ExitCode() != machine.CodeRestart {
+			return
+		}
+		select {
+		case d.restarts <- m:
+		case <-ctx.Done():
+		}
+	}()
+}
+
+// restartThose boots machines again that restart themselves, until ctx ends.
+func (d *Daemon) restartThose(ctx context.Context) error {
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case m := <-d.restarts:
+			wg.Go(func() { d.restartOne(ctx, m) })
+		}
+	}
+}
+
+func (d *Daemon) restartOne(ctx context.Context, m *running) {
+	d.mu.Lock()
+	same := d.machines[m.Name] == m
+	if same { // otherwise it was removed, killed or rebooted meanwhile
+		delete(d.machines, m.Name)
+	}
+	d.mu.Unlock()
+	if !same {
+		return
+	}
+	if _, err := d.again(ctx, m); err != nil {
+		d.log.Error("restart", "machine", m.Name, "err", err)
+	}
 }
 
 // kill cuts the power: without notice, and permanently until a reboot. The machine stays known.

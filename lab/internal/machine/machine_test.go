@@ -218,6 +218,70 @@ func TestADropInAddsACondition(t *testing.T) {
 	}
 }
 
+func TestADropInTakesBackTheConditionsOfThoseThatSortBeforeIt(t *testing.T) {
+	for name, want := range map[string][]string{"50-plain": {"/plain", "/muster"}, "zz-plain": {"/plain"}} {
+		dir := t.TempDir()
+		if err := os.Mkdir(filepath.Join(dir, "x.service.d"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		for file, text := range map[string]string{
+			"x.service": "[Unit]\nConditionPathExists=/unit\n[Service]\nExecStart=/bin/true\n", "x.service.d/muster.conf": "[Unit]\nConditionPathExists=/muster\n",
+			"x.service.d/" + name + ".conf": "[Unit]\nConditionPathExists=\nConditionPathExists=/plain\n",
+		} {
+			if err := os.WriteFile(filepath.Join(dir, file), []byte(text), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		units, err := loadUnits(dir)
+		if err != nil || !slices.Equal(units["x"].Conditions, want) {
+			t.Errorf("%s.conf: conditions %q, want %q; %v", name, units["x"].Conditions, want, err)
+		}
+	}
+}
+
+func TestAUnitThatIsDisabledDoesNotStartAtBoot(t *testing.T) {
+	s := supervised(t, map[string]string{"wanted": "[Service]\nExecStart=/bin/sleep 1000\n[Install]\nWantedBy=multi-user.target\n"})
+	for _, step := range []struct {
+		verb string
+		boot []string
+	}{{"is-enabled", []string{"wanted"}}, {"disable", nil}, {"enable", []string{"wanted"}}} {
+		if a := s.ask(t, step.verb, "wanted"); a.Code != 0 {
+			t.Errorf("%s: %+v", step.verb, a)
+		}
+		if got := s.atBoot(); !slices.Equal(got, step.boot) {
+			t.Errorf("after %s, %q start at boot, want %q", step.verb, got, step.boot)
+		}
+	}
+}
+
+func TestARestartOfTheMachineStopsItsUnitsAndEndsPID1(t *testing.T) {
+	for _, args := range [][]string{{"--no-block", "--job-mode=replace-irreversibly", "start", "reboot.target"}, {"reboot"}} {
+		t.Run(args[len(args)-1], func(t *testing.T) {
+			s := supervised(t, map[string]string{
+				"runs":  "[Service]\nExecStart=/bin/sleep 1000\nRestart=always\n",
+				"waits": "[Service]\nType=oneshot\nExecStart=/bin/sleep 1000\n",
+			})
+			for _, u := range []string{"runs", "waits"} {
+				if a := s.ask(t, "--no-block", "start", u); a.Code != 0 {
+					t.Fatalf("start %s: %+v", u, a)
+				}
+				becomes(t, s, u, "running", func(svc *service) bool { return svc.pid != 0 })
+			}
+			if a := s.ask(t, args...); a != (answer{restarts: true}) {
+				t.Fatalf("systemctl %v: %+v", args, a)
+			}
+			s.restart()
+			s.restart() // a second request changes nothing
+			if err := s.serveUntilRestart(t.Context()); Code(err) != CodeRestart {
+				t.Errorf("PID 1 ends with %v", err)
+			}
+			for _, u := range []string{"runs", "waits"} {
+				becomes(t, s, u, "stopped", func(svc *service) bool { return svc.pid == 0 && !svc.wanted })
+			}
+		})
+	}
+}
+
 func TestUnitFilesOfTheImageAreUnderstood(t *testing.T) {
 	units, err := loadUnits(filepath.Join("..", "image", "files", "units"))
 	if err != nil {
@@ -241,6 +305,7 @@ func TestASettingThatTheLabDoesNotKnowIsAnError(t *testing.T) {
 		"[Service]\nExecStart=/bin/true\nType=oneshot\nRestart=on-failure\n",
 		"[Service]\nExecStart=/bin/true\nRestartSec=soon\n",
 		"[Service]\nExecStart=/bin/true\nnonsense\n",
+		"[Unit]\nConditionPathExists=!/run/x\n[Service]\nExecStart=/bin/true\n",
 		"[Service]\nRestart=no\n",
 	} {
 		if u, err := parseUnit("x", text); err == nil {

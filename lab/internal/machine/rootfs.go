@@ -117,6 +117,9 @@ func makeRoot(s Spec) error {
 	r.overlay("opt", s.Layers, false)
 	r.keepPrograms(s)
 	r.etc(s)
+	if s.KeepEtc {
+		r.keep("etc", filepath.Join(s.Dir, "disk", "etc"), r.path("etc"))
+	}
 	for name, at := range disks {
 		from := filepath.Join(s.Dir, "disk", name)
 		r.mkdir(at)
@@ -194,12 +197,16 @@ func (r *rootfs) keepPrograms(s Spec) {
 		return
 	}
 	r.mkdir(programs)
-	disk := filepath.Join(s.Dir, "disk", "programs")
+	r.keep(programs, filepath.Join(s.Dir, "disk", "programs"), lower...)
+}
+
+// keep mounts an overlay at a folder whose writable layer is on the machine's disk.
+func (r *rootfs) keep(at, disk string, lower ...string) {
 	up, work := filepath.Join(disk, "up"), filepath.Join(disk, "work")
 	for _, d := range []string{up, work} {
 		r.do("make disk", func() error { return os.MkdirAll(d, 0o755) })
 	}
-	r.mount("overlay", programs, "overlay", 0, "lowerdir="+strings.Join(lower, ":")+",upperdir="+up+",workdir="+work)
+	r.mount("overlay", at, "overlay", 0, "lowerdir="+strings.Join(lower, ":")+",upperdir="+up+",workdir="+work)
 }
 
 func isDir(p string) bool {
@@ -279,6 +286,12 @@ func (r *rootfs) sysctls() {
 		r.write(own, value+"\n")
 		r.mount(r.path(own), "proc/sys/"+name, "", unix.MS_BIND, "")
 	}
+	// The ID of this boot: that of the host's kernel would be the same after a restart of the machine, which is recognized by it.
+	own := "run/boot_id"
+	id, err := os.ReadFile("/proc/sys/kernel/random/uuid")
+	r.do("boot ID", func() error { return err })
+	r.write(own, string(id))
+	r.mount(r.path(own), "proc/sys/kernel/random/boot_id", "", unix.MS_BIND, "")
 	r.write("proc/sys/net/ipv4/ip_forward", "1") // this one is the network namespace's
 }
 

@@ -25,8 +25,9 @@ type Spec struct {
 	Manifest  string       `json:"manifest"`  // what firmware measures; empty: no firmware, no TPM
 	TPMSocket string       `json:"tpmSocket"` // on the host
 	Cgroups   host.Cgroups `json:"cgroups"`
-	Cgroup    string       `json:"cgroup"` // path below each hierarchy's mount
-	Start     []string     `json:"start"`  // units to start; nil: what multi-user.target wants
+	Cgroup    string       `json:"cgroup"`  // path below each hierarchy's mount
+	KeepEtc   bool         `json:"keepEtc"` // what it writes to /etc survives a reboot
+	Start     []string     `json:"start"`   // units to start; nil: what multi-user.target wants
 }
 
 // File descriptors that a machine's processes inherit, besides the standard three.

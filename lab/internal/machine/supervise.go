@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
@@ -21,7 +22,7 @@ import (
 // folders are where a supervisor reads and writes.
 type folders struct {
 	units   string // unit files
-	enabled string // an empty file for each unit that was enabled
+	enabled string // a file for each unit that was enabled or disabled, which says which
 	notify  string // sockets for sd_notify(3), a socket per unit
 	logs    string // what units print, NAME.log
 }
@@ -58,13 +59,17 @@ type supervisor struct {
 	units    map[string]Unit
 	services map[string]*service
 	pids     map[int]string // running main processes
+
+	restart  func()        // closes restarts
+	restarts chan struct{} // closed: the machine is to restart
 }
 
 func newSupervisor(f folders, env []string, log *slog.Logger) (*supervisor, error) {
 	s := &supervisor{
 		at: f, env: env, log: log,
-		changed: make(chan struct{}), services: map[string]*service{}, pids: map[int]string{},
+		changed: make(chan struct{}), services: map[string]*service{}, pids: map[int]string{}, restarts: make(chan struct{}),
 	}
+	s.restart = sync.OnceFunc(func() { close(s.restarts) })
 	if err := os.MkdirAll(f.notify, 0o755); err != nil {
 		return nil, err
 	}
@@ -90,20 +95,22 @@ func (s *supervisor) reload() error {
 
 // enable makes a unit one of those that start at boot, or takes that back.
 func (s *supervisor) enable(name string, on bool) error {
-	f := filepath.Join(s.at.enabled, name)
+	said := disabled
 	if on {
-		return os.WriteFile(f, nil, 0o644)
+		said = "enabled\n"
 	}
-	if err := os.Remove(f); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	return nil
+	return os.WriteFile(filepath.Join(s.at.enabled, name), []byte(said), 0o644)
 }
 
-// enabled reports whether a unit starts at boot.
+const disabled = "disabled\n"
+
+// isEnabled reports whether a unit starts at boot: as systemctl said last, or else as its file says.
 func (s *supervisor) isEnabled(u Unit) bool {
-	_, err := os.Stat(filepath.Join(s.at.enabled, u.Name))
-	return err == nil || slices.Contains(u.WantedBy, bootTarget)
+	said, err := os.ReadFile(filepath.Join(s.at.enabled, u.Name))
+	if err != nil {
+		return slices.Contains(u.WantedBy, bootTarget)
+	}
+	return string(said) != disabled
 }
 
 // atBoot lists the units that start at boot, by name.
@@ -285,6 +292,29 @@ func (s *supervisor) stop(ctx context.Context, name string) error {
 	}
 	s.mu.Unlock()
 	return s.wait(ctx, ended)
+}
+
+// serveUntilRestart returns [errRestart] when the machine is to restart, with all units stopped, as systemd does it; nil if ctx ends.
+func (s *supervisor) serveUntilRestart(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-s.restarts:
+	}
+	s.log.Info("restart")
+	s.mu.Lock()
+	names := slices.Collect(maps.Keys(s.services))
+	s.mu.Unlock()
+	var wg sync.WaitGroup
+	for _, name := range names {
+		wg.Go(func() {
+			if err := s.stop(ctx, name); err != nil { // it ends with PID 1
+				s.log.Warn("stop", "unit", name, "err", err)
+			}
+		})
+	}
+	wg.Wait()
+	return errRestart
 }
 
 // wait returns when cond, evaluated under mu, holds.

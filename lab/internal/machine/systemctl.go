@@ -27,6 +27,8 @@ type answer struct {
 	Out  string `json:"out"`
 	Err  string `json:"err"`
 	Code int    `json:"code"`
+
+	restarts bool // the machine restarts as soon as the answer is sent
 }
 
 // Systemctl is the program systemctl of a machine: it sends its arguments to PID 1 and
@@ -71,6 +73,9 @@ func (s *supervisor) serve(ctx context.Context, l net.Listener) {
 			if err := json.NewEncoder(c).Encode(a); err != nil {
 				s.log.Warn("systemctl: answer", "err", err)
 			}
+			if a.restarts {
+				s.restart()
+			}
 		}()
 	}
 }
@@ -94,6 +99,12 @@ func (s *supervisor) systemctl(ctx context.Context, args []string) answer {
 		return outcome(s.reload())
 	case "list-units", "":
 		return s.list()
+	case "reboot":
+		return answer{restarts: true}
+	case "start":
+		if slices.Contains(names, rebootTarget) {
+			return answer{restarts: true}
+		}
 	}
 	if len(names) == 0 {
 		return answer{Err: "systemctl " + verb + ": name a unit\n", Code: codeFailed}

@@ -14,6 +14,9 @@ import (
 // bootTarget is what units that start at boot are wanted by.
 const bootTarget = "multi-user.target"
 
+// rebootTarget is what restarts the machine.
+const rebootTarget = "reboot.target"
+
 // A Unit is a service as its file describes it. The lab reads the part of
 // systemd.service(5) that its own units use; anything else in a file is an error, so that
 // no setting is silently ignored.
@@ -70,7 +73,14 @@ func (u *Unit) set(section, key, value string) error {
 			u.After = append(u.After, strings.TrimSuffix(a, ".service"))
 		}
 	case "[Unit]ConditionPathExists":
-		u.Conditions = append(u.Conditions, value)
+		switch {
+		case value == "": // as of systemd, it takes back those before it
+			u.Conditions = nil
+		case filepath.IsAbs(value):
+			u.Conditions = append(u.Conditions, value)
+		default:
+			return errors.New("want ConditionPathExists with an absolute path, or empty")
+		}
 	case "[Service]Type":
 		if !slices.Contains([]string{"simple", "notify", "oneshot"}, value) {
 			return errors.New("want Type simple, notify or oneshot")

@@ -61,6 +61,10 @@ func (s *Status) attention(now time.Time) []Attention {
 	add := func(about, remedy, problem string, args ...any) {
 		out = append(out, Attention{About: about, Problem: fmt.Sprintf(problem, args...), Remedy: remedy})
 	}
+	if s.Removed {
+		add("cluster", "If muster init has not ended, run it to its end. If Muster was removed: muster uninstall says what is left of it, and docs/runbooks.md#uninstall has the machines' part.", "Muster is not installed in it")
+		return out
+	}
 	s.servicesAttention(add)
 	switch p := s.Policy; {
 	case p == nil:
@@ -137,13 +141,13 @@ func (s *Status) OwnerKeyRotates(next string, since, now time.Time) {
 
 func (s *Status) servicesAttention(add func(about, remedy, problem string, args ...any)) {
 	for _, name := range Services {
-		if text := s.Services[name]; text != "" {
+		if text := s.Services[name]; text != "" && s.Chart != nil {
 			add(name, fmt.Sprintf("kubectl -n %s get pods, and the log of the one that is not ready; its /readyz says what is missing.", Namespace), "%s", text)
 		}
 	}
 	switch c := s.Chart; {
 	case c == nil:
-		add("chart", "Run muster init to its end.", "Muster's release is not installed")
+		add("chart", "If muster init has not ended, run it to its end. If you are removing Muster, muster uninstall continues.", "Muster's release is not installed")
 	case c.Status != "deployed":
 		add("chart", "Run the interrupted command again: muster upgrade with the same flags, or of a cluster that was never complete, muster init. helm history muster -n "+Namespace+" shows what became of it.", "revision %d is %s", c.Revision, c.Status)
 	}
@@ -160,6 +164,8 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		add(about, "Find out which machine is genuine. If the refused one is the copy, switch it off, then muster replace "+n.Name+" --tpm "+n.MachineID+" lets the genuine one go on. If the genuine one was refused, or you don't know: ban the node and set up a new machine (docs/reason-codes.md#machine_cloned).", "MACHINE_CLONED: %s", n.Cloned)
 	}
 	switch {
+	case !n.Enrolled && s.undefined:
+		return // Muster is being removed, or installed
 	case !n.Enrolled:
 		add(about, "Muster did not let it in: find out who did, and run kubectl delete node "+n.Name+".", "it has no AttestedNode")
 		return

@@ -50,6 +50,24 @@ func TestARotationThatIsInTimeNeedsNoAttention(t *testing.T) {
 	}
 }
 
+// In the middle of an uninstall, and after it, nobody has let in the nodes against the owner's will.
+func TestAClusterWithoutMusterNeedsOneLineOfAttention(t *testing.T) {
+	plain := func() *Status {
+		s := sound()
+		s.Chart, s.Services, s.undefined = nil, map[string]string{"muster-joinservice": "not installed", "muster-kms": "not installed"}, true
+		s.Nodes = []NodeStatus{{Name: "node1", Joined: true, Ready: true}, {Name: "node2", Joined: true, Ready: true}}
+		return s
+	}
+	s := plain()
+	s.Policy, s.Removed = nil, true
+	if got := s.attention(now); len(got) != 1 || !strings.Contains(got[0].Remedy, "muster uninstall") {
+		t.Errorf("after it: %+v", got)
+	}
+	if got := plain().attention(now); len(got) != 1 || got[0].About != "chart" || !strings.Contains(got[0].Remedy, "muster uninstall") {
+		t.Errorf("in the middle: %+v", got)
+	}
+}
+
 func TestAnUpgradeThatIsInTimeNeedsNoAttention(t *testing.T) {
 	for stage, age := range map[string]time.Duration{StageControlPlanes: time.Hour, StageWorkers: 20 * time.Hour} {
 		s := sound()

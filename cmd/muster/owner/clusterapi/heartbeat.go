@@ -3,6 +3,7 @@ package clusterapi
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -24,9 +25,21 @@ func (c *Client) heartbeats(ctx context.Context, s *Status, _ time.Time) error {
 	if err != nil {
 		return err
 	}
+	renewed, err := c.renewals(ctx)
+	if err != nil {
+		return err
+	}
+	for i := range s.Nodes {
+		s.Nodes[i].heard(renewed[s.Nodes[i].Name], now)
+	}
+	return nil
+}
+
+// renewals returns when kubelets renewed their Leases, by node.
+func (c *Client) renewals(ctx context.Context) (map[string]time.Time, error) {
 	var leases coordinationv1.LeaseList
 	if err := c.client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease)); err != nil {
-		return err
+		return nil, err
 	}
 	renewed := map[string]time.Time{}
 	for _, l := range leases.Items {
@@ -34,10 +47,31 @@ func (c *Client) heartbeats(ctx context.Context, s *Status, _ time.Time) error {
 			renewed[l.Name] = l.Spec.RenewTime.Time
 		}
 	}
-	for i := range s.Nodes {
-		s.Nodes[i].heard(renewed[s.Nodes[i].Name], now)
+	return renewed, nil
+}
+
+// Silent returns those nodes whose kubelets do not renew their Leases within a time, which is more than the ten seconds that they take for that. The
+// conditions of their Nodes say so only after 50 s.
+func (c *Client) Silent(ctx context.Context, nodes []string, within time.Duration) (silent []string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	var first map[string]time.Time
+	silent = nodes
+	err = until(ctx, func(ctx context.Context) (bool, error) {
+		now, err := c.renewals(ctx)
+		if err != nil {
+			return false, err
+		}
+		if first == nil {
+			first = now
+		}
+		silent = slices.DeleteFunc(slices.Clone(silent), func(n string) bool { return !now[n].Equal(first[n]) })
+		return len(silent) == 0, nil
+	})
+	if first != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return silent, nil
 	}
-	return nil
+	return silent, err
 }
 
 // heard takes over when the kubelet renewed its Lease, by the API server's clock. A Node whose kubelet is gone is not Ready.

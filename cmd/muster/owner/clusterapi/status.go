@@ -51,6 +51,9 @@ type Status struct {
 	Certificates []Certificate `json:"certificates"`
 	// Attention lists the problems that an administrator should look at, worst first; see [Status.attention].
 	Attention []Attention `json:"attention"`
+	// Removed reports that the cluster has neither a release nor a definition of Muster's: not yet, or not any more.
+	Removed   bool `json:"removed,omitempty"`
+	undefined bool // it has no definition
 }
 
 // The stages of a [KubernetesUpgrade].
@@ -199,6 +202,8 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 		}
 	} else if !Absent(err) {
 		return nil, err
+	} else {
+		s.undefined = meta.IsNoMatchError(err)
 	}
 	for _, name := range Services {
 		text, err := c.serviceWaits(ctx, name)
@@ -222,6 +227,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 			return nil, err
 		}
 	}
+	s.Removed = s.undefined && s.Chart == nil
 	s.Attention = s.attention(now)
 	return s, nil
 }

@@ -230,7 +230,7 @@ func (u *uninstaller) order() []uninstallStep {
 
 func (u *uninstaller) stop(ctx context.Context) error {
 	err := u.kube.UninstallChart(ctx, u.Log)
-	if err != nil && ctx.Err() != nil {
+	if err != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) { // not Ctrl-C
 		return problem.WithRemedy(err, "A pod on a node that is not Ready ends only with its Node: kubectl delete node NAME, if the machine is off for good. Then repeat the command.")
 	}
 	return err
@@ -461,6 +461,32 @@ func (u *uninstaller) machines(ctx context.Context) error {
 			"after the block uninstall-machine of %s, run kubeadm reset and kubeadm join there", allOf(off), UninstallRunbook)
 	}
 	return nil
+}
+
+// Silence is how long a kubelet may take to renew its Lease: it does so every ten seconds.
+const Silence = 30 * time.Second
+
+// Listen corrects the plan's Machines: one whose kubelet does not renew its Lease within that time is not Ready, though its Node may say so
+// for a minute. It returns their names.
+func (p *UninstallPlan) Listen(ctx context.Context, dir *ownerdir.Dir, within time.Duration) ([]string, error) {
+	kube, err := access.Connect(dir)
+	if err != nil {
+		return nil, err
+	}
+	var ready []string
+	for _, m := range p.Machines {
+		if m.Ready {
+			ready = append(ready, m.Node)
+		}
+	}
+	silent, err := kube.Silent(ctx, ready, within)
+	if err != nil {
+		return nil, err
+	}
+	for i := range p.Machines {
+		p.Machines[i].Ready = p.Machines[i].Ready && !slices.Contains(silent, p.Machines[i].Node)
+	}
+	return silent, nil
 }
 
 // allOf lists all names: each of them has to be dealt with.

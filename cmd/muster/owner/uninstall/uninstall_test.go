@@ -5,6 +5,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -26,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/orders"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
@@ -75,6 +77,8 @@ func TestAMusterThatIsUninstalledLeavesPlainKubeadm(t *testing.T) {
 	t.Run("nothing is left", r.isGone)
 	t.Run("kubeadm's cluster goes on", r.goesOn)
 	t.Run("what a machine's units write later is removed", r.later)
+	t.Run("the status says that Muster is not there", r.statusAfter)
+	t.Run("a kubelet that does not run is named", r.silent)
 }
 
 // foreign has the chart's DaemonSet without a release.
@@ -266,6 +270,55 @@ func (r *removal) later(t *testing.T) {
 	}
 	if p, err := Uninstall(t.Context(), r.config()); err != nil || len(p.Steps) != 0 {
 		t.Errorf("%+v, %v", p, err)
+	}
+}
+
+func (r *removal) statusAfter(t *testing.T) {
+	kube, err := access.Connect(r.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := kube.Status(t.Context(), slog.New(slog.DiscardHandler))
+	if err != nil || !s.Removed || len(s.Attention) != 1 {
+		t.Errorf("%+v, %v", s, err)
+	}
+}
+
+// silent has two Nodes whose conditions say Ready, and the Lease of only one is renewed.
+func (r *removal) silent(t *testing.T) {
+	leases := r.as(t, r.api.Admin, nil).CoordinationV1().Leases(corev1.NamespaceNodeLease)
+	lease := func(node string) *coordinationv1.Lease {
+		return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: node}, Spec: coordinationv1.LeaseSpec{RenewTime: &metav1.MicroTime{Time: time.Now()}}}
+	}
+	if _, err := leases.Create(t.Context(), lease("w1"), metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	renewed, err := leases.Create(t.Context(), lease("c1"), metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for tick := time.NewTicker(100 * time.Millisecond); ctx.Err() == nil; <-tick.C {
+			renewed.Spec.RenewTime.Time = time.Now()
+			next, err := leases.Update(ctx, renewed, metav1.UpdateOptions{})
+			if err != nil {
+				if ctx.Err() == nil {
+					t.Error(err)
+				}
+				return
+			}
+			renewed = next
+		}
+	}()
+	p := &UninstallPlan{Machines: []UninstalledMachine{{Node: "c1", Ready: true}, {Node: "off"}, {Node: "w1", Ready: true}}}
+	silent, err := p.Listen(t.Context(), r.Dir, 5*time.Second)
+	cancel()
+	<-done
+	if err != nil || !slices.Equal(silent, []string{"w1"}) || !p.Machines[0].Ready || p.Machines[2].Ready {
+		t.Errorf("silent are %q, want w1; %+v, %v", silent, p.Machines, err)
 	}
 }
 
