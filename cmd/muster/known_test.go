@@ -73,7 +73,7 @@ func TestStatusNamesADamagedFolderAndAForeignPolicy(t *testing.T) {
 	if err := kube.PutPolicy(t.Context(), signed); err != nil {
 		t.Fatal(err)
 	}
-	if out, said, code := status(); code != exitFailed || strings.Contains(said, "older") || !strings.Contains(said, "POLICY_SIGNATURE") || !strings.Contains(said, "muster policy apply") {
+	if out, said, code := status(); code != exitFailed || strings.Contains(said, "is older") || !strings.Contains(said, "POLICY_SIGNATURE") || !strings.Contains(said, "muster policy apply") {
 		t.Errorf("a policy of another key: %d\n%s%s", code, out, said)
 	}
 	if now, err := os.ReadFile(known); err != nil || string(now) != string(good) {

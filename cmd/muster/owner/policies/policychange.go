@@ -129,6 +129,9 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	if err != nil || due == nil {
 		return err
 	}
+	if err := signsForServices(d, kube); err != nil { // before the folder's policy is changed, too
+		return err
+	}
 	text, p, have := due.text, due.p, due.have
 	if !due.ours {
 		signed, err := SignedSerial(d, have)
@@ -145,9 +148,6 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	}
 	p, signed, err := SignedPolicy(d)
 	if err != nil {
-		return err
-	}
-	if err := signsForServices(d, kube); err != nil {
 		return err
 	}
 	if err := Higher(d, have, p, string(signed.GetPolicy()), d.File(ownerdir.PolicyFile)); err != nil {
