@@ -138,7 +138,7 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	if err := a.applyCollateral(t.Context(), file, applyCollateral{dry: true}, june); err != nil || !strings.Contains(out.String(), "collateral") || policy() != string(testPolicy(t, tdxRules)) {
 		t.Errorf("--dry-run: %v\n%s", err, out.String())
 	}
-	if err := a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june); err == nil || !strings.Contains(err.Error(), "in use by another muster") {
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june); err == nil || !strings.Contains(err.Error(), "is in use by ") {
 		t.Errorf("while another muster works with the folder: %v", err)
 	}
 	if err := dir.Close(); err != nil {

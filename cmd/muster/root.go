@@ -20,9 +20,12 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/buildinfo"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // Values of --output.
@@ -115,23 +118,29 @@ func (a *app) open() (*ownerdir.Dir, error) {
 }
 
 // remember records the cluster's present state in the owner's folder. The command itself is already done, so an error
-// is only printed. It returns [owner.ErrBehind] if the cluster is older than the record: then nothing was recorded
-// (B7).
+// is only printed. It returns those that an owner must not overlook: the cluster is older than the record ([recovery.ErrBehind], B7), its policy is not the
+// owner's, or the record is damaged.
 func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	kube, err := access.Connect(dir)
 	if err == nil {
 		err = recovery.Remember(ctx, dir, kube)
 	}
+	file := dir.File(ownerdir.KnownFile)
 	switch {
+	case err == nil:
 	case errors.Is(err, recovery.ErrBehind):
-		fmt.Fprintf(a.stderr, "%s: %v. %s\n", dir.File(ownerdir.KnownFile), err, clusterapi.BehindRemedy)
+		fmt.Fprintf(a.stderr, "%s: %v. %s\n", file, err, clusterapi.BehindRemedy)
+		return err
+	case attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE:
+		fmt.Fprintf(a.stderr, "Nothing was recorded in %s: %v. %s\n", file, err, problem.Remedy(err))
+		return err
+	case errors.Is(err, ownerdir.ErrUnreadable):
+		fmt.Fprintf(a.stderr, "Note: %v. Nothing was recorded. %s\n", err, recovery.UnreadableRemedy)
 		return err
 	case errors.Is(err, recovery.ErrRestoring):
-		fmt.Fprintf(a.stderr, "Note: %s: %v. %s\n", dir.File(ownerdir.KnownFile), err, recovery.RestoreRemedy)
-	case errors.Is(err, ownerdir.ErrUnreadable):
-		fmt.Fprintf(a.stderr, "Note: %v. Nothing was recorded. Put the file of the newest copy of the folder in its place. If there is no copy, move the file away and run muster status, which writes a new one: it can't show whether the cluster was rolled back before.\n", err)
-	case err != nil:
-		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is checked against that file; muster status writes it again.\n", dir.File(ownerdir.KnownFile), err)
+		fmt.Fprintf(a.stderr, "Note: %s: %v. %s\n", file, err, recovery.RestoreRemedy)
+	default:
+		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is checked against that file; muster status writes it again.\n", file, err)
 	}
 	return nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 )
 
@@ -26,7 +27,7 @@ func (a *app) statusCommand() *cobra.Command {
 		Use: "status", Short: "Show nodes, who waits and why, the policy, certificates, and what needs attention",
 		Long: `Shows the cluster of the owner's folder: its nodes with the verdicts on their machines, machines that were refused
 recently, certificates and when they end, the policy and its insecure switches, and at the end what needs attention.
-The exit code is 0 if the cluster could be asked and is not older than what it said before; with --check it is 1 if anything needs attention.
+The exit code is 0 if the cluster could be asked, is not older than what it said before, and has a policy of its owner; with --check it is 1 if anything needs attention.
 
 With --endpoint it asks one machine that is in no cluster yet what it waits for. The machine is verified as by muster verify;
 if the policy does not accept it, the answer is shown as unproven.`,
@@ -63,6 +64,10 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			var older error
 			if !s.Removed { // it would wait for Muster's definitions
 				older = a.remember(ctx, dir)
+			}
+			if errors.Is(older, ownerdir.ErrUnreadable) {
+				s.Attention = append(s.Attention, clusterapi.Attention{About: "known.json", Problem: older.Error(), Remedy: recovery.UnreadableRemedy})
+				older = nil // it is not known
 			}
 			if behind := s.Behind(); behind != "" && older == nil { // also if the state could not be recorded
 				older = fmt.Errorf("%w: %s", recovery.ErrBehind, behind)
@@ -214,7 +219,7 @@ func policyText(p *clusterapi.PolicyStatus) string {
 	case p.Reason == "":
 		return fmt.Sprintf("generation %d is not yet checked by the services", p.Newest)
 	default:
-		return fmt.Sprintf("generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
+		return fmt.Sprintf("generation %d is refused: %s %s; serial %d stays in force until a joinservice restarts", p.Newest, p.Reason, p.Message, p.Serial)
 	}
 }
 

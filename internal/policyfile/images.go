@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 
 	"go.yaml.in/yaml/v3"
 	"google.golang.org/protobuf/proto"
@@ -24,8 +25,10 @@ func AddImages(text []byte, serial uint64, add []Measurements) (out []byte, name
 		if add[0].Bank != p.GetBank() {
 			return fmt.Errorf("policy: the image was measured into bank %s, and tpm2.bank is %s", add[0].Bank, p.GetBank())
 		}
+		var has []string
 		for _, image := range images {
-			if slices.ContainsFunc(p.GetImages(), func(have *attestv1.Image) bool { return sameValues(have, image) }) {
+			if i := slices.IndexFunc(p.GetImages(), func(have *attestv1.Image) bool { return sameValues(have, image) }); i >= 0 {
+				has = append(has, p.GetImages()[i].GetName())
 				continue
 			}
 			image.Name = freeName(p.GetImages(), image.GetName())
@@ -39,7 +42,7 @@ func AddImages(text []byte, serial uint64, add []Measurements) (out []byte, name
 			names = append(names, image.GetName())
 		}
 		if len(names) == 0 {
-			return errors.New("policy: it has these images already")
+			return fmt.Errorf("policy: it has these images already: %s", strings.Join(has, ", "))
 		}
 		return nil
 	})

@@ -64,7 +64,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_KUBEADM_FAILED:        {connect.CodeAborted, true, "Correct what kubeadm complains of and try again; the machine was reset."},
 	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "The text says what is wrong. A header that is not Muster's: find out who changed it, and erase the first MiB only if nothing on the disk is needed (docs/state-disk.md). A missing file in /run/muster: reboot. A full disk: make room. A wrong key: correct joinEndpoints or the root secret."},
 	attestv1.Reason_REASON_CLOCK_SKEW:            {connect.CodeFailedPrecondition, true, "Set the clock of the machine that is wrong; the text has both."},
-	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration."},
+	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration: its console names the file and the key."},
 
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
 	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "A new control plane: `muster enroll NAME --role control-plane --machine-id ID` (its console shows the ID). A machine that was forgotten: erase the first MiB of its state disk (docs/state-disk.md), and it joins anew. To keep its data: `muster enroll NAME --role ROLE --machine-id ID --disk-id UUID`."},

@@ -29,7 +29,11 @@ func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	return clusterapi.Connect(kubeconfig)
+	kube, err := clusterapi.Connect(kubeconfig)
+	if err != nil {
+		return nil, problem.WithRemedy(fmt.Errorf("%s: %w", d.File(ownerdir.AdminConf), err), "Restore the file from your copy of the folder, or copy /etc/kubernetes/admin.conf from a control plane to it, mode 0600.")
+	}
+	return kube, nil
 }
 
 // Unanswered returns err, wrapped as API_UNAVAILABLE if nothing answered at the API server's address.
@@ -38,7 +42,7 @@ func Unanswered(server string, err error) error {
 		return fmt.Errorf("request to the API server at %s: %w", server, err)
 	}
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "the cluster's API server does not answer at %s: %w", server, err),
-		"Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at the same time, their state disks wait for a key: muster recover (docs/recovery.md). If half of them or more are lost for good: docs/runbooks.md#lost-quorum. muster status --endpoint HOST asks a machine that is not a node.")
+		problem.ServerRemedy)
 }
 
 // PublicOf returns the public part of a key.

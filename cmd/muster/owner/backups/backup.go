@@ -60,14 +60,17 @@ type BackupInfo struct {
 
 // MakeBackup orders a control plane to make a backup; with node "", the first one that is Ready. It returns the control plane's name, too.
 func MakeBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(string)) (string, backup.Stored, error) {
+	kube, err := access.Connect(d)
+	if err != nil {
+		return "", backup.Stored{}, err
+	}
 	if node == "" {
-		kube, err := access.Connect(d)
-		if err != nil {
-			return "", backup.Stored{}, err
-		}
-		if node, err = readyControlPlane(ctx, kube); err != nil {
-			return "", backup.Stored{}, err
-		}
+		node, err = readyControlPlane(ctx, kube)
+	} else {
+		err = isControlPlane(ctx, kube, node)
+	}
+	if err != nil {
+		return node, backup.Stored{}, err
 	}
 	signed, r, err := orders.Follow(ctx, d, node, orders.Asked{Action: ownerorder.ActionBackup, Args: orders.Fixed(nil)}, func(s string) { report(node + ": " + s) })
 	if err != nil {
@@ -94,6 +97,18 @@ func parseStored(text []byte) (s backup.Stored, err error) {
 		return backup.Stored{}, fmt.Errorf("what the machine says of its backup can't be understood: %s", printable.ASCII(string(text), orders.MaxReport))
 	}
 	return s, nil
+}
+
+// isControlPlane refuses a node with another role, whose machine would say so minutes later.
+func isControlPlane(ctx context.Context, kube *clusterapi.Client, name string) error {
+	p, err := kube.Presence(ctx, name)
+	if err != nil {
+		return err
+	}
+	if p.Enrollment != nil && !p.ControlPlane {
+		return problem.WithRemedy(fmt.Errorf("%s is a worker, and only a control plane makes backups", name), "Name a control plane by --from, or leave it out: muster status shows the roles.")
+	}
+	return nil
 }
 
 func readyControlPlane(ctx context.Context, kube *clusterapi.Client) (string, error) {

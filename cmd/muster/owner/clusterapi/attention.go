@@ -55,6 +55,10 @@ const (
 	workersSoon = 24 * time.Hour
 )
 
+// ForeignPolicyRemedy is the remedy for a policy in the cluster that its owner has not signed.
+const ForeignPolicyRemedy = "Run muster policy apply with the folder of this cluster's owner: it puts the owner's policy back. Until then, a joinservice that restarts has no policy and is not ready. " +
+	"If you have not replaced the policy, find out who did: kubectl get attestationpolicy default -o yaml --show-managed-fields."
+
 // attention returns the problems of s. Insecure switches are none: the cluster's owner chose them.
 func (s *Status) attention(now time.Time) []Attention {
 	out := []Attention{}
@@ -70,7 +74,11 @@ func (s *Status) attention(now time.Time) []Attention {
 	case p == nil:
 		add("policy", "Run muster policy apply.", "there is none, so no machine is admitted")
 	case !p.Accepted && p.Reason != "":
-		add("policy", "Correct it, count its serial up and run muster policy apply.", "generation %d is refused: %s %s; serial %d stays in force", p.Newest, p.Reason, p.Message, p.Serial)
+		remedy := "Correct it, count its serial up and run muster policy apply."
+		if p.Reason == attest.ReasonName(attestv1.Reason_REASON_POLICY_SIGNATURE) {
+			remedy = ForeignPolicyRemedy
+		}
+		add("policy", remedy, "generation %d is refused: %s %s; serial %d stays in force until a joinservice restarts, which then has none", p.Newest, p.Reason, p.Message, p.Serial)
 	case !p.Accepted:
 		add("policy", "Look at the pods of muster-joinservice: they check it within seconds.", "generation %d is not yet checked by the services", p.Newest)
 	}

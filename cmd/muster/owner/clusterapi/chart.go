@@ -180,6 +180,19 @@ func (c *Client) Release(log *slog.Logger) (*releasev1.Release, error) {
 	return lastRelease(cfg)
 }
 
+// OwnerKeys returns the owner's public keys that the services of a release accept, in base64.
+func OwnerKeys(r *releasev1.Release) []string {
+	values, _ := r.Config["owner"].(map[string]any)
+	list, _ := values["publicKeys"].([]any)
+	out := make([]string, 0, len(list))
+	for _, k := range list {
+		if text, is := k.(string); is {
+			out = append(out, text)
+		}
+	}
+	return out
+}
+
 // asHelm assigns the fields that are applied through helm to helm's own field manager. The default is the program's
 // name, and plain helm would then find every field owned by another manager.
 var asHelm = sync.OnceFunc(func() { kube.ManagedFieldsManager = "helm" })

@@ -86,13 +86,39 @@ func newClient(cfg *rest.Config, kubeconfig []byte, most int64) (*Client, error)
 			return nil, err
 		}
 	}
-	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return bounded{rt, most} })
+	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return dialed{bounded{rt, most}, cfg.Host} })
 	// The mapper asks the cluster when it is first needed, and again for an unknown kind.
 	c, err := client.New(cfg, client.Options{Scheme: scheme})
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
 	return &Client{kubeconfig: kubeconfig, rest: cfg, client: paged{c, most}}, nil
+}
+
+// NoConnection is returned if no connection to the API server could be made.
+type NoConnection struct {
+	Server string
+	err    error
+}
+
+func (n *NoConnection) Error() string { return n.err.Error() }
+
+// Unwrap returns the cause.
+func (n *NoConnection) Unwrap() error { return n.err }
+
+// dialed marks errors of connecting, so that they are told from those of connections to machines.
+type dialed struct {
+	http.RoundTripper
+
+	server string
+}
+
+func (d dialed) RoundTrip(r *http.Request) (*http.Response, error) {
+	resp, err := d.RoundTripper.RoundTrip(r)
+	if op, network := errors.AsType[*net.OpError](err); network && op.Op == "dial" {
+		err = &NoConnection{d.server, err}
+	}
+	return resp, err
 }
 
 // Server is the API server's address in the kubeconfig.

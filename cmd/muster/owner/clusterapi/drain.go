@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -48,7 +49,14 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 	if err != nil {
 		return false, err
 	}
-	out := &lines{report: report}
+	var pods []corev1.Pod
+	out := &evictions{report: report, blocked: func() []string {
+		var b *BudgetError
+		if errors.As(c.budgets(ctx, pods, false), &b) {
+			return b.Budgets
+		}
+		return nil
+	}}
 	h.Force, h.DeleteEmptyDirData, h.ErrOut = o.Force, o.EmptyDir, out
 	if list, errs := h.GetPodsForDeletion(name); len(errs) == 0 { // otherwise it is said below
 		if err := c.budgets(ctx, list.Pods(), true); err != nil {
@@ -74,7 +82,7 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 	if len(errs) > 0 {
 		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(errs...))
 	}
-	pods := list.Pods()
+	pods = list.Pods()
 	if err := h.DeleteOrEvictPods(pods); err != nil {
 		if ctx.Err() != nil { // kubectl's text is "global timeout reached", with a time that nobody has set
 			err = context.Cause(ctx)
@@ -174,6 +182,41 @@ type lines struct{ report func(string) }
 func (l *lines) Write(b []byte) (int, error) {
 	for line := range strings.Lines(string(b)) {
 		l.report(printable.ASCII(strings.TrimSpace(line), maxWhy))
+	}
+	return len(b), nil
+}
+
+// evictions reports what kubectl's drain writes, and of evictions that are tried again only once each budget that refuses them: kubectl repeats a line for each
+// pod every five seconds.
+type evictions struct {
+	report  func(string)
+	blocked func() []string // the budgets that refuse an eviction now, as in [BudgetError]
+
+	mu    sync.Mutex
+	asked time.Time
+	said  map[string]bool
+}
+
+func (e *evictions) Write(b []byte) (int, error) {
+	text := string(b)
+	if !strings.Contains(text, "(will retry after ") {
+		return (&lines{report: e.report}).Write(b)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if time.Since(e.asked) < evictEvery {
+		return len(b), nil
+	}
+	e.asked = time.Now()
+	for _, budget := range e.blocked() {
+		name, _, _ := strings.Cut(budget, " ")
+		if !e.said[name] {
+			if e.said == nil {
+				e.said = map[string]bool{}
+			}
+			e.said[name] = true
+			e.report(printable.ASCII("waits for the PodDisruptionBudget "+budget, maxWhy))
+		}
 	}
 	return len(b), nil
 }

@@ -272,7 +272,7 @@ func (c *Client) PolicyInForce(ctx context.Context) (*v1alpha1.AttestationPolicy
 		}
 		if !p.Status.Accepted {
 			reason := attestv1.Reason(attestv1.Reason_value["REASON_"+p.Status.Reason])
-			return false, attest.Refuse(reason, "the cluster refuses the policy: %s; the one of serial %d stays in force", p.Status.Message, p.Status.Serial)
+			return false, attest.Refuse(reason, "the cluster refuses the policy: %s; the one of serial %d stays in force until a joinservice restarts, which then has none", p.Status.Message, p.Status.Serial)
 		}
 		return true, nil
 	})

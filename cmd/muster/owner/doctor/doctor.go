@@ -127,10 +127,20 @@ func (d *doctor) folder() bool {
 		return false
 	}
 	d.dir = dir
-	if _, err := dir.Secrets(); err != nil {
-		d.Err(CheckFolder, restoreFolder, err)
+	_, secrets := dir.Secrets()
+	_, key := dir.OwnerKey()
+	for _, err := range []error{secrets, key} {
+		remedy := restoreFolder
+		if errors.Is(err, ownerdir.ErrExposed) {
+			remedy = "Run that chmod. If another person may have read the file: docs/threat-model.md says what each secret opens; muster rotate owner-key replaces the owner's key."
+		}
+		if err != nil {
+			d.Err(CheckFolder, remedy, err)
+		}
 	}
-	if _, err := dir.OwnerKey(); err != nil {
+	if _, err := dir.Known(); errors.Is(err, ownerdir.ErrUnreadable) {
+		d.Err(CheckFolder, recovery.UnreadableRemedy, err)
+	} else if err != nil {
 		d.Err(CheckFolder, restoreFolder, err)
 	}
 	switch c := dir.Cluster(); {
@@ -236,9 +246,7 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 	public := rotation.Keys()
 	const other = "Use the folder of the owner who initialized this cluster. docs/operate.md says what to do if it is lost."
 	if d.release != nil {
-		values, _ := d.release.Config["owner"].(map[string]any)
-		have, _ := values["publicKeys"].([]any)
-		if !slices.Contains(have, any(public.Strings()[0])) { // the one that signs
+		if !slices.Contains(clusterapi.OwnerKeys(d.release), public.Strings()[0]) { // the one that signs
 			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster know another owner's key, and not the one that this folder signs with")
 		}
 	}
@@ -298,7 +306,14 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 	}
 	d.collateral(inForce.CollateralEnds())
 	if own, signed, err := policies.SignedPolicy(d.dir); err == nil && string(signed.GetPolicy()) != p.Spec.Policy {
-		d.Add(CheckPolicy, checkup.Warn, "Run muster policy apply, if you have finished editing it.", "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), p.Status.Serial)
+		level, remedy := checkup.Warn, "Run muster policy apply, if you have finished editing it."
+		if own.Serial() <= inForce.Serial() {
+			remedy = fmt.Sprintf("With it, a recovery is refused (POLICY_INVALID). Restore %s from your newest copy, or, if you have edited it, set serial to %d or more and run muster policy apply.", d.dir.File(ownerdir.PolicyFile), inForce.Serial()+1)
+			if d.drill {
+				level = checkup.Fail
+			}
+		}
+		d.Add(CheckPolicy, level, remedy, "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), inForce.Serial())
 	}
 	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
 		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)

@@ -136,7 +136,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 		}
 		known, err := d.dir.Known()
 		if err != nil {
-			return err
+			return nil //nolint:nilerr // the folder's check has reported it
 		}
 		salt, err := recovery.KnownSalt(d.dir, known, id)
 		if err != nil {
@@ -167,6 +167,9 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 
 // recoverable appraises each control plane by the folder's policy, and reports how it would be recovered.
 func (d *doctor) recoverable(ctx context.Context) error {
+	if _, err := d.dir.Known(); err != nil {
+		return nil //nolint:nilerr // the folder's check has reported it
+	}
 	found := 0
 	err := d.controlPlanes(ctx, CheckControlPlanes, func(n v1alpha1.AttestedNode, at string) {
 		switch salt := d.salt(n); {

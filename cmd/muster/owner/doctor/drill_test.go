@@ -20,6 +20,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -131,6 +132,14 @@ func testDrill(t *testing.T, p *patient) {
 			return err
 		}), ""},
 		{"a policy that does not parse", CheckPolicy, "POLICY_INVALID", p.file(ownerdir.PolicyFile, write([]byte("version: 9\n"))), CheckControlPlanes},
+		{"a policy that is older than the cluster's", CheckPolicy, "is not the cluster's", p.file(ownerdir.PolicyFile, func(path string, content []byte) error {
+			older, err := policyfile.SetSerial(content, 0)
+			if err != nil {
+				return err
+			}
+			return os.WriteFile(path, older, 0o600)
+		}), ""},
+		{"a damaged known.json", CheckFolder, "known.json: the file is damaged", p.file(ownerdir.KnownFile, write([]byte("{bad"))), CheckControlPlanes},
 		{"a policy that would not accept the machines", CheckControlPlanes, "EK_UNTRUSTED", p.file(ownerdir.PolicyFile, write(attesttest.Policy(t, attesttest.NewCA(t), []*attesttest.Machine{tampered}))), ""},
 		{"no kubeconfig", CheckKubeconfig, "has no admin.conf yet", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) }), CheckRoot},
 		{"the Secret is gone", CheckRoot, "gone", deleted(namespaced(core.WithKind("Secret"), "muster-kms-root")), CheckDiskKeys},
@@ -160,6 +169,9 @@ func testDrill(t *testing.T, p *patient) {
 			for _, f := range r.Findings {
 				if f.Level != checkup.OK && f.Remedy == "" {
 					t.Errorf("without a remedy: %+v", f)
+				}
+				if f.Check == CheckAPI && f.Level == checkup.Fail || tt.name == "a damaged known.json" && f.Level == checkup.Fail && !strings.Contains(f.Remedy, "newest copy") {
+					t.Errorf("a remedy of something else: %+v", f)
 				}
 				if f.Level == checkup.Fail && strings.Contains(f.Detail, "muster recover ") {
 					t.Errorf("a command is shown that will be refused: %+v", f)

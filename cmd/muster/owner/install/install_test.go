@@ -1,10 +1,12 @@
 package install
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -338,6 +340,7 @@ func checkApply(t *testing.T, o *ownertest.Owned) {
 	if err := o.Write(ownerdir.PolicyFile, next); err != nil {
 		t.Fatal(err)
 	}
+	checkForeignKey(t, o, text)
 	done := make(chan error, 1)
 	go func() { done <- refuseNext(t.Context(), setStatus) }()
 	_, err = policies.ApplyPolicy(t.Context(), o.Dir, nil, policies.Consent{})
@@ -346,6 +349,56 @@ func checkApply(t *testing.T, o *ownertest.Owned) {
 	}
 	if err := <-done; err != nil {
 		t.Error(err)
+	}
+}
+
+// checkForeignKey applies the policy with a key that the services do not accept: they would refuse it, and the good one would be gone.
+func checkForeignKey(t *testing.T, o *ownertest.Owned, inForce []byte) {
+	t.Helper()
+	path := o.File("owner.key")
+	own, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ownerdir.NewKeyFile(path); err != nil {
+		t.Fatal(err)
+	}
+	before := &v1alpha1.AttestationPolicy{}
+	if err := ownertest.Shared.Client.Get(t.Context(), client.ObjectKey{Name: "default"}, before); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	_, err = policies.ApplyPolicy(ctx, o.Dir, nil, policies.Consent{})
+	if p := problem.Explain(err); p.Reason != "POLICY_SIGNATURE" || !strings.Contains(p.Message, "accept another owner's key") || !strings.Contains(p.Remedy, "was not changed") {
+		t.Errorf("with another owner's key: %+v", p)
+	}
+	next, err := o.Read(ownerdir.PolicyFile)
+	if err == nil {
+		err = o.Write(ownerdir.PolicyFile, inForce)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = policies.Enroll(ctx, o.Dir, "node9", v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane}, func(string) {})
+	if p := problem.Explain(err); p.Reason != "POLICY_SIGNATURE" {
+		t.Errorf("a command that lists a machine, with another owner's key: %+v", p)
+	}
+	if now, err := o.Read(ownerdir.PolicyFile); err != nil || !bytes.Equal(now, inForce) {
+		t.Errorf("the folder's policy was changed: %v", err)
+	}
+	if err := o.Write(ownerdir.PolicyFile, next); err != nil {
+		t.Fatal(err)
+	}
+	after := &v1alpha1.AttestationPolicy{}
+	if err := ownertest.Shared.Client.Get(t.Context(), client.ObjectKey{Name: "default"}, after); err != nil || after.Generation != before.Generation {
+		t.Errorf("the policy was replaced: generation %d, was %d, %v", after.Generation, before.Generation, err)
+	}
+	if err := os.WriteFile(path, own, 0o600); err != nil {
+		t.Fatal(err)
 	}
 }
 

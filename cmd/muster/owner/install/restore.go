@@ -351,7 +351,7 @@ func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client)
 		}
 		p, json = i.policy, i.json
 	}
-	if err := policies.Higher(i.Dir, have, p, string(json)); err != nil {
+	if err := policies.Higher(i.Dir, have, p, string(json), i.Dir.File(ownerdir.PolicyFile)); err != nil {
 		return "", err
 	}
 	key, err := i.Dir.OwnerKey()

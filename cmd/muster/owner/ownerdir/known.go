@@ -192,10 +192,13 @@ func (k *Known) Older(seen *Known, owner attest.OwnerKeys) ([]string, error) {
 		return nil, fmt.Errorf("%s: %w", KnownFile, err)
 	}
 	var serial uint64
-	if p, err := seen.Policy.Open(owner); err == nil {
+	p, err := seen.Policy.Open(owner)
+	if err == nil {
 		serial = p.Serial()
 	}
-	if serial < had.Serial() { // B7
+	// A policy that another key has signed is not an earlier one: its signature is what is wrong.
+	foreign := seen.Policy.JSON != "" && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE
+	if serial < had.Serial() && !foreign { // B7
 		add("its policy has the serial %d, and had %d", serial, had.Serial())
 	}
 	if seen.Epoch < k.Epoch { // B7: this also finds a join that was undone, which looks like a node that was forgotten

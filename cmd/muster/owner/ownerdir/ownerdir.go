@@ -20,6 +20,7 @@ package ownerdir
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/ed25519"
 	"crypto/rand"
 	"crypto/sha256"
@@ -30,6 +31,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
 )
@@ -50,6 +52,12 @@ const (
 	idempotencyFile     = "idempotency-key"
 	clusterFile         = "cluster.json"
 )
+
+// ErrInUse is returned by [Open] and [Create] while another muster works with the folder.
+var ErrInUse = errors.New("in use")
+
+// ErrExposed is returned if other users can read a file of the folder.
+var ErrExposed = errors.New("others may have read it")
 
 // ErrOtherCluster is returned if the content of a folder differs from the parameters.
 var ErrOtherCluster = errors.New("the folder belongs to another cluster")
@@ -251,6 +259,9 @@ func view(path string, sync func(*os.File) error) (*Dir, error) {
 	return &Dir{path: path, lock: f, sync: sync}, nil
 }
 
+// inUseFile names the command that holds the lock, for the message of another one. One that is left over by a killed command has no effect.
+const inUseFile = ".in-use"
+
 // open locks the folder. The folder's own descriptor carries the lock, so no lock file remains.
 func open(path string, sync func(*os.File) error) (*Dir, error) {
 	d, err := view(path, sync)
@@ -259,9 +270,13 @@ func open(path string, sync func(*os.File) error) (*Dir, error) {
 	}
 	f := d.lock
 	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		holder, _ := os.ReadFile(d.File(inUseFile)) // it may be gone by now
 		_ = f.Close()
-		return nil, fmt.Errorf("owner's folder %s is in use by another muster", path)
+		return nil, fmt.Errorf("owner's folder %s is %w by %s", path, ErrInUse, cmp.Or(string(holder), "another muster"))
 	}
+	command := append([]string{filepath.Base(os.Args[0])}, os.Args[1:]...)
+	text := fmt.Sprintf("%.300s (process %d), since %s UTC", strings.Join(command, " "), os.Getpid(), time.Now().UTC().Format(time.DateTime))
+	_ = os.WriteFile(d.File(inUseFile), []byte(text), 0o600) // the lock is valid without it
 	return d, nil
 }
 
@@ -272,13 +287,18 @@ func private(f *os.File, widest fs.FileMode) error {
 		return err
 	}
 	if st.Mode().Perm()&^widest != 0 {
-		return fmt.Errorf("%s has mode %04o, so others may have read it: run chmod %04o, and think of who could", f.Name(), st.Mode().Perm(), widest)
+		return fmt.Errorf("%s has mode %04o, so %w: run chmod %04o, and think of who could", f.Name(), st.Mode().Perm(), ErrExposed, widest)
 	}
 	return nil
 }
 
 // Close releases the lock.
-func (d *Dir) Close() error { return d.lock.Close() }
+func (d *Dir) Close() error {
+	if d.sync != nil {
+		_ = os.Remove(d.File(inUseFile)) // one that stays has no effect
+	}
+	return d.lock.Close()
+}
 
 // Write replaces a file: when it returns, the content is on the disk under its name, and the file was complete at
 // every time.

@@ -2,6 +2,7 @@
 package policies
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 
@@ -96,7 +97,14 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err != nil {
 		return nil, err
 	}
-	if err := Higher(d, have, p, string(signed.GetPolicy())); err != nil {
+	if err := signsForServices(d, kube); err != nil {
+		return nil, err
+	}
+	file := "the policy that is to be applied"
+	if own, err := d.Read(ownerdir.PolicyFile); err == nil && bytes.Equal(own, text) {
+		file = d.File(ownerdir.PolicyFile)
+	}
+	if err := Higher(d, have, p, string(signed.GetPolicy()), file); err != nil {
 		return nil, err
 	}
 	if err := MustList(ctx, d, kube, p, leaveOut); err != nil {

@@ -3,9 +3,12 @@ package policies
 import (
 	"context"
 	"fmt"
+	"log/slog"
+	"slices"
 	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
@@ -126,6 +129,9 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	if err != nil || due == nil {
 		return err
 	}
+	if err := signsForServices(d, kube); err != nil { // before the folder's policy is changed, too
+		return err
+	}
 	text, p, have := due.text, due.p, due.have
 	if !due.ours {
 		signed, err := SignedSerial(d, have)
@@ -144,7 +150,7 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	if err != nil {
 		return err
 	}
-	if err := Higher(d, have, p, string(signed.GetPolicy())); err != nil {
+	if err := Higher(d, have, p, string(signed.GetPolicy()), d.File(ownerdir.PolicyFile)); err != nil {
 		return err
 	}
 	if err := kube.PutPolicy(ctx, signed); err != nil {
@@ -164,8 +170,27 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	return nil
 }
 
-// Higher refuses a policy whose serial the services would refuse.
-func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json string) error {
+// signsForServices refuses a folder whose key the cluster's services do not accept. They would refuse its policy when it has already replaced the good one,
+// and a joinservice that restarts then has none (A3). Before the chart is installed, no service checks a policy.
+func signsForServices(d *ownerdir.Dir, kube *clusterapi.Client) error {
+	r, err := kube.Release(slog.New(slog.DiscardHandler))
+	if err != nil || r == nil {
+		return err
+	}
+	key, err := d.OwnerKey()
+	if err != nil {
+		return err
+	}
+	if slices.Contains(clusterapi.OwnerKeys(r), attest.OwnerKeys{access.PublicOf(key)}.Strings()[0]) {
+		return nil
+	}
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the services of this cluster accept another owner's key, and not owner.key of %s", d.Path()),
+		"The cluster's policy was not changed. Use the folder of this cluster's owner, or put its owner.key back from your newest copy; then repeat the command.")
+}
+
+// Higher refuses a policy whose serial the services would refuse. It may be the last one of known.json again, if another key has signed the cluster's. file
+// is where the owner sets its serial.
+func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json, file string) error {
 	if have.Spec.Policy == json {
 		return nil
 	}
@@ -173,8 +198,19 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 	if err != nil || signed < p.Serial() {
 		return err
 	}
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return err
+	}
+	known, err := d.Known()
+	if err != nil {
+		return err
+	}
+	if _, foreign := OpenPolicy(have, public); foreign != nil && known.Policy.JSON == json {
+		return nil
+	}
 	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), signed)
-	return problem.WithRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", signed+1, d.File(ownerdir.PolicyFile)))
+	return problem.WithRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", signed+1, file))
 }
 
 // SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. The status of the

@@ -95,7 +95,7 @@ func expelled(nodes []Expelled, none bool) error {
 			"The policy in force is unchanged. "+WhyNoneAttests+" If none of these nodes is needed any more, or they run another image now, repeat the command with --expel.")
 	}
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%d running nodes do not match the policy: %s", len(nodes), strings.Join(named, "; ")),
-		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them; muster status shows who does. To shut them out, repeat the command with --expel.")
+		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them; muster rollout status shows who does. To shut them out, repeat the command with --expel.")
 }
 
 // mayMatch compares what the cluster has stored of the node's last evidence with the policy.

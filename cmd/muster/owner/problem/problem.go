@@ -5,10 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
+	"strings"
 
 	"connectrpc.com/connect"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -27,7 +30,7 @@ type Problem struct {
 
 // Explain converts an error to a Problem.
 func Explain(err error) Problem {
-	p := Problem{Message: err.Error()}
+	p := Problem{Message: strings.ReplaceAll(err.Error(), "\u00a0", " ")} // protojson's errors have such spaces at random
 	switch reason := rpc.ReasonFrom(err); reason {
 	case attestv1.Reason_REASON_UNSPECIFIED, attestv1.Reason_REASON_ACCEPTED:
 	default:
@@ -50,10 +53,18 @@ func Remedy(err error) string {
 	if _, hardware := errors.AsType[*attest.HardwareError](err); hardware && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_REFUSED {
 		return "Only the hardware report does not fit the policy. If the machine sent none: docs/hardware-reports.md lists the machines and images that send one. If it is a machine of yours, correct the values of hardware in the policy, then muster policy apply."
 	}
+	if n, ok := errors.AsType[*clusterapi.NoConnection](err); ok {
+		return ServerRemedy + " It is the address in admin.conf of the owner's folder: " + n.Server + "."
+	}
+	_, path := errors.AsType[*fs.PathError](err)
 	op, dial := errors.AsType[*net.OpError](err)
 	switch {
 	case dial && op.Op == "dial":
 		return "Check the address, and whether this computer reaches it. Connection refused: nothing listens on that port; a machine that is a node has closed port 9000, and `muster verify NODE` verifies it. A timeout: the machine is off, or a firewall drops packets. Then run the same command again."
+	case errors.Is(err, ownerdir.ErrInUse):
+		return "Wait until that command is done, or end it with Ctrl-C: the same command continues it later. Then run this command again. muster status and muster ban work meanwhile."
+	case errors.Is(err, fs.ErrNotExist) && path:
+		return "Check the name, and the directory that you run the command in. A missing file of the owner's folder: restore it from your copy."
 	case errors.Is(err, ownerdir.ErrOtherCluster):
 		return "Nothing was sent or changed."
 	case errors.Is(err, context.DeadlineExceeded):
@@ -63,6 +74,9 @@ func Remedy(err error) string {
 	}
 	return ""
 }
+
+// ServerRemedy is the remedy for a cluster whose API server does not answer.
+const ServerRemedy = "Check whether this computer reaches that address, and whether a load balancer there leads to a control plane. If all control planes were off at the same time, their state disks wait for a key: muster recover (docs/recovery.md). If half of them or more are lost for good: docs/runbooks.md#lost-quorum. muster status --endpoint HOST asks a machine that is not a node."
 
 // remedied is an error with its remedy.
 type remedied struct {
@@ -76,7 +90,7 @@ func (r *remedied) Unwrap() error { return r.err }
 // WithRemedy adds to an error what to do.
 func WithRemedy(err error, remedy string) error { return &remedied{err, remedy} }
 
-// Unreachable reports whether the other side did not answer, or was not ready: the same command may succeed later.
+// Unreachable reports whether the other side did not answer, or was not ready, or another command works with the folder: the same command may succeed later.
 func Unreachable(err error) bool {
 	switch rpc.ReasonFrom(err) {
 	case attestv1.Reason_REASON_UNSPECIFIED:
@@ -84,6 +98,9 @@ func Unreachable(err error) bool {
 		return true
 	default:
 		return false
+	}
+	if errors.Is(err, ownerdir.ErrInUse) {
+		return true
 	}
 	if _, network := errors.AsType[*net.OpError](err); network {
 		return true

@@ -26,6 +26,9 @@ var ErrRestoring = errors.New("a restore is not at its end")
 // RestoreRemedy is the remedy for [ErrRestoring].
 const RestoreRemedy = "Run the same muster restore again: it goes on. If the cluster was not lost: muster restore --abandon (docs/backup.md#restore)."
 
+// UnreadableRemedy is the remedy for [ownerdir.ErrUnreadable].
+const UnreadableRemedy = "Put the file of the newest copy of the folder in its place. If there is no copy, move the file away and run muster status, which writes a new one: it can't show whether the cluster was rolled back before."
+
 // Remember records the cluster's current state in the owner's folder, as the reference for a recovery. It does so
 // only if the owner signed the cluster's policy. If the state is older than the folder's, or than the epoch that
 // control planes' machines know, it writes nothing, and the error wraps [ErrBehind].
@@ -56,7 +59,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	seen.Epoch, seen.EpochID, seen.History = machines.Epoch, machines.History.ID(machines.Epoch), machines.History
 	older, err := had.Older(seen, public)
 	if err != nil {
-		return err
+		return problem.WithRemedy(err, "owner.key of this folder has not signed the policy in its known.json. Put the owner.key of this cluster's owner back, from your newest copy.")
 	}
 	if behind := machines.Behind(); behind != "" {
 		older = append(older, behind)
@@ -64,7 +67,9 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	if len(older) > 0 { // B7: its state does not replace what the folder knows
 		return fmt.Errorf("%w: %s", ErrBehind, strings.Join(older, "; "))
 	}
-	if _, err := seen.Policy.Open(public); err != nil {
+	if _, err := seen.Policy.Open(public); attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE {
+		return problem.WithRemedy(fmt.Errorf("the cluster's policy: %w", err), clusterapi.ForeignPolicyRemedy)
+	} else if err != nil {
 		return fmt.Errorf("the cluster's policy: %w", err)
 	}
 	if next := had.Keep(seen); !reflect.DeepEqual(next, had) {

@@ -200,6 +200,7 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 		"one that was forgotten, and joined":  {known, of(4), 41, nodes("w1 u1 5", "w2 new 1"), nil},
 		"an older policy":                     {known, of(3), 41, same, []string{"its policy has the serial 3, and had 4"}},
 		"no policy":                           {known, ownerdir.KnownPolicy{}, 41, same, []string{"its policy has the serial 0, and had 4"}},
+		"a policy of another key":             {known, ownerdir.KnownPolicy{JSON: of(3).JSON, Signature: make([]byte, 64)}, 41, same, nil},
 		"an older epoch, as of before a join": {known, of(4), 40, same, []string{"it is at epoch 40, and was at 41"}},
 		"an epoch that nobody has counted":    {known, of(4), 0, same, []string{"it is at epoch 0, and was at 41"}},
 		"from before an exchanged TPM":        {known, of(4), 41, nodes("w1 u1 5", "w2 u2 3"), []string{"the enrollment of w2 (u2) has the generation 3, and had 4"}},

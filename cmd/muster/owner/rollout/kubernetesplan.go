@@ -229,6 +229,7 @@ func (k *kubeUpgrade) plan(ctx context.Context) (*KubernetesPlan, error) {
 	refuse := func(format string, args ...any) { p.Problems = append(p.Problems, fmt.Sprintf(format, args...)) }
 	if stage == KubernetesBegins {
 		k.checkCluster(refuse)
+		k.checkList(refuse)
 	}
 	nodes, err := k.nodes(ctx)
 	if err != nil {

@@ -41,18 +41,35 @@ func TestAnUpgradeOfKubernetesIsRefusedBeforeAnythingIsChanged(t *testing.T) {
 	bare := ownertest.ListOf(ownertest.After, "3.6.6-0", "2")
 	bare.Components = bare.Components[:1]
 	olderEtcd, strange := ownertest.ListOf(ownertest.After, "3.6.4-0", "2"), ownertest.ListOf(ownertest.After, "latest", "2")
+	// with returns the new release's list with another image or component.
+	with := func(change func(*versions.List)) func(*KubernetesConfig) {
+		l := ownertest.ListOf(ownertest.After, "3.6.6-0", "2")
+		change(&l)
+		return func(c *KubernetesConfig) { c.List = &l }
+	}
+	image := func(name, is string) func(*versions.List) {
+		return func(l *versions.List) {
+			i := slices.IndexFunc(l.Images, func(r string) bool { return strings.Contains(r, "/"+name+":") })
+			l.Images[i] = "registry.example/" + name + is
+		}
+	}
 	for name, tt := range map[string]struct {
 		cfg   func(*KubernetesConfig)
 		wrong func(t *testing.T) (repair func())
 		says  string
 	}{
-		"an unsupported version":    {cfg: func(c *KubernetesConfig) { c.Version = "1.12.1" }, says: "not supported"},
-		"no list":                   {cfg: func(c *KubernetesConfig) { c.List = nil }, says: "has no list"},
-		"a list without kubelet":    {cfg: func(c *KubernetesConfig) { c.List = &bare }, says: "has no kubelet"},
-		"a list without digests":    {cfg: func(c *KubernetesConfig) { l := bare; l.Components, l.Images = u.New.Components, nil; c.List = &l }, says: "not listed"},
-		"a list that is too long":   {cfg: func(c *KubernetesConfig) { c.List = &long }, says: "a machine reads at most"},
-		"an older etcd":             {cfg: func(c *KubernetesConfig) { c.List = &olderEtcd }, says: "etcd of c1, whose version is the tag of its image: 3.6.4-0 is older"},
-		"an etcd without a version": {cfg: func(c *KubernetesConfig) { c.List = &strange }, says: "can't be compared"},
+		"an unsupported version":       {cfg: func(c *KubernetesConfig) { c.Version = "1.12.1" }, says: "not supported"},
+		"no list":                      {cfg: func(c *KubernetesConfig) { c.List = nil }, says: "has no list"},
+		"a list without kubelet":       {cfg: func(c *KubernetesConfig) { c.List = &bare }, says: "has no kubelet"},
+		"a list without digests":       {cfg: func(c *KubernetesConfig) { l := bare; l.Components, l.Images = u.New.Components, nil; c.List = &l }, says: "not listed"},
+		"a list that is too long":      {cfg: func(c *KubernetesConfig) { c.List = &long }, says: "a machine reads at most"},
+		"an older etcd":                {cfg: func(c *KubernetesConfig) { c.List = &olderEtcd }, says: "etcd of c1, whose version is the tag of its image: 3.6.4-0 is older"},
+		"an etcd without a version":    {cfg: func(c *KubernetesConfig) { c.List = &strange }, says: "can't be compared"},
+		"an image of another version":  {cfg: with(image(versions.Proxy, ":v1.36.0@sha256:"+strings.Repeat("2", 64))), says: "the list has kube-proxy with the tag v1.36.0: use the list of Kubernetes 1.36.1"},
+		"an image without a version":   {cfg: with(image(versions.Scheduler, ":stable@sha256:"+strings.Repeat("2", 64))), says: "kube-scheduler with the tag stable"},
+		"a new tag of the same image":  {cfg: with(image(versions.APIServer, ":v1.36.1@sha256:"+strings.Repeat("1", 64))), says: "kube-apiserver with the digest of Kubernetes " + ownertest.Before},
+		"a program of another version": {cfg: with(func(l *versions.List) { l.Components[1].URL = "https://mirror.example/v1.36.0/bin/kubelet" }), says: "kubelet from https://mirror.example/v1.36.0/bin/kubelet"},
+		"the program that runs":        {cfg: with(func(l *versions.List) { l.Components[0].SHA256 = strings.Repeat("1", 64) }), says: "the same file kubeadm as that of"},
 		"another list of the version that runs": {wrong: func(t *testing.T) func() {
 			u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = ownertest.After })
 			return func() { u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = ownertest.Before }) }

@@ -104,7 +104,7 @@ func resign(ctx context.Context, cfg OwnerKeyConfig, kube *clusterapi.Client) er
 		if err != nil {
 			return err
 		}
-		if err := policies.Higher(cfg.Dir, have, p, string(signed.GetPolicy())); err != nil { // B7
+		if err := policies.Higher(cfg.Dir, have, p, string(signed.GetPolicy()), cfg.Dir.File(ownerdir.PolicyFile)); err != nil { // B7
 			return err
 		}
 		if err := kube.PutPolicy(ctx, signed); err != nil {
