@@ -5,7 +5,6 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -19,6 +18,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
@@ -77,7 +77,7 @@ func TestAMusterThatIsUninstalledLeavesPlainKubeadm(t *testing.T) {
 	t.Run("nothing is left", r.isGone)
 	t.Run("kubeadm's cluster goes on", r.goesOn)
 	t.Run("what a machine's units write later is removed", r.later)
-	t.Run("the status says that Muster is not there", r.statusAfter)
+	t.Run("by its kinds the status sees that Muster is not there", r.noKinds)
 	t.Run("a kubelet that does not run is named", r.silent)
 }
 
@@ -273,14 +273,13 @@ func (r *removal) later(t *testing.T) {
 	}
 }
 
-func (r *removal) statusAfter(t *testing.T) {
+func (r *removal) noKinds(t *testing.T) {
 	kube, err := access.Connect(r.Dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := kube.Status(t.Context(), slog.New(slog.DiscardHandler))
-	if err != nil || !s.Removed || len(s.Attention) != 1 {
-		t.Errorf("%+v, %v", s, err)
+	if err := kube.Reader().Get(t.Context(), types.NamespacedName{Name: v1alpha1.PolicyName}, &v1alpha1.AttestationPolicy{}); !meta.IsNoMatchError(err) {
+		t.Errorf("%v, want that there is no such kind", err)
 	}
 }
 
