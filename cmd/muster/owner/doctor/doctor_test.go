@@ -398,7 +398,7 @@ func (p *patient) harms() []harm {
 		{CheckPolicy, checkup.Warn, "is not the cluster's", "", p.file(ownerdir.PolicyFile, func(path string, b []byte) error {
 			return os.WriteFile(path, []byte(strings.Replace(string(b), `"serial":"1"`, `"serial":"2"`, 1)), 0o600)
 		})},
-		{CheckKubeconfig, checkup.Fail, "no cluster yet", "", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) })},
+		{CheckKubeconfig, checkup.Fail, "has no admin.conf yet", "", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) })},
 		{CheckKubeconfig, checkup.Fail, "ended on", CheckClock + CheckPolicy, at(200 * 365 * 24 * time.Hour)},
 		{CheckClock, checkup.Fail, "API server's clock is 2h59m", CheckPolicy, at(-3 * time.Hour)},
 		{CheckNodeClocks, checkup.Fail, "node1", "", leased(ahead)},
