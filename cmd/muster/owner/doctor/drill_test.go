@@ -20,7 +20,6 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
-	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -132,12 +131,8 @@ func testDrill(t *testing.T, p *patient) {
 			return err
 		}), ""},
 		{"a policy that does not parse", CheckPolicy, "POLICY_INVALID", p.file(ownerdir.PolicyFile, write([]byte("version: 9\n"))), CheckControlPlanes},
-		{"a policy that is older than the cluster's", CheckPolicy, "is not the cluster's", p.file(ownerdir.PolicyFile, func(path string, content []byte) error {
-			older, err := policyfile.SetSerial(content, 0)
-			if err != nil {
-				return err
-			}
-			return os.WriteFile(path, older, 0o600)
+		{"another policy of the cluster's serial", CheckPolicy, "is not the cluster's", p.file(ownerdir.PolicyFile, func(path string, content []byte) error {
+			return os.WriteFile(path, []byte(strings.Replace(string(content), "10.0.0.0/8", "10.0.0.0/9", 1)), 0o600)
 		}), ""},
 		{"a damaged known.json", CheckFolder, "known.json: the file is damaged", p.file(ownerdir.KnownFile, write([]byte("{bad"))), CheckControlPlanes},
 		{"a policy that would not accept the machines", CheckControlPlanes, "EK_UNTRUSTED", p.file(ownerdir.PolicyFile, write(attesttest.Policy(t, attesttest.NewCA(t), []*attesttest.Machine{tampered}))), ""},
