@@ -123,11 +123,7 @@ func TestAnExpiredKubeconfigIsRenewedByTheOwnersOrder(t *testing.T) {
 		"for somebody else": {says: "it is for", sign: func(t *testing.T, ca ownertest.Authority, r *x509.CertificateRequest) []byte {
 			return ownertest.PEMOf(ca.Client(t, pkix.Name{CommonName: "nobody"}, r.PublicKey, later))
 		}},
-<<<<<<< HEAD
 		"by another authority": {says: "a CA that the folder does not trust", sign: func(t *testing.T, _ ownertest.Authority, r *x509.CertificateRequest) []byte {
-=======
-		"by another authority": {says: "that CA could not be verified", sign: func(t *testing.T, _ ownertest.Authority, r *x509.CertificateRequest) []byte {
->>>>>>> w10
 			return ownertest.PEMOf(ownertest.NewAuthority(t).Client(t, r.Subject, r.PublicKey, later))
 		}},
 		"one that ends earlier": {says: "no later", end: later.Add(time.Hour), named: []string{first}},
