@@ -12,7 +12,7 @@ import (
 func TestEveryFileOfACertificateOrKeyIsInTheTable(t *testing.T) {
 	text := read(t, "docs/certificates.md")
 	literal := regexp.MustCompile(`"(?:/?[a-z-]+/)*([a-z-]+\.(?:crt|key|pub|pem))"`)
-	writers := regexp.MustCompile(`^(?:services/bootstrapper/(?:backups|joinclient|kubelet|pki|renewal|rotation)|cmd/muster/owner/ownerdir)/`)
+	writers := regexp.MustCompile(`^(?:services/bootstrapper/(?:backups|joinclient|kubelet|clusterca|renewal|rotation)|cmd/muster/owner/ownerdir)/`)
 	seen := map[string]bool{}
 	for _, rel := range files(t, ".go") {
 		if rel = filepath.ToSlash(rel); !writers.MatchString(rel) || strings.HasSuffix(rel, "_test.go") {

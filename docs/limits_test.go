@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/unlock"
 	"github.com/muster-k8s/muster/services/joinservice"
 	"github.com/muster-k8s/muster/services/kms"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // The tables of docs/limits.md have the sums that follow from the limits, and they fit the memory that
@@ -82,7 +82,7 @@ func TestTheWorstCasesOfAllListenersAreDocumented(t *testing.T) {
 		unattested, attested := l.Memory()
 		sum, goes := own+probes+unattested+attested, limit.Value()/10*8
 		if name == "joinservice" {
-			sum += admission.SourcesMemory // clients that order an administrator's certificate
+			sum += peerlimit.SourcesMemory // clients that order an administrator's certificate
 		}
 		if sum > goes {
 			t.Errorf("%s: %s in the worst case, and the chart gives Go %s", name, mib(sum), mib(goes))

@@ -26,7 +26,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -127,7 +127,7 @@ func startMachine(t *testing.T, ca *attesttest.CA, m *attesttest.Machine, log *s
 	background(t, func(ctx context.Context) error {
 		return bootstrapper.Serve(ctx, bootstrapper.Options{
 			Public: public,
-			Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
+			Config: bootstrapper.Config{WriteClusterState: clusterobjects.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
 				Image: &metadata.Image{
 					StateDisk: metadata.StateDisk{Mode: metadata.DiskPlain, Path: "/state"},
 					TPM:       metadata.TPM{Bank: m.Bank().String()},

@@ -402,9 +402,9 @@ type AttestedNodeList struct {
 	Items           []AttestedNode `json:"items"`
 }
 
-// RetireCertificates is the finalizer of an AttestedNode. A deleted enrollment stays until joinservice has
+// RevokeCertificates is the finalizer of an AttestedNode. A deleted enrollment stays until joinservice has
 // revoked what its machine was given (J4): its certificates can write nothing any more, and its Node is gone.
-const RetireCertificates = "muster.dev/retire-certificates"
+const RevokeCertificates = "muster.dev/revoke-certificates"
 
 // KeepNode is an annotation of an AttestedNode that `muster replace` has banned: joinservice keeps its Node,
 // with labels and taints, for the next machine of that name.
@@ -417,4 +417,4 @@ func (n *AttestedNode) ShutOut() bool { return n.Spec.Banned || n.Leaving() }
 func (n *AttestedNode) Leaving() bool { return !n.DeletionTimestamp.IsZero() }
 
 // Retires reports whether the deleted enrollment stays until its certificates are retired.
-func (n *AttestedNode) Retires() bool { return slices.Contains(n.Finalizers, RetireCertificates) }
+func (n *AttestedNode) Retires() bool { return slices.Contains(n.Finalizers, RevokeCertificates) }

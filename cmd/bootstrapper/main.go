@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/buildinfo"
 	"github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/services/bootstrapper"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
@@ -197,7 +197,7 @@ func runBootstrapper(ctx context.Context, image, meta, record, lock, screen stri
 	terminal, done := openConsole(screen, log)
 	defer done()
 	return bootstrapper.Serve(ctx, bootstrapper.Options{
-		Config: bootstrapper.Config{WriteClusterState: clusterstate.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
+		Config: bootstrapper.Config{WriteClusterState: clusterobjects.Write, CleanEtcd: etcd.Clean, Config: provision.Config{
 			Image: img, Metadata: newSources(img, meta, log).start(ctx),
 			Journal: journal.Open(record), Machine: machine.Real{}, Root: "/", TPM: device, Attester: own,
 			NewVerifier: newVerifier, Components: component.DefaultLimits, Timing: provision.DefaultTiming, Console: terminal, Log: log,

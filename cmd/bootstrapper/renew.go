@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/internal/serve"
-	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
+	"github.com/muster-k8s/muster/services/bootstrapper/catrust"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
@@ -37,7 +37,7 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 		return err
 	}
 	parts = append(parts, serve.Part{Name: "authorities", Run: func(ctx context.Context) error {
-		return authorities.Watch(ctx, authorities.Config{Root: root, ControlPlane: controlPlane, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Log: log})
+		return catrust.Watch(ctx, catrust.Config{Root: root, ControlPlane: controlPlane, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Log: log})
 	}})
 	if !controlPlane {
 		return serve.All(ctx, parts...)

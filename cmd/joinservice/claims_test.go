@@ -33,7 +33,7 @@ func (s *fixture) unenroll(t *testing.T, node string) {
 	})
 	// Its informer gets changes in order: when joinservice has ended another deletion, it has seen this one.
 	later := &v1alpha1.AttestedNode{
-		ObjectMeta: metav1.ObjectMeta{Name: "later", Finalizers: []string{v1alpha1.RetireCertificates}},
+		ObjectMeta: metav1.ObjectMeta{Name: "later", Finalizers: []string{v1alpha1.RevokeCertificates}},
 		Spec:       v1alpha1.AttestedNodeSpec{MachineID: strings.Repeat("e", 64), Role: v1alpha1.RoleWorker},
 	}
 	if err := errors.Join(s.Client.Create(t.Context(), later), s.Client.Delete(t.Context(), later)); err != nil {

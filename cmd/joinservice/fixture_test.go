@@ -34,7 +34,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/service/attester"
@@ -52,7 +52,7 @@ const namespace = "muster-system"
 var shared *membertest.Cluster
 
 func TestMain(m *testing.M) {
-	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+	kubetest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
 		shared, err = membertest.Start(ctx, "../../deploy/charts/testdata/rendered.yaml")
 		if err != nil {
 			return nil, err
@@ -176,7 +176,7 @@ func (s *fixture) writeFiles(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(os.WriteFile(s.token, []byte(token+"\n"), 0o600), envtest.WriteKubeconfig(s.kubeconf, api)); err != nil {
+	if err := errors.Join(os.WriteFile(s.token, []byte(token+"\n"), 0o600), kubetest.WriteKubeconfig(s.kubeconf, api)); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -32,7 +32,7 @@ import (
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/enrollment"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
@@ -160,7 +160,7 @@ const perSize = 150
 func (s *fixture) joins(t *testing.T, machines []*newcomer, services []*replica) (joins, float64) {
 	t.Helper()
 	count := func() int {
-		all, err := s.AllRequests(func(r envtest.Request) bool {
+		all, err := s.AllRequests(func(r kubetest.Request) bool {
 			return r.Verb != "watch" && (strings.HasPrefix(r.UserAgent, "muster-joinservice/") || strings.HasPrefix(r.UserAgent, kmsAgent))
 		})
 		if err != nil {
@@ -224,7 +224,7 @@ func (s *fixture) fill(t *testing.T, machines []*newcomer) {
 		m.LockTo(s.ID)
 		all.Go(func() error {
 			n := &v1alpha1.AttestedNode{
-				ObjectMeta: metav1.ObjectMeta{Name: m.name, Finalizers: []string{v1alpha1.RetireCertificates}, Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}},
+				ObjectMeta: metav1.ObjectMeta{Name: m.name, Finalizers: []string{v1alpha1.RevokeCertificates}, Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true"}},
 				Spec:       v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: m.disk, DiskMode: v1alpha1.DiskModePlain, Addresses: []string{m.address}},
 			}
 			if err := s.Client.Create(t.Context(), n); err != nil {

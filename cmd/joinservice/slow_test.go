@@ -19,7 +19,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 )
@@ -87,7 +87,7 @@ func (s *fixture) beside(t *testing.T, pause time.Duration, flags ...string) *fi
 	if pause > 0 {
 		api.Host = delayed(t, api.Host, pause)
 	}
-	if err := envtest.WriteKubeconfig(next.kubeconf, api); err != nil {
+	if err := kubetest.WriteKubeconfig(next.kubeconf, api); err != nil {
 		t.Fatal(err)
 	}
 	next.serveJoin(t)

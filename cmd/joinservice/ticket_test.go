@@ -21,7 +21,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
@@ -152,7 +152,7 @@ func TestATicketTakesAtMostEightRequests(t *testing.T) {
 }
 
 // byTime reports whether a request is of a kind that comes at most once in a period, however many tickets there are.
-func byTime(r envtest.Request) bool {
+func byTime(r kubetest.Request) bool {
 	switch r.Verb + " " + r.Object.Resource {
 	case "get configmaps":
 		return r.Object.Name == waiting.ConfigMap // every five seconds

@@ -24,7 +24,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/policyfile"
 )
@@ -81,7 +81,7 @@ func collateralFile(t *testing.T) string {
 
 // accepts writes what joinservice writes when it has put the newest policy in force, once that has the serial. The command that
 // applies the policy may end before only by an error.
-func accepts(t *testing.T, api *envtest.Cluster, serial int64, command <-chan error) {
+func accepts(t *testing.T, api *kubetest.Cluster, serial int64, command <-chan error) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
 		select {
@@ -265,7 +265,7 @@ func TestAPolicyWithOlderCollateralIsNamed(t *testing.T) {
 		return out
 	}
 	folder, path := t.TempDir(), filepath.Join(t.TempDir(), "muster-prod")
-	if err := ownersFolder(path, &envtest.Cluster{Kubeconfig: save(t, filepath.Join(folder, "kubeconfig"), nil)}, policy(2)); err != nil {
+	if err := ownersFolder(path, &kubetest.Cluster{Kubeconfig: save(t, filepath.Join(folder, "kubeconfig"), nil)}, policy(2)); err != nil {
 		t.Fatal(err)
 	}
 	dir, err := ownerdir.Open(path)

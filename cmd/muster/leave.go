@@ -46,14 +46,14 @@ plane, by an order with your signature. What will be done is shown first. After 
 				if _, err := keys.ParseDiskID(disk); err != nil {
 					return usagef("--disk: %w", err)
 				}
-				return a.leave(cmd, l, draining{}, disk, func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Departure, error) {
+				return a.leave(cmd, l, draining{}, disk, func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Removal, error) {
 					return lifecycle.PlanErase(ctx, d, disk)
 				})
 			}
 			if len(args) == 0 {
 				return usagef("which node? muster forget NODE, or muster forget --erase --disk UUID")
 			}
-			return a.leave(cmd, l, pods, args[0], func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Departure, error) {
+			return a.leave(cmd, l, pods, args[0], func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Removal, error) {
 				return lifecycle.PlanForget(ctx, d, args[0], memberGone, erase)
 			})
 		},
@@ -97,7 +97,7 @@ A ban is no obstacle for another machine, and ends with this; for the machine th
 					return usagef("--disk: %w", err)
 				}
 			}
-			return a.leave(cmd, l, draining{}, args[0], func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Departure, error) {
+			return a.leave(cmd, l, draining{}, args[0], func(ctx context.Context, d *ownerdir.Dir) (*lifecycle.Removal, error) {
 				if err := at.verify(ctx, a, to.MachineID, true); err != nil { // with a state disk that is not encrypted, it is locked to the cluster again
 					return nil, err
 				}
@@ -123,7 +123,7 @@ func (l *leaving) flags(cmd *cobra.Command) {
 	cmd.Flags().DurationVar(&l.timeout, "timeout", time.Minute, "how long to wait for the API server")
 }
 
-func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, plan func(context.Context, *ownerdir.Dir) (*lifecycle.Departure, error)) error {
+func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, plan func(context.Context, *ownerdir.Dir) (*lifecycle.Removal, error)) error {
 	if msgs := validation.IsDNS1123Subdomain(name); len(msgs) > 0 {
 		return usagef("node name %q: %s", name, msgs[0])
 	}
@@ -171,7 +171,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, p
 }
 
 // showDeparture shows what will be done, and asks.
-func (a *app) showDeparture(cmd *cobra.Command, l leaving, d *lifecycle.Departure, name string) error {
+func (a *app) showDeparture(cmd *cobra.Command, l leaving, d *lifecycle.Removal, name string) error {
 	for i, line := range d.Plan {
 		fmt.Fprintf(a.stderr, "%d. %s\n", i+1, line)
 	}
@@ -185,7 +185,7 @@ func (a *app) showDeparture(cmd *cobra.Command, l leaving, d *lifecycle.Departur
 }
 
 // remove executes a plan.
-func (a *app) remove(ctx context.Context, l leaving, dir *ownerdir.Dir, d *lifecycle.Departure, name string) (*lifecycle.Removed, error) {
+func (a *app) remove(ctx context.Context, l leaving, dir *ownerdir.Dir, d *lifecycle.Removal, name string) (*lifecycle.Removed, error) {
 	report := func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", name, step) }
 	ordered, cancel := context.WithTimeout(ctx, lifecycle.OrderTimeout)
 	defer cancel()

@@ -11,7 +11,7 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 )
 
 // TestLeaving runs the scripts in testdata/leave.
@@ -41,7 +41,7 @@ func withCluster(t *testing.T, scripts string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	bin, err := envtest.Binaries()
+	bin, err := kubetest.Binaries()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,9 +56,9 @@ func withCluster(t *testing.T, scripts string) {
 }
 
 // cluster starts an API server with Muster's objects.
-func cluster(t *testing.T) *envtest.Cluster {
+func cluster(t *testing.T) *kubetest.Cluster {
 	t.Helper()
-	api, err := envtest.Start(t.Context())
+	api, err := kubetest.Start(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -77,7 +77,7 @@ func cluster(t *testing.T) *envtest.Cluster {
 }
 
 // ownersFolder makes an owner's folder for a cluster.
-func ownersFolder(path string, api *envtest.Cluster, policy []byte) error {
+func ownersFolder(path string, api *kubetest.Cluster, policy []byte) error {
 	kubeconfig, err := os.ReadFile(api.Kubeconfig)
 	if err != nil {
 		return err

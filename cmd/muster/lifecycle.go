@@ -192,7 +192,7 @@ func (a *app) reset(cmd *cobra.Command, l leaving, pods draining, wait time.Dura
 	if pods.wanted {
 		r.Drains()
 	}
-	if err := a.showDeparture(cmd, l, r.Departure, name); err != nil {
+	if err := a.showDeparture(cmd, l, r.Removal, name); err != nil {
 		return err
 	}
 	if _, err := a.drainFirst(cmd.Context(), name, pods); err != nil {
@@ -209,7 +209,7 @@ func (a *app) reset(cmd *cobra.Command, l leaving, pods draining, wait time.Dura
 	if err := r.Order(ordered, a.steps(name)); err != nil {
 		return err
 	}
-	done, err := a.remove(cmd.Context(), l, dir, r.Departure, name)
+	done, err := a.remove(cmd.Context(), l, dir, r.Removal, name)
 	if err != nil {
 		return err
 	}

@@ -86,7 +86,7 @@ func (a *app) order(ctx context.Context, node string, action ownerorder.Action, 
 	defer func() { _ = dir.Close() }()
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	return orders.Order(ctx, dir, node, action, nil, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
+	return orders.Execute(ctx, dir, node, action, nil, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
 }
 
 // doctorOf shows what a node's machine finds on itself.
@@ -95,7 +95,7 @@ func (a *app) doctorOf(ctx context.Context, node string, timeout time.Duration) 
 	if err != nil {
 		return err
 	}
-	found, err := orders.Findings(r.Output)
+	found, err := orders.ParseReport(r.Output)
 	if err != nil {
 		return fmt.Errorf("what bootstrapper doctor found on %s can't be read: %w", node, err)
 	}

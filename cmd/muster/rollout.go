@@ -69,7 +69,7 @@ removed from the policy (muster policy apply).`,
 }
 
 // note says what is special about a node.
-func note(n rollout.Runs) string {
+func note(n rollout.NodeImage) string {
 	var out []string
 	if n.Silent != "" {
 		out = append(out, n.Silent)

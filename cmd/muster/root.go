@@ -118,17 +118,17 @@ func (a *app) open() (*ownerdir.Dir, error) {
 }
 
 // remember records the cluster's present state in the owner's folder. The command itself is already done, so an error
-// is only printed. It returns those that an owner must not overlook: the cluster is older than the record ([recovery.ErrBehind], B7), its policy is not the
+// is only printed. It returns those that an owner must not overlook: the cluster is older than the record ([recovery.ErrRolledBack], B7), its policy is not the
 // owner's, or the record is damaged.
 func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	kube, err := access.Connect(dir)
 	if err == nil {
-		err = recovery.Remember(ctx, dir, kube)
+		err = recovery.RecordState(ctx, dir, kube)
 	}
 	file := dir.File(ownerdir.KnownFile)
 	switch {
 	case err == nil:
-	case errors.Is(err, recovery.ErrBehind):
+	case errors.Is(err, recovery.ErrRolledBack):
 		fmt.Fprintf(a.stderr, "%s: %v. %s\n", file, err, clusterapi.BehindRemedy)
 		return err
 	case attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE:

@@ -54,7 +54,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			defer cancel()
 			s, err := kube.Status(ctx, slog.New(slog.DiscardHandler))
 			if err != nil {
-				return access.Unanswered(kube.Server(), err)
+				return access.UnreachableError(kube.Server(), err)
 			}
 			keys, err := dir.KeyRotation()
 			if err != nil {
@@ -70,7 +70,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 				older = nil // it is not known
 			}
 			if behind := s.Behind(); behind != "" && older == nil { // also if the state could not be recorded
-				older = fmt.Errorf("%w: %s", recovery.ErrBehind, behind)
+				older = fmt.Errorf("%w: %s", recovery.ErrRolledBack, behind)
 			}
 			if a.output == outputJSON {
 				err = a.json(s)

@@ -99,7 +99,7 @@ func TestAPlanDoesNotMoveTheCursor(t *testing.T) {
 			cmd := &cobra.Command{}
 			cmd.SetContext(t.Context())
 			cmd.SetIn(strings.NewReader("w1\n"))
-			if err := a.showDeparture(cmd, leaving{}, &lifecycle.Departure{Plan: []string{"plan " + tt.text}, Warnings: []string{"warning " + tt.text}}, "w1"); err != nil {
+			if err := a.showDeparture(cmd, leaving{}, &lifecycle.Removal{Plan: []string{"plan " + tt.text}, Warnings: []string{"warning " + tt.text}}, "w1"); err != nil {
 				t.Fatal(err)
 			}
 			if want := "1. plan " + tt.shown + "\nNote: warning " + tt.shown + ".\nType w1 to go on: \n"; stderr.String() != want {

@@ -28,7 +28,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/muster-k8s/muster/services/bootstrapper"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
@@ -159,12 +159,12 @@ func runProcess(text string) error {
 				Linger: p.Linger, Unclaimed: patience, Kubeadm: patience, Reset: patience, ClusterState: patience,
 			},
 		},
-			WriteClusterState: func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
+			WriteClusterState: func(ctx context.Context, kubeconfig []byte, s clusterobjects.State) error {
 				_ = f.step("the cluster's objects are about to be written")
 				if !fake.Running(machine.UnitKubelet) {
 					return errors.New("no kubelet runs, and so no API server")
 				}
-				err := clusterstate.Write(ctx, kubeconfig, s)
+				err := clusterobjects.Write(ctx, kubeconfig, s)
 				_ = f.step("the cluster's objects were written")
 				return err
 			},

@@ -156,7 +156,7 @@ func TestForbiddenSaysNoWhereItShould(t *testing.T) {
 		{"services/kms", "cmd/muster/owner"},
 		{"cmd/kms", "cmd/muster/owner"},
 		{"services/kms", "trust/attest/attesttest"},
-		{"cmd/kms", "internal/envtest"},
+		{"cmd/kms", "internal/kubetest"},
 		{"gen/muster/kms/v1", "trust/attest"},
 	} {
 		if forbidden(pair[0], pair[1]) == "" {
@@ -206,8 +206,8 @@ func TestEachTestPackageLooksForLeakedGoroutines(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		// envtest.Verify is goleak's check, after a cluster's processes have ended; ownertest.Main calls it.
-		found := strings.Contains(string(b), "goleak.VerifyTestMain(m") || strings.Contains(string(b), "goleak.Find(") || strings.Contains(string(b), "envtest.Verify(m") || strings.Contains(string(b), "ownertest.Main(m")
+		// kubetest.Verify is goleak's check, after a cluster's processes have ended; ownertest.Main calls it.
+		found := strings.Contains(string(b), "goleak.VerifyTestMain(m") || strings.Contains(string(b), "goleak.Find(") || strings.Contains(string(b), "kubetest.Verify(m") || strings.Contains(string(b), "ownertest.Main(m")
 		dirs[filepath.Dir(path)] = dirs[filepath.Dir(path)] || found
 		return nil
 	})

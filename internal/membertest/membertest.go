@@ -34,7 +34,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/enrollment"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/objects/waiting"
@@ -49,7 +49,7 @@ const patience = 5 * time.Minute
 
 // Cluster is a control plane with the objects of Muster's chart, and its owner.
 type Cluster struct {
-	*envtest.Cluster
+	*kubetest.Cluster
 	// Owner signs policies; Public is the key with which services verify them.
 	Owner  ed25519.PrivateKey
 	Public ed25519.PublicKey
@@ -64,7 +64,7 @@ func Start(ctx context.Context, chart string) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	e, err := envtest.Start(ctx)
+	e, err := kubetest.Start(ctx)
 	if err != nil {
 		return nil, err
 	}

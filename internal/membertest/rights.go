@@ -10,7 +10,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
@@ -26,7 +26,7 @@ const Intruder = "intruder"
 // use all that the service does.
 func (c *Cluster) CheckRights(ctx context.Context, account string) error {
 	user := "system:serviceaccount:" + clusterinfo.Namespace + ":" + account
-	asked, err := c.AllRequests(func(r envtest.Request) bool { return r.User.Name == user && r.UserAgent != Intruder })
+	asked, err := c.AllRequests(func(r kubetest.Request) bool { return r.User.Name == user && r.UserAgent != Intruder })
 	if err != nil {
 		return err
 	}
@@ -46,14 +46,14 @@ func (c *Cluster) CheckRights(ctx context.Context, account string) error {
 				return slices.ContainsFunc(rule.Verbs, func(verb string) bool { return uses(r, rule, resource, verb) })
 			})
 		})
-		if r.Annotations[envtest.Decision] == "forbid" && !granted {
+		if r.Annotations[kubetest.Decision] == "forbid" && !granted {
 			errs = append(errs, fmt.Errorf("%s asked for what it may not do: %s %s %q", account, r.Verb, name(r.Object.Group, r.Object.Resource, r.Object.Subresource), r.Object.Name))
 		}
 	}
 	for _, rule := range rules {
 		for _, resource := range rule.Resources {
 			for _, verb := range rule.Verbs {
-				if verb != spare && !slices.ContainsFunc(asked, func(r envtest.Request) bool { return uses(r, rule, resource, verb) }) {
+				if verb != spare && !slices.ContainsFunc(asked, func(r kubetest.Request) bool { return uses(r, rule, resource, verb) }) {
 					errs = append(errs, fmt.Errorf("%s may %s %v %s %v and never did: take the right away, or test what it is for", account, verb, rule.APIGroups, resource, rule.ResourceNames))
 				}
 			}
@@ -63,7 +63,7 @@ func (c *Cluster) CheckRights(ctx context.Context, account string) error {
 }
 
 // uses reports whether an allowed request needs the verb of a rule on a resource.
-func uses(r envtest.Request, rule rbacv1.PolicyRule, resource, verb string) bool {
+func uses(r kubetest.Request, rule rbacv1.PolicyRule, resource, verb string) bool {
 	if resource == "signers" && verb == "approve" {
 		// The API server itself checks this when a request's approval is updated.
 		resource, verb = "certificatesigningrequests/approval", "update"

@@ -14,15 +14,15 @@ import (
 	"connectrpc.com/connect"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // call is the state of a request, from its first byte on.
 type call struct {
 	procedure string
-	source    admission.Source
+	source    peerlimit.Source
 	began     time.Time
 	log       *slog.Logger
 	held      []func()
@@ -76,7 +76,7 @@ type guard struct {
 	maxRequest    int
 	refused       func(Refused)
 	// lines limits how many refused calls of peers that did not attest are logged.
-	lines *admission.Rate
+	lines *peerlimit.Rate
 }
 
 // options are the options of every handler of a Server.
@@ -205,7 +205,7 @@ func (g *guard) done(ctx context.Context, procedure string, err error) error {
 // unknown path, a message too large, too slow or not decodable.
 func (g *guard) observe(log *slog.Logger, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		c := &call{procedure: r.URL.Path, source: admission.SourceOfAddress(r.RemoteAddr), began: time.Now(), log: log.With("procedure", r.URL.Path, "remote", r.RemoteAddr)}
+		c := &call{procedure: r.URL.Path, source: peerlimit.SourceOfAddress(r.RemoteAddr), began: time.Now(), log: log.With("procedure", r.URL.Path, "remote", r.RemoteAddr)}
 		if p, ok := attest.PeerFrom(r.Context()); ok {
 			c.log = c.log.With("machine", p.Machine().String(), "purpose", string(p.Purpose()))
 		}

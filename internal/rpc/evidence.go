@@ -9,8 +9,8 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // PublicAttester makes evidence with the purpose "public" for several nonces with one quote.
@@ -47,7 +47,7 @@ type Evidence struct {
 // publicQuote is shared by the callers that came while it was open.
 type publicQuote struct {
 	nonces   []attest.Binding
-	sources  map[admission.Source]int
+	sources  map[peerlimit.Source]int
 	done     chan struct{}
 	evidence []*attestv1.Evidence // set before done is closed, as is err
 	err      error
@@ -91,12 +91,12 @@ func (e *Evidence) GetEvidence(ctx context.Context, req *attestv1.GetEvidenceReq
 }
 
 // join adds a nonce to the open quote, or opens one. The caller that opens it must wait for wait before it starts.
-func (e *Evidence) join(source admission.Source, nonce attest.Binding) (q *publicQuote, i int, wait time.Duration, err error) {
+func (e *Evidence) join(source peerlimit.Source, nonce attest.Binding) (q *publicQuote, i int, wait time.Duration, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	now := time.Now()
 	if e.open == nil {
-		e.open = &publicQuote{done: make(chan struct{}), sources: map[admission.Source]int{}}
+		e.open = &publicQuote{done: make(chan struct{}), sources: map[peerlimit.Source]int{}}
 		wait = max(e.notUpTo.Sub(now), 0)
 	}
 	q = e.open

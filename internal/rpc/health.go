@@ -9,16 +9,16 @@ import (
 
 	healthv1 "github.com/muster-k8s/muster/gen/grpc/health/v1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // sourceFrom returns the source of a call.
-func sourceFrom(ctx context.Context) admission.Source {
+func sourceFrom(ctx context.Context) peerlimit.Source {
 	if c, ok := ctx.Value(callKey{}).(*call); ok {
 		return c.source
 	}
-	return admission.Source{}
+	return peerlimit.Source{}
 }
 
 // Health implements grpc.health.v1.Health. Services that were not set are unknown; the empty name stands for the whole
@@ -28,7 +28,7 @@ type Health struct {
 	status  map[string]healthv1.HealthCheckResponse_ServingStatus
 	changed chan struct{} // closed and replaced at each change
 	stopped bool
-	watches *admission.Limiter[admission.Source]
+	watches *peerlimit.Limiter[peerlimit.Source]
 }
 
 // maxWatches bounds how many callers may watch at the same time, sourceWatches how many from one source: each costs a
@@ -43,7 +43,7 @@ func NewHealth() *Health {
 	return &Health{
 		status:  map[string]healthv1.HealthCheckResponse_ServingStatus{"": healthv1.HealthCheckResponse_NOT_SERVING},
 		changed: make(chan struct{}),
-		watches: admission.NewLimiter[admission.Source](maxWatches, sourceWatches),
+		watches: peerlimit.NewLimiter[peerlimit.Source](maxWatches, sourceWatches),
 	}
 }
 

@@ -16,7 +16,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
-	"github.com/muster-k8s/muster/trust/admission"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // Probes is the plain HTTP server for monitoring: /metrics, /healthz and /readyz. Nothing that it serves is secret, and it
@@ -49,7 +49,7 @@ const (
 	connMemory = 24 << 10
 	// ProbesMemory is the maximum memory that clients can make [Probes] use, in bytes: connections, and two tables of
 	// sources (the rates of requests and of metrics).
-	ProbesMemory = maxConns*connMemory + 2*admission.SourcesMemory
+	ProbesMemory = maxConns*connMemory + 2*peerlimit.SourcesMemory
 	// sourceRate is how many requests a second from one source are answered, and sourceBurst how many at once.
 	sourceRate, sourceBurst = 20, 60
 	// metricsRate is how many requests for /metrics a second are answered for all sources together that sent one within the
@@ -110,7 +110,7 @@ func (p Probes) Run(ctx context.Context) error {
 		defer func() { _ = local.Close() }()
 	}
 	failed := make(chan error, 1)
-	go func() { failed <- srv.Serve(admission.NewListener(p.Listener, maxConns, sourceConns)) }()
+	go func() { failed <- srv.Serve(peerlimit.NewListener(p.Listener, maxConns, sourceConns)) }()
 	select {
 	case err := <-failed:
 		return fmt.Errorf("serve %s: %w", p.Listener.Addr(), err)
@@ -129,9 +129,9 @@ func (p Probes) Run(ctx context.Context) error {
 
 // limited bounds the processor time for answers, by source and in sum.
 func limited(total float64, next http.Handler) http.Handler {
-	rate := admission.NewRate(sourceRate, sourceBurst, total, time.Now())
+	rate := peerlimit.NewRate(sourceRate, sourceBurst, total, time.Now())
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if rate.Allow(admission.SourceOfAddress(r.RemoteAddr), time.Now()) != nil {
+		if rate.Allow(peerlimit.SourceOfAddress(r.RemoteAddr), time.Now()) != nil {
 			w.Header().Set("Connection", "close")
 			w.Header().Set("Retry-After", "1")
 			http.Error(w, "too many requests", http.StatusTooManyRequests)

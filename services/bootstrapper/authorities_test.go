@@ -13,11 +13,11 @@ import (
 	"time"
 
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
-	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
+	"github.com/muster-k8s/muster/services/bootstrapper/catrust"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // While the cluster's authority is rotated, tickets have two of one name, in either order. kube-controller-manager takes a file with one.
@@ -69,7 +69,7 @@ func (j *joinservice) rotates(t *testing.T) (before, next, cross []byte) {
 	if err := errors.Join(os.WriteFile(filepath.Join(dir, "ca.crt"), certPEM(j.ca), 0o600), os.WriteFile(filepath.Join(dir, "ca.key"), j.keyPEM(), 0o600)); err != nil {
 		t.Fatal(err)
 	}
-	a, err := pki.Load(dir)
+	a, err := clusterca.Load(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -129,7 +129,7 @@ func TestACertificateOfADroppedAuthorityIsReplaced(t *testing.T) {
 		authorities []byte
 		asks        int
 	}{{next, 1}, {next, 1}} {
-		if err := authorities.Take(w.root, tt.authorities, false); err != nil {
+		if err := catrust.Take(w.root, tt.authorities, false); err != nil {
 			t.Fatal(err)
 		}
 		w.reboot()
@@ -171,7 +171,7 @@ func TestAControlPlaneThatJoinsGetsTheCrossCertificate(t *testing.T) {
 				t.Fatal(err, w.logged)
 			}
 			w.isNode(t)
-			if got, err := os.ReadFile(filepath.Join(w.root, machine.PKIFolder, pki.CrossFile)); (err == nil) != tt.want || tt.want && !bytes.Equal(got, cross) {
+			if got, err := os.ReadFile(filepath.Join(w.root, machine.PKIFolder, clusterca.CrossFile)); (err == nil) != tt.want || tt.want && !bytes.Equal(got, cross) {
 				t.Errorf("%s, %v", got, err)
 			}
 		})
@@ -197,7 +197,7 @@ func TestANodeTakesTheAuthoritiesFromItsAttestation(t *testing.T) {
 		defer j.mu.Unlock()
 		return len(j.trusted)
 	}
-	eventually(t, "they are stored", func() bool { return w.exists(authorities.Inbox) })
+	eventually(t, "they are stored", func() bool { return w.exists(catrust.Inbox) })
 	eventually(t, "the old one is reported", func() bool { return reported() == 1 })
 	if w.get("etc/kubernetes/pki/ca.crt") != string(before) {
 		t.Error("the attester has changed what the node trusts")
@@ -206,7 +206,7 @@ func TestANodeTakesTheAuthoritiesFromItsAttestation(t *testing.T) {
 	defer cancel()
 	done := make(chan error, 1)
 	go func() {
-		done <- authorities.Watch(ctx, authorities.Config{Root: w.root, Machine: w.machine, Interval: time.Millisecond, Log: slog.New(slog.DiscardHandler)})
+		done <- catrust.Watch(ctx, catrust.Config{Root: w.root, Machine: w.machine, Interval: time.Millisecond, Log: slog.New(slog.DiscardHandler)})
 	}()
 	eventually(t, "both are reported", func() bool { return reported() == 2 })
 	cancel()

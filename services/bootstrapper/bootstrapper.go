@@ -23,7 +23,7 @@ import (
 
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/required"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/etcd"
 	"github.com/muster-k8s/muster/services/bootstrapper/initserver"
@@ -38,8 +38,8 @@ import (
 // Config lists what a Bootstrapper needs. All fields but Console and Now are required.
 type Config struct {
 	provision.Config
-	// WriteClusterState writes Muster's objects into the new cluster: [clusterstate.Write].
-	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error
+	// WriteClusterState writes Muster's objects into the new cluster: [clusterobjects.Write].
+	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterobjects.State) error
 	// CleanEtcd removes members that unfinished joins left in the cluster's etcd: [etcd.Clean].
 	CleanEtcd func(ctx context.Context, t etcd.Target) ([]etcd.Member, error)
 }

@@ -28,7 +28,7 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/init/v1/initv1connect"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
@@ -214,7 +214,7 @@ func (d dyingTPM) IncrementCounter(ctx context.Context) (uint64, error) {
 	return n, errors.Join(err, d.w.step("after the counter is incremented"))
 }
 
-func (w *fixture) writeState(ctx context.Context, kubeconfig []byte, s clusterstate.State) error {
+func (w *fixture) writeState(ctx context.Context, kubeconfig []byte, s clusterobjects.State) error {
 	if err := w.step("before the cluster's objects"); err != nil {
 		return err
 	}
@@ -224,7 +224,7 @@ func (w *fixture) writeState(ctx context.Context, kubeconfig []byte, s clusterst
 	if w.adopted {
 		kubeconfig = w.machine.API.Kubeconfig()
 	}
-	if err := clusterstate.Write(ctx, kubeconfig, s); err != nil {
+	if err := clusterobjects.Write(ctx, kubeconfig, s); err != nil {
 		return err
 	}
 	return w.step("after the cluster's objects")

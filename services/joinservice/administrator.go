@@ -12,8 +12,8 @@ import (
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/joinservice/certificates"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // adminPoll is the pause after which the owner's program asks again for a certificate. Control planes look for requests
@@ -43,7 +43,7 @@ func (s *Service) RenewAdministrator(ctx context.Context, req *joinv1.RenewAdmin
 // of the protocol.
 func (s *Service) administrator(ctx context.Context, remote string, wire *joinv1.AdministratorOrder) (certificates.Certificate, error) {
 	now := s.now()
-	if err := s.limits.admin.Allow(admission.SourceOfAddress(remote), now); err != nil {
+	if err := s.limits.admin.Allow(peerlimit.SourceOfAddress(remote), now); err != nil {
 		return certificates.Certificate{}, attest.RefuseFor(time.Second, attestv1.Reason_REASON_BUSY, "%w", err)
 	}
 	order, err := ownerorder.Parse(wire)

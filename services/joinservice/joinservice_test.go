@@ -11,7 +11,7 @@ import (
 	"connectrpc.com/connect"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -20,7 +20,7 @@ import (
 var shared *membertest.Cluster
 
 func TestMain(m *testing.M) {
-	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+	kubetest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
 		shared, err = membertest.Start(ctx, "../../deploy/charts/testdata/rendered.yaml")
 		if err != nil {
 			return nil, err

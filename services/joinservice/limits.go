@@ -4,8 +4,8 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/services/joinservice/limit"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // The rates of one machine at one joinservice. A machine that fails and tries again as the bootstrapper does, after at most
@@ -44,7 +44,7 @@ const (
 type limits struct {
 	// granting is for tickets and certificates, recording for attestations: neither delays the other.
 	granting, recording                                                        *limit.Work
-	admin                                                                      *admission.Rate
+	admin                                                                      *peerlimit.Rate
 	tickets, rejoins, certificates, returns, verdicts, orders, leases, rotated *limit.ByMachine[attest.MachineID]
 }
 
@@ -52,7 +52,7 @@ func newLimits(now time.Time) limits {
 	of := limit.New[attest.MachineID]
 	return limits{
 		granting: limit.NewWork(ticketSlots, slotWait), recording: limit.NewWork(verdictSlots, slotWait),
-		admin:   admission.NewRate(adminRate, adminBurst, adminTotal, now),
+		admin:   peerlimit.NewRate(adminRate, adminBurst, adminTotal, now),
 		tickets: of(ticketRate), rejoins: of(rejoinRate), certificates: of(renewalRate), returns: of(returnRate), verdicts: of(reattestRate), orders: of(orderRate), leases: of(leaseRate), rotated: of(rotatedRate),
 	}
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/waiting"
 	"github.com/muster-k8s/muster/internal/service/policy"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
-	"github.com/muster-k8s/muster/services/joinservice/records"
+	"github.com/muster-k8s/muster/services/joinservice/ownerview"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -27,7 +27,7 @@ const queueSize = 256
 type Refusals struct {
 	appraiser   *policy.Appraiser
 	enrollments *enroll.Enrollments
-	records     *records.Records
+	records     *ownerview.Records
 	unattested  *audit.UnattestedRefusals
 	log         *slog.Logger
 	bad         chan badVerdict
@@ -40,7 +40,7 @@ type badVerdict struct {
 }
 
 // NewRefusals returns Refusals whose verdicts are those of appraiser. unattested counts the dropped ones.
-func NewRefusals(appraiser *policy.Appraiser, e *enroll.Enrollments, waiting *records.Records, unattested *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
+func NewRefusals(appraiser *policy.Appraiser, e *enroll.Enrollments, waiting *ownerview.Records, unattested *audit.UnattestedRefusals, l *slog.Logger) (*Refusals, error) {
 	if appraiser == nil || e == nil || waiting == nil || unattested == nil || l == nil {
 		return nil, errors.New("joinservice: every argument of NewRefusals is required")
 	}

@@ -26,7 +26,7 @@ import (
 	"github.com/muster-k8s/muster/services/joinservice/certificates"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/joinlease"
-	"github.com/muster-k8s/muster/services/joinservice/records"
+	"github.com/muster-k8s/muster/services/joinservice/ownerview"
 	"github.com/muster-k8s/muster/services/joinservice/state"
 	"github.com/muster-k8s/muster/services/joinservice/sweeping"
 	"github.com/muster-k8s/muster/services/joinservice/token"
@@ -38,7 +38,7 @@ import (
 type Timing struct {
 	// Sign bounds the wait for Kubernetes' signer, see [certificates.Requests].
 	Sign time.Duration
-	// Record is how often what the owner sees is written, see [records.Records].
+	// Record is how often what the owner sees is written, see [ownerview.Records].
 	Record time.Duration
 	// Sweep is how often enrollments are looked at, see [sweeping.Sweeper].
 	Sweep time.Duration
@@ -140,7 +140,7 @@ func run(ctx context.Context, o Options, now func() time.Time) error {
 		return err
 	}
 	sweeper.Every = cmp.Or(o.Timing.Sweep, sweeper.Every)
-	waiting := records.New(st, enrollments)
+	waiting := ownerview.New(st, enrollments)
 	waiting.Every = cmp.Or(o.Timing.Record, waiting.Every)
 	parts, tokens := m.Parts(), token.NewIssuer(m.Cluster, o.Log)
 	if o.Credential == token.CredentialToken {

@@ -46,7 +46,7 @@ import (
 	"github.com/muster-k8s/muster/services/joinservice/certificates"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/joinlease"
-	"github.com/muster-k8s/muster/services/joinservice/records"
+	"github.com/muster-k8s/muster/services/joinservice/ownerview"
 	"github.com/muster-k8s/muster/services/joinservice/token"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -71,7 +71,7 @@ type Config struct {
 	// Certificates gets certificates signed.
 	Certificates *certificates.Requests
 	// Records takes what the owner sees of machines that wait.
-	Records *records.Records
+	Records *ownerview.Records
 	// JoinLease manages the Lease by which machines become control planes one after another.
 	JoinLease *joinlease.Manager
 	// Tokens makes bootstrap tokens.

@@ -22,7 +22,7 @@ import (
 	kmsv1 "github.com/muster-k8s/muster/gen/muster/kms/v1"
 	"github.com/muster-k8s/muster/gen/muster/kms/v1/kmsv1connect"
 	"github.com/muster-k8s/muster/internal/audit"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/refusaltest"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -38,7 +38,7 @@ const namespace = "muster-system"
 var shared *membertest.Cluster
 
 func TestMain(m *testing.M) {
-	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+	kubetest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
 		shared, err = membertest.Start(ctx, "../../deploy/charts/testdata/rendered.yaml")
 		if err != nil {
 			return nil, err

@@ -7,8 +7,8 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // ServerConfig configures a [Listener]. All fields are required unless their comment says
@@ -39,7 +39,7 @@ type ServerConfig struct {
 	Limits Limits
 	// Challenges shares the TPM among unattested peers. Servers of one process must use the same
 	// queue; nil means a queue for this Listener alone.
-	Challenges *admission.Queue
+	Challenges *peerlimit.Queue
 	// Certificate is presented to clients in place of this process's self-signed one. It carries no
 	// trust for muster-atls/1, but a client of plain HTTPS may need it. Optional.
 	Certificate *tls.Certificate

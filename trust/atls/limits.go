@@ -9,8 +9,8 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // Limits bound the resources that peers can take from a server before they attest, per source (an
@@ -125,7 +125,7 @@ const (
 // buffers are not included: 64 KiB for each direction of a connection.
 func (l Limits) Memory() (unattested, attested int64) {
 	l = l.withDefaults()
-	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*max(l.ConnBytes, l.PlainBytes)) + int64(l.Large)*perByte*l.LargeBytes + l.Bytes + sourceTables*admission.SourcesMemory
+	unattested = int64(l.SetUp)*setUpMemory + int64(l.Open)*(openMemory+perByte*max(l.ConnBytes, l.PlainBytes)) + int64(l.Large)*perByte*l.LargeBytes + l.Bytes + sourceTables*peerlimit.SourcesMemory
 	return unattested, int64(l.Attested)*attestedMemory + l.AttestedBytes
 }
 
@@ -151,12 +151,12 @@ const (
 // the time at most; at most 64 wait, two of each source. A new source waits for one answer, for a
 // pause of the same length, and then for its own answer: with a TPM that takes 150 ms for a command
 // this is 7 s of the 10 that an exchange may take. Servers of one process share one queue.
-func NewChallengeQueue() *admission.Queue { return newChallengeQueue(1) }
+func NewChallengeQueue() *peerlimit.Queue { return newChallengeQueue(1) }
 
 // newChallengeQueue is the same for a server: rest 3 leaves three quarters of the TPM's time to
 // machines that attest.
-func newChallengeQueue(rest float64) *admission.Queue {
-	return admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: rest})
+func newChallengeQueue(rest float64) *peerlimit.Queue {
+	return peerlimit.NewQueue(peerlimit.QueueConfig{Slots: 1, Waiting: 64, PerSource: 2, Rest: rest})
 }
 
 const (
@@ -185,43 +185,43 @@ func LogText(err error, unattested bool) string {
 // LogRate returns the rate at which refusals of unattested peers are logged as warnings: 64 lines
 // of each source at once and one a second, and 32 a second of all sources together that had a line
 // within the last 5 s. Metrics count all refusals.
-func LogRate() *admission.Rate { return admission.NewRate(1, 64, 32, time.Now()) }
+func LogRate() *peerlimit.Rate { return peerlimit.NewRate(1, 64, 32, time.Now()) }
 
 // limiters holds the limiters, rates and queues of one Listener.
 type limiters struct {
 	limits     Limits
-	rate       *admission.Rate
-	setUp      *admission.Limiter[admission.Source]
-	open       *admission.Limiter[admission.Source]
-	attested   *admission.Limiter[attest.MachineID]
-	large      *admission.Limiter[admission.Source]
-	bytes      *admission.Limiter[admission.Source]
-	calls      *admission.Limiter[attest.MachineID]
-	verify     *admission.Queue
-	challenges *admission.Queue // of unattested peers
-	accepted   *admission.Queue // challenges of attested peers
-	lines      *admission.Rate  // log lines about refusals
-	genuine    *admission.Rate  // the same for machines whose EK certificate a root of the policy issued: no other peer can use it up
+	rate       *peerlimit.Rate
+	setUp      *peerlimit.Limiter[peerlimit.Source]
+	open       *peerlimit.Limiter[peerlimit.Source]
+	attested   *peerlimit.Limiter[attest.MachineID]
+	large      *peerlimit.Limiter[peerlimit.Source]
+	bytes      *peerlimit.Limiter[peerlimit.Source]
+	calls      *peerlimit.Limiter[attest.MachineID]
+	verify     *peerlimit.Queue
+	challenges *peerlimit.Queue // of unattested peers
+	accepted   *peerlimit.Queue // challenges of attested peers
+	lines      *peerlimit.Rate  // log lines about refusals
+	genuine    *peerlimit.Rate  // the same for machines whose EK certificate a root of the policy issued: no other peer can use it up
 	// Sizes of our own evidence as last made, without and with the event log, in bytes.
 	evidence atomic.Int64
 }
 
-func newLimiters(l Limits, challenges *admission.Queue) *limiters {
+func newLimiters(l Limits, challenges *peerlimit.Queue) *limiters {
 	if challenges == nil {
 		challenges = newChallengeQueue(3)
 	}
 	out := &limiters{
 		limits:     l,
-		rate:       admission.NewRate(l.Rate, l.Burst, l.Total, time.Now()),
-		setUp:      admission.NewLimiter[admission.Source](int64(l.SetUp), int64(l.SetUpPerSource)),
-		open:       admission.NewLimiter[admission.Source](int64(l.Open), int64(l.OpenPerSource)),
-		large:      admission.NewLimiter[admission.Source](int64(l.Large), int64(l.LargePerSource)),
-		attested:   admission.NewLimiter[attest.MachineID](int64(l.Attested), int64(l.AttestedPerMachine)).KeepEqual(),
-		bytes:      admission.NewLimiter[admission.Source](l.Bytes, l.BytesPerSource),
-		calls:      admission.NewLimiter[attest.MachineID](l.AttestedBytes, l.AttestedBytesPerMachine).KeepEqual(),
-		verify:     admission.NewQueue(admission.QueueConfig{Slots: runtime.GOMAXPROCS(0), Waiting: l.SetUp, PerSource: l.SetUp}),
+		rate:       peerlimit.NewRate(l.Rate, l.Burst, l.Total, time.Now()),
+		setUp:      peerlimit.NewLimiter[peerlimit.Source](int64(l.SetUp), int64(l.SetUpPerSource)),
+		open:       peerlimit.NewLimiter[peerlimit.Source](int64(l.Open), int64(l.OpenPerSource)),
+		large:      peerlimit.NewLimiter[peerlimit.Source](int64(l.Large), int64(l.LargePerSource)),
+		attested:   peerlimit.NewLimiter[attest.MachineID](int64(l.Attested), int64(l.AttestedPerMachine)).KeepEqual(),
+		bytes:      peerlimit.NewLimiter[peerlimit.Source](l.Bytes, l.BytesPerSource),
+		calls:      peerlimit.NewLimiter[attest.MachineID](l.AttestedBytes, l.AttestedBytesPerMachine).KeepEqual(),
+		verify:     peerlimit.NewQueue(peerlimit.QueueConfig{Slots: runtime.GOMAXPROCS(0), Waiting: l.SetUp, PerSource: l.SetUp}),
 		challenges: challenges,
-		accepted:   admission.NewQueue(admission.QueueConfig{Slots: 1, Waiting: l.SetUp, PerSource: l.SetUpPerSource}),
+		accepted:   peerlimit.NewQueue(peerlimit.QueueConfig{Slots: 1, Waiting: l.SetUp, PerSource: l.SetUpPerSource}),
 		lines:      LogRate(),
 		genuine:    LogRate(),
 	}
@@ -241,11 +241,11 @@ func busy(err error) error {
 // until it has attested, and reports once that the connection was closed.
 type tracked struct {
 	net.Conn
-	source  admission.Source
+	source  peerlimit.Source
 	onClose func(*tracked)
 	once    sync.Once
-	setUp   *admission.Place[admission.Source] // nil at a client
-	open    *admission.Place[admission.Source] // nil at a client, and if the peer has attested
+	setUp   *peerlimit.Place[peerlimit.Source] // nil at a client
+	open    *peerlimit.Place[peerlimit.Source] // nil at a client, and if the peer has attested
 	// left is how much the peer may still send, in bytes; negative means no limit.
 	left atomic.Int64
 	// half is the value of left after which half is used up; it is written before requests are

@@ -19,8 +19,8 @@ import (
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // Listener accepts connections and hands each one on when its type is known: connections over muster-atls/1,
@@ -273,7 +273,7 @@ func (l *Listener) accept() {
 
 // admit applies the limits before TLS, where an unauthenticated peer begins to use resources.
 func (l *Listener) admit(raw net.Conn) (conn *tracked, dropped string) {
-	source := admission.SourceOf(raw.RemoteAddr())
+	source := peerlimit.SourceOf(raw.RemoteAddr())
 	if err := l.limiters.rate.Allow(source, time.Now()); err != nil {
 		return nil, causeOf(err, "source_rate", "rate")
 	}
@@ -302,7 +302,7 @@ func (l *Listener) admit(raw net.Conn) (conn *tracked, dropped string) {
 }
 
 func causeOf(err error, source, all string) string {
-	if errors.Is(err, admission.ErrSourceFull) {
+	if errors.Is(err, peerlimit.ErrSourceFull) {
 		return source
 	}
 	return all
@@ -469,7 +469,7 @@ func (l *Listener) observe(s SetUp) {
 		case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_BANNED, attestv1.Reason_REASON_LOCK_FOREIGN:
 			rate = l.limiters.genuine
 		}
-		if rate.Allow(admission.SourceOfAddress(s.Remote), time.Now()) != nil {
+		if rate.Allow(peerlimit.SourceOfAddress(s.Remote), time.Now()) != nil {
 			level = slog.LevelDebug
 		}
 		l.cfg.Log.Log(l.ctx, level, "peer refused", "remote", s.Remote, "reason", attest.ReasonName(attest.ReasonOf(s.Err)), "err", LogText(s.Err, rate == l.limiters.lines))

@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 
-	"github.com/muster-k8s/muster/trust/admission"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // unattested is the peer of one exchange at a server, until it has attested. Every use of the
@@ -12,7 +12,7 @@ import (
 type unattested struct {
 	conn     *tracked
 	limiters *limiters
-	held     []*admission.Place[admission.Source]
+	held     []*peerlimit.Place[peerlimit.Source]
 }
 
 func (u *unattested) hold(bytes int64) error {
@@ -105,7 +105,7 @@ func (u *unattested) challenge(ctx context.Context, attested bool, answer func()
 
 func queued(err error) error {
 	switch {
-	case errors.Is(err, admission.ErrSourceFull), errors.Is(err, admission.ErrBusy):
+	case errors.Is(err, peerlimit.ErrSourceFull), errors.Is(err, peerlimit.ErrBusy):
 		return busy(err)
 	default:
 		return err

@@ -21,7 +21,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/service/attester"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2/luks2test"
@@ -205,7 +205,7 @@ func (s *fixture) kubeconfig(t *testing.T, account string) string {
 		t.Fatal(err)
 	}
 	path := filepath.Join(s.dir, account+".kubeconfig")
-	if err := envtest.WriteKubeconfig(path, api); err != nil {
+	if err := kubetest.WriteKubeconfig(path, api); err != nil {
 		t.Fatal(err)
 	}
 	return path

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/membertest"
 )
 
@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 			*length = time.Minute
 		}
 	}
-	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+	kubetest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
 		dir, err := os.MkdirTemp("", "muster-floods")
 		if err != nil {
 			return nil, err

@@ -18,7 +18,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/muster-k8s/muster/trust/admission"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // ConfigMap is its name, in the namespace muster-system. The chart creates it.
@@ -73,7 +73,7 @@ func (e Entry) Listable() bool { return e.List != "" && e.Differs == "" }
 
 // source returns what is charged for the entry.
 func (e Entry) source() netip.Prefix {
-	return admission.SourceOfAddress(net.JoinHostPort(e.Address, "0"))
+	return peerlimit.SourceOfAddress(net.JoinHostPort(e.Address, "0"))
 }
 
 // Short returns the entry with its texts of a machine's choice shortened.

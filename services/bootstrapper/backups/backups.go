@@ -29,8 +29,8 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
@@ -108,7 +108,7 @@ func (m *Maker) Make(ctx context.Context) (stored backup.Stored, err error) {
 			clear(content) // K3
 		}
 	}()
-	authority, err := pki.Load(m.on(machine.PKIFolder))
+	authority, err := clusterca.Load(m.on(machine.PKIFolder))
 	if err != nil {
 		return stored, err
 	}

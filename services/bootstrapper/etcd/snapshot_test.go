@@ -23,7 +23,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 )
 
 // These are addresses that no other etcd of this computer uses.
@@ -91,7 +91,7 @@ func (r *process) run(data, name string, do func(*clientv3.Client)) {
 // start starts a member of a new cluster. stop kills it.
 func (r *process) start(data, name, host, cluster string) (stop func()) {
 	r.t.Helper()
-	bin, err := envtest.Binaries()
+	bin, err := kubetest.Binaries()
 	if err != nil {
 		r.t.Fatal(err)
 	}

@@ -17,7 +17,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 )
 
@@ -44,7 +44,7 @@ disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.nri.v1.nri",
 // newContainerd returns a machine on which containerd runs until the test ends.
 func newContainerd(t *testing.T) (*containerd, Store) {
 	t.Helper()
-	bin, err := envtest.Binaries()
+	bin, err := kubetest.Binaries()
 	if err != nil {
 		t.Fatal(err)
 	}

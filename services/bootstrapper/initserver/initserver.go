@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/nodelock"
@@ -31,8 +31,8 @@ import (
 type Config struct {
 	// Node is the machine.
 	Node *provision.Node
-	// WriteClusterState writes Muster's objects into the cluster: [clusterstate.Write].
-	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error
+	// WriteClusterState writes Muster's objects into the cluster: [clusterobjects.Write].
+	WriteClusterState func(ctx context.Context, kubeconfig []byte, s clusterobjects.State) error
 	// Metrics registers muster_init_attempts_total.
 	Metrics prometheus.Registerer
 }
@@ -40,7 +40,7 @@ type Config struct {
 // Server is the handler of init.v1's InitService.
 type Server struct {
 	node              *provision.Node
-	writeClusterState func(ctx context.Context, kubeconfig []byte, s clusterstate.State) error
+	writeClusterState func(ctx context.Context, kubeconfig []byte, s clusterobjects.State) error
 	inits             *prometheus.CounterVec
 
 	running  chan struct{}   // closed once Start has set ctx

@@ -14,12 +14,12 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/versions"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -118,7 +118,7 @@ func (s *Server) firstNode(ctx context.Context, r *initRun, id keys.ClusterID, s
 	}
 	wctx, cancel := context.WithTimeout(ctx, s.node.Timing.ClusterState)
 	defer cancel()
-	err = s.writeClusterState(wctx, kubeconfig, clusterstate.State{
+	err = s.writeClusterState(wctx, kubeconfig, clusterobjects.State{
 		Root: o.rawRoot, Salt: o.rawSalt,
 		Info: clusterinfo.Info{
 			ClusterID: id, MeasurementSalt: salt, KubernetesVersion: o.request.GetKubernetesVersion(),
@@ -202,11 +202,11 @@ func (s *Server) firstKubelet(ctx context.Context, o *initOrder, config []byte) 
 	if err := s.node.Machine.Kubeadm(run, s.node.Output(ctx, "kubeadm init phase certs ca", &tail), "init", "phase", "certs", "ca", "--config", s.node.On(machine.KubeadmConfig)); err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_KUBEADM_FAILED, "kubeadm init phase certs ca: %w\n%s", err, tail.String())
 	}
-	authority, err := pki.Load(s.node.On(machine.PKIFolder))
+	authority, err := clusterca.Load(s.node.On(machine.PKIFolder))
 	if err != nil {
 		return err
 	}
-	if err := pki.WriteSigner(s.node.On(machine.PKIFolder)); err != nil {
+	if err := clusterca.WriteSigner(s.node.On(machine.PKIFolder)); err != nil {
 		return err
 	}
 	conf, err := kubelet.Kubeconfig(kubeadm.LocalEndpoint(kubeadm.Node{Name: o.meta.Name, Addresses: o.meta.Addresses}), authority.PEM()) // as kubeadm writes it

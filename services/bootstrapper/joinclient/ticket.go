@@ -16,12 +16,12 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -117,7 +117,7 @@ func parseTicket(t *joinv1.IssueJoinTicketResponse, k kubelet.Keys, m *metadata.
 		}
 		out.token = &kubeadm.TokenDiscovery{Token: token, Endpoint: out.endpoint, CA: cas}
 	}
-	if cross, err := kubelet.ParsePEM(t.GetCrossCertificate()); err == nil && len(cross) == 1 && pki.Crosses(cross[0], cas[0], cas) && out.controlPlane {
+	if cross, err := kubelet.ParsePEM(t.GetCrossCertificate()); err == nil && len(cross) == 1 && clusterca.Crosses(cross[0], cas[0], cas) && out.controlPlane {
 		out.cross = t.GetCrossCertificate()
 	}
 	roots := x509.NewCertPool()
@@ -203,11 +203,11 @@ func (c *Client) place(t *ticket) error {
 			return err
 		}
 	}
-	if err := pki.WriteSigner(c.node.On(machine.PKIFolder)); err != nil {
+	if err := clusterca.WriteSigner(c.node.On(machine.PKIFolder)); err != nil {
 		return err
 	}
 	if t.cross != nil {
-		if err := machine.WriteFile(filepath.Join(c.node.On(machine.PKIFolder), pki.CrossFile), t.cross, 0o644, 0o755); err != nil {
+		if err := machine.WriteFile(filepath.Join(c.node.On(machine.PKIFolder), clusterca.CrossFile), t.cross, 0o644, 0o755); err != nil {
 			return err
 		}
 	}

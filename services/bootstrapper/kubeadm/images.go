@@ -15,8 +15,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // StaticPods returns the images that run as static pods on control planes, each in one container with the name of its pod.
@@ -26,7 +26,7 @@ func StaticPods() []string {
 
 // SigningArgument makes the controller manager sign with a file that has one certificate: with two, as ca.crt has while the authority is rotated, it starts no
 // signer. It is the machine's own, and not in the cluster's configuration: bootstrappers of an earlier version do not write the file.
-const SigningArgument = signingFlag + machine.PKIFolder + "/" + pki.SignerFile
+const SigningArgument = signingFlag + machine.PKIFolder + "/" + clusterca.SignerFile
 
 const (
 	signingFlag = "--cluster-signing-cert-file="

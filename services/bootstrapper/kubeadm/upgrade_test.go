@@ -13,7 +13,7 @@ import (
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
 	"sigs.k8s.io/yaml"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
@@ -31,7 +31,7 @@ func TestUpgradeIsWhatKubeadmTakes(t *testing.T) {
 	if err := yaml.UnmarshalStrict(text, &c); err != nil {
 		t.Fatal(err)
 	}
-	bin, err := envtest.Binaries()
+	bin, err := kubetest.Binaries()
 	if err != nil {
 		t.Fatal(err)
 	}

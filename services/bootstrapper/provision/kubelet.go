@@ -12,15 +12,15 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
+	"github.com/muster-k8s/muster/services/bootstrapper/catrust"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/console"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -65,7 +65,7 @@ func (n *Node) renewKubelet(ctx context.Context) error {
 // needs is [kubelet.Needs] for a node that asks a joinservice. With the certificates it also gets the cluster's authority, for which none stands that it trusts.
 func (n *Node) needs(node string) (kubelet.Need, string) {
 	how, why := kubelet.Needs(n.Root, node, kubelet.WorkerShare, n.Now())
-	if how == kubelet.NeedNone && authorities.Foreign(n.Root) {
+	if how == kubelet.NeedNone && catrust.Foreign(n.Root) {
 		return kubelet.NeedSoon, "the cluster has another authority, which this node does not trust"
 	}
 	return how, why
@@ -73,7 +73,7 @@ func (n *Node) needs(node string) (kubelet.Need, string) {
 
 // renewByAuthority signs the kubelet's certificates on this machine.
 func (n *Node) renewByAuthority(ctx context.Context, node, why string) error {
-	authority, err := pki.Load(n.On(machine.PKIFolder))
+	authority, err := clusterca.Load(n.On(machine.PKIFolder))
 	if err != nil {
 		return err
 	}
@@ -93,7 +93,7 @@ func (n *Node) renewByAuthority(ctx context.Context, node, why string) error {
 }
 
 // SignKubelet returns new keys with certificates like those of a ticket: each certificate with its key, in PEM.
-func (n *Node) SignKubelet(authority *pki.Authority, node string, addrs []netip.Addr) (client, serving []byte, err error) {
+func (n *Node) SignKubelet(authority *clusterca.Authority, node string, addrs []netip.Addr) (client, serving []byte, err error) {
 	k, err := kubelet.NewKeys()
 	if err != nil {
 		return nil, nil, err
@@ -217,7 +217,7 @@ func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, m
 	}
 	ca := resp.GetCaCertificate()
 	if len(ca) > 0 {
-		list, err := authorities.Parse(ca)
+		list, err := catrust.Parse(ca)
 		if err != nil {
 			return kubelet.BadCertificate("ca_certificate", err)
 		}
@@ -245,7 +245,7 @@ func (n *Node) renewAt(ctx context.Context, s *discovery.Session, node string, m
 	if len(ca) > 0 {
 		controlPlane, err := renewal.IsControlPlane(n.Root)
 		if err == nil {
-			err = authorities.Take(n.Root, ca, controlPlane)
+			err = catrust.Take(n.Root, ca, controlPlane)
 		}
 		if err != nil {
 			return DiskError(err)

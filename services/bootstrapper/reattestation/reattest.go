@@ -23,8 +23,8 @@ import (
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/rpc"
-	"github.com/muster-k8s/muster/services/bootstrapper/authorities"
 	"github.com/muster-k8s/muster/services/bootstrapper/bootsecret"
+	"github.com/muster-k8s/muster/services/bootstrapper/catrust"
 	"github.com/muster-k8s/muster/services/bootstrapper/discovery"
 	"github.com/muster-k8s/muster/services/bootstrapper/journal"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
@@ -263,7 +263,7 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 	}
 	defer client.Close()
 	req := kubelet.Report(r.cfg.Root)
-	authorities.Report(r.cfg.Root, req)
+	catrust.Report(r.cfg.Root, req)
 	secret, err := bootsecret.Load(r.cfg.Root)
 	if err != nil {
 		return 0, err
@@ -294,7 +294,7 @@ func (r *Attester) by(ctx context.Context, endpoint string, first net.Conn, rec 
 		}
 	}
 	if len(resp.GetCaCertificate()) > 0 {
-		if err := authorities.Deliver(r.cfg.Root, req, resp); err != nil {
+		if err := catrust.Deliver(r.cfg.Root, req, resp); err != nil {
 			r.cfg.Log.ErrorContext(ctx, "the cluster's authorities cannot be stored", "endpoint", endpoint, "err", err)
 		}
 	}

@@ -31,10 +31,10 @@ import (
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // The error of Config.Try wraps one of these unless the disk itself failed.
@@ -85,7 +85,7 @@ type Config struct {
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
 	// Challenges shares the TPM among callers, also those of the process's other servers.
-	Challenges *admission.Queue
+	Challenges *peerlimit.Queue
 	// Calls counts connections and calls; a process has one for all of its servers.
 	Calls *rpc.Metrics
 	// Metrics registers the server's own metrics.
@@ -212,7 +212,7 @@ func (s *Server) serve(ctx context.Context, r ownerorder.Recovery, desired compo
 		defer session.Keep()()
 	}
 	notify(recoverv1.State_STATE_RECEIVED)
-	done, err := s.queue.take(ctx, admission.SourceOfAddress(remoteOf(ctx)), func() { notify(recoverv1.State_STATE_WAITING) })
+	done, err := s.queue.take(ctx, peerlimit.SourceOfAddress(remoteOf(ctx)), func() { notify(recoverv1.State_STATE_WAITING) })
 	if err != nil {
 		return err
 	}

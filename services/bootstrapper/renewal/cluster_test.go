@@ -31,7 +31,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -39,7 +39,7 @@ import (
 // These are all requests of a renewal, at a real API server.
 func TestClusterOfARealAPIServer(t *testing.T) {
 	ctx := t.Context()
-	api, err := envtest.Start(ctx)
+	api, err := kubetest.Start(ctx)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -230,7 +230,7 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 		}
 		shutOut(false) // the node was adopted
 		n := &v1alpha1.AttestedNode{
-			ObjectMeta: metav1.ObjectMeta{Name: "node1", Finalizers: []string{v1alpha1.RetireCertificates}},
+			ObjectMeta: metav1.ObjectMeta{Name: "node1", Finalizers: []string{v1alpha1.RevokeCertificates}},
 			Spec:       v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{1}.String(), Role: v1alpha1.RoleControlPlane},
 		}
 		if err := api.Client.Create(ctx, n); err != nil {

@@ -20,7 +20,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -173,7 +173,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	api, err := envtest.Start(ctx)
+	api, err := kubetest.Start(ctx)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,7 +233,7 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 		{"a disk that is erased", func() error { disk.Spec.Salt, disk.Spec.Erased = "", true; return api.Client.Update(ctx, disk) }, 1, 0, nil},
 		{"a disk that is free", func() error { return api.Client.Delete(ctx, disk) }, 1, 0, nil},
 		{"an enrollment that outlives its end", func() error {
-			node.Finalizers = []string{v1alpha1.RetireCertificates}
+			node.Finalizers = []string{v1alpha1.RevokeCertificates}
 			return errors.Join(api.Client.Update(ctx, node), api.Client.Delete(ctx, node), api.Client.Get(ctx, client.ObjectKeyFromObject(node), node))
 		}, 1, 0, nil},
 		{"an enrollment that ends", func() error { node.Finalizers = nil; return api.Client.Update(ctx, node) }, 1, 0, nil},

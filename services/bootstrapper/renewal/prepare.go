@@ -23,8 +23,8 @@ import (
 	kubeadmrenewal "k8s.io/kubernetes/cmd/kubeadm/app/phases/certs/renewal"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
+	authority "github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	authority "github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 // plane is the files of one control plane.

@@ -18,7 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	kubeadmapi "k8s.io/kubernetes/cmd/kubeadm/app/apis/kubeadm"
 
-	authority "github.com/muster-k8s/muster/services/bootstrapper/pki"
+	authority "github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 )
 
 func TestRenewedAtTwoThirdsOfALife(t *testing.T) {

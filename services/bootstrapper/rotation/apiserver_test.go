@@ -25,7 +25,7 @@ import (
 	"k8s.io/client-go/util/keyutil"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
@@ -37,7 +37,7 @@ type program struct {
 
 func start(t *testing.T, name string, args ...string) *program {
 	t.Helper()
-	bin, err := envtest.Binaries()
+	bin, err := kubetest.Binaries()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,7 +65,7 @@ func (p *program) stop() {
 
 func reservePort(t *testing.T) int {
 	t.Helper()
-	ports, release, err := envtest.ReservePorts(t.Context(), 1)
+	ports, release, err := kubetest.ReservePorts(t.Context(), 1)
 	if err != nil {
 		t.Fatal(err)
 	}

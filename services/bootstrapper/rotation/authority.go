@@ -19,7 +19,7 @@ import (
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
-	files "github.com/muster-k8s/muster/services/bootstrapper/pki"
+	files "github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 )
 
 // authority is a certificate authority of the control planes: its key has issued their certificates, and all certificates of its own file verify these.

@@ -23,7 +23,7 @@ import (
 	"k8s.io/client-go/util/keyutil"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
-	files "github.com/muster-k8s/muster/services/bootstrapper/pki"
+	files "github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 )
 
 // answers reports whether an API server and a client with this connection accept each other.

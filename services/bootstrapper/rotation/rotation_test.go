@@ -23,8 +23,8 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/internal/ownerorder"
+	files "github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	files "github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 func TestMain(m *testing.M) {

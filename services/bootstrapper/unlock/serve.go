@@ -15,9 +15,9 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
 	"github.com/muster-k8s/muster/services/bootstrapper/recovery"
-	"github.com/muster-k8s/muster/trust/admission"
 	"github.com/muster-k8s/muster/trust/atls"
 	"github.com/muster-k8s/muster/trust/keys"
+	"github.com/muster-k8s/muster/trust/peerlimit"
 )
 
 // Serve runs `bootstrapper unlock`: it opens the disk, and serves its status meanwhile on the ports that `bootstrapper run` uses later. cfg is without
@@ -81,7 +81,7 @@ var Limits = func() atls.Limits {
 const grace = 2 * time.Second
 
 // recoverBy returns the recovery of a control plane, on a port of its own.
-func recoverBy(cfg Config, challenges *admission.Queue, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
+func recoverBy(cfg Config, challenges *peerlimit.Queue, calls *rpc.Metrics, registry prometheus.Registerer) Recovery {
 	return func(ctx context.Context, id keys.DiskID, try Try) error {
 		s, err := recovery.New(recovery.Config{
 			DiskID: id, OwnerKeys: cfg.Image.OwnerKeys, NoOwnerKey: len(cfg.Image.OwnerKeys) == 0 && cfg.Image.NoOwnerKey, Attester: cfg.Attester, Challenges: challenges, Calls: calls, Metrics: registry, Log: cfg.Log,

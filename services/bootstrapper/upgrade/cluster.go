@@ -17,7 +17,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/muster-k8s/muster/internal/versions"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterstate"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterobjects"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
@@ -73,7 +73,7 @@ func persist(ctx context.Context, do func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, apiTime)
 	defer cancel()
 	var final error
-	err := clusterstate.Persist(ctx, func(ctx context.Context) error {
+	err := clusterobjects.Persist(ctx, func(ctx context.Context) error {
 		err := do(ctx)
 		if errors.Is(err, errNotKubeadms) {
 			final, err = err, nil

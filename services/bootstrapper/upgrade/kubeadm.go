@@ -13,10 +13,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -131,7 +131,7 @@ func (u *Upgrader) kubeadm(ctx context.Context, r *release, in *component.Instal
 	if is, err := renewal.IsControlPlane(u.Root); err != nil {
 		return err
 	} else if is {
-		if err := pki.WriteSigner(u.on(machine.PKIFolder)); err != nil { // the new controller manager reads it
+		if err := clusterca.WriteSigner(u.on(machine.PKIFolder)); err != nil { // the new controller manager reads it
 			return err
 		}
 	}

@@ -21,11 +21,11 @@ import (
 
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/versions"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubeadm"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
-	"github.com/muster-k8s/muster/services/bootstrapper/pki"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -310,7 +310,7 @@ func TestANodeIsUpgraded(t *testing.T) {
 			n.crash = func(what string) error {
 				if what == "kubeadm upgrade begins" {
 					ran = n.get("/usr/local/bin/kubeadm") + ", " + n.get("/usr/local/bin/kubelet")
-					if _, err := os.Stat(n.on(machine.PKIFolder + "/" + pki.SignerFile)); (err == nil) != tt.controlPlane {
+					if _, err := os.Stat(n.on(machine.PKIFolder + "/" + clusterca.SignerFile)); (err == nil) != tt.controlPlane {
 						t.Errorf("the new controller manager's certificate: %v", err)
 					}
 					if n.cluster.leased != tt.controlPlane {

@@ -8,7 +8,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/services/joinservice/sweeping"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -16,9 +16,9 @@ import (
 // The owner removes a name while its machine renews certificates. Whichever of the owner's writes have arrived by then, the
 // new certificate may not write (J4).
 func TestARenewalThatMeetsTheOwnersRevocationIsRefused(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	k := roomtest.New(t)
-	renewed := roomtest.Signed("renewed")
+	servicetest.Shared.Reset(t)
+	k := servicetest.New(t)
+	renewed := servicetest.Signed("renewed")
 	for name, tt := range map[string]struct {
 		meanwhile func(n *v1alpha1.AttestedNode)
 		refused   bool
@@ -29,25 +29,25 @@ func TestARenewalThatMeetsTheOwnersRevocationIsRefused(t *testing.T) {
 		"the enrollment is another one": {func(n *v1alpha1.AttestedNode) { n.UID = "" }, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			roomtest.Shared.Reset(t)
-			roomtest.Shared.SetAccess(t, "w1", roomtest.Revoked)
-			roomtest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: roomtest.Claim(1).Machine.String(), Role: v1alpha1.RoleWorker, Banned: true})
-			decided := roomtest.Shared.Node(t, "w1")
+			servicetest.Shared.Reset(t)
+			servicetest.Shared.SetAccess(t, "w1", servicetest.Revoked)
+			servicetest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: servicetest.Claim(1).Machine.String(), Role: v1alpha1.RoleWorker, Banned: true})
+			decided := servicetest.Shared.Node(t, "w1")
 			n := decided.DeepCopy()
 			n.Spec.Banned = false
 			tt.meanwhile(n)
 			if n.UID == "" {
-				roomtest.Shared.Reset(t)
-				roomtest.Shared.SetAccess(t, "w1", roomtest.Revoked)
-				roomtest.Shared.Enroll(t, "w1", n.Spec)
-			} else if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+				servicetest.Shared.Reset(t)
+				servicetest.Shared.SetAccess(t, "w1", servicetest.Revoked)
+				servicetest.Shared.Enroll(t, "w1", n.Spec)
+			} else if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 				t.Fatal(err)
 			}
 			err := k.List.Allow(t.Context(), decided, renewed)
 			if got := attest.ReasonOf(err) == attestv1.Reason_REASON_BANNED; got != tt.refused || !tt.refused && err != nil {
 				t.Errorf("%v, want it refused: %v", err, tt.refused)
 			}
-			if r := roomtest.Shared.Access(t).Entry("w1").Revoked; r == nil || r.Allows(nodeaccess.ID(renewed)) == tt.refused {
+			if r := servicetest.Shared.Access(t).Entry("w1").Revoked; r == nil || r.Allows(nodeaccess.ID(renewed)) == tt.refused {
 				t.Errorf("revoked: %+v", r)
 			}
 		})
@@ -59,15 +59,15 @@ func TestARenewalThatMeetsTheOwnersRevocationIsRefused(t *testing.T) {
 func TestATicketUnderARevokedNameMayWriteInTheEnd(t *testing.T) {
 	for name, unseen := range map[string]bool{"seen": false, "not seen yet": true} {
 		t.Run(name, func(t *testing.T) {
-			roomtest.Shared.Reset(t)
+			servicetest.Shared.Reset(t)
 			var e *sweeping.Enforcer
-			a := roomtest.New(t, func(r *roomtest.Rooms) {
+			a := servicetest.New(t, func(r *servicetest.Rooms) {
 				var err error
 				if e, err = sweeping.NewEnforcer(r.State, r.List, r.Requests); err != nil {
 					t.Fatal(err)
 				}
 			})
-			roomtest.Shared.SetAccess(t, "w1", roomtest.Revoked)
+			servicetest.Shared.SetAccess(t, "w1", servicetest.Revoked)
 			membertest.Eventually(t, func() error {
 				e, _ := a.List.Entry("w1")
 				return membertest.Want(e.Revoked != nil, "the replica's view is old")
@@ -75,10 +75,10 @@ func TestATicketUnderARevokedNameMayWriteInTheEnd(t *testing.T) {
 			if unseen {
 				a.List.Unsee()
 			}
-			roomtest.Enroll(t, a, roomtest.Claim(1), "a")
+			servicetest.Enroll(t, a, servicetest.Claim(1), "a")
 			allowed := func() bool {
-				r := roomtest.Shared.Access(t).Entry("w1").Revoked
-				return r != nil && r.Allows(nodeaccess.ID(roomtest.Signed("a")))
+				r := servicetest.Shared.Access(t).Entry("w1").Revoked
+				return r != nil && r.Allows(nodeaccess.ID(servicetest.Signed("a")))
 			}
 			if unseen == allowed() {
 				t.Fatalf("with the ticket, its certificate is allowed: %t", !unseen)
@@ -86,8 +86,8 @@ func TestATicketUnderARevokedNameMayWriteInTheEnd(t *testing.T) {
 			if !unseen {
 				return
 			}
-			roomtest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
-			roomtest.Suspend(t, "w9", true) // the list changes, and the replica sees it
+			servicetest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+			servicetest.Suspend(t, "w9", true) // the list changes, and the replica sees it
 			membertest.Eventually(t, func() error { return membertest.Want(allowed(), "the ticket's certificate may not write") })
 		})
 	}

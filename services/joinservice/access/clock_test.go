@@ -11,32 +11,32 @@ import (
 
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 )
 
 // controlPlane lists a control plane, and returns a function that renews its Lease by a clock that differs by off.
 func controlPlane(t *testing.T, name string, off time.Duration) func() {
 	t.Helper()
-	roomtest.Shared.SetAccess(t, name, func(e nodeaccess.Entry) nodeaccess.Entry {
+	servicetest.Shared.SetAccess(t, name, func(e nodeaccess.Entry) nodeaccess.Entry {
 		e.ControlPlane = true
 		return e
 	})
 	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: name}}
-	_ = roomtest.Shared.Client.Delete(t.Context(), l.DeepCopy()) // of an earlier test
+	_ = servicetest.Shared.Client.Delete(t.Context(), l.DeepCopy()) // of an earlier test
 	renew := func() {
 		l.Spec.RenewTime = &metav1.MicroTime{Time: time.Now().Add(off)}
 		var err error
 		if l.ResourceVersion == "" {
-			err = roomtest.Shared.Client.Create(t.Context(), l)
+			err = servicetest.Shared.Client.Create(t.Context(), l)
 		} else {
-			err = roomtest.Shared.Client.Update(t.Context(), l)
+			err = servicetest.Shared.Client.Update(t.Context(), l)
 		}
 		if err != nil {
 			t.Fatal(err)
 		}
 	}
 	renew()
-	t.Cleanup(func() { _ = roomtest.Shared.Client.Delete(context.WithoutCancel(t.Context()), l) })
+	t.Cleanup(func() { _ = servicetest.Shared.Client.Delete(context.WithoutCancel(t.Context()), l) })
 	return renew
 }
 
@@ -45,10 +45,10 @@ func controlPlane(t *testing.T, name string, off time.Duration) func() {
 func TestOneWrongClockEndsNoRevocation(t *testing.T) {
 	for name, off := range map[string]time.Duration{"ahead": 25 * time.Hour, "behind": -24 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
-			roomtest.Shared.Reset(t)
-			k := roomtest.New(t, func(k *roomtest.Rooms) { k.State.Now = func() time.Time { return time.Now().Add(off) } })
+			servicetest.Shared.Reset(t)
+			k := servicetest.New(t, func(k *servicetest.Rooms) { k.State.Now = func() time.Time { return time.Now().Add(off) } })
 			own, other := controlPlane(t, "cp1", off), controlPlane(t, "cp2", 0)
-			roomtest.Shared.SetAccess(t, "w1", roomtest.Revoked)
+			servicetest.Shared.SetAccess(t, "w1", servicetest.Revoked)
 			membertest.Eventually(t, func() error {
 				e, _ := k.List.Entry("w1")
 				cp, _ := k.List.Entry("cp2")
@@ -71,7 +71,7 @@ func TestOneWrongClockEndsNoRevocation(t *testing.T) {
 			if err := k.List.Settle(t.Context(), "w1"); err != nil {
 				t.Fatal(err)
 			}
-			if e := roomtest.Shared.Access(t).Entry("w1"); e.Revoked == nil {
+			if e := servicetest.Shared.Access(t).Entry("w1"); e.Revoked == nil {
 				t.Error("the revocation is gone")
 			}
 			// A control plane that is down does not count.

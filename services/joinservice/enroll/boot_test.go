@@ -14,28 +14,28 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
 // J11: if two replicas admit two machines with the same TPM state at the same time, the compare-and-swap lets one pass.
 func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	a, b := roomtest.New(t), roomtest.New(t)
-	owner := roomtest.Claim(1)
+	servicetest.Shared.Reset(t)
+	a, b := servicetest.New(t), servicetest.New(t)
+	owner := servicetest.Claim(1)
 	owner.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
-	if err := roomtest.Join(t.Context(), a, owner, "a"); err != nil {
+	if err := servicetest.Join(t.Context(), a, owner, "a"); err != nil {
 		t.Fatal(err)
 	}
-	roomtest.Shared.GiveDisk(t, owner.Disk, owner.Machine)
+	servicetest.Shared.GiveDisk(t, owner.Disk, owner.Machine)
 	for range 5 {
-		last := roomtest.Shared.Node(t, "w1").Status.Boot
+		last := servicetest.Shared.Node(t, "w1").Status.Boot
 		var wait sync.WaitGroup
 		errs := make([]error, 2)
 		rejoining := make([]*enroll.Rejoining, 2)
-		for i, k := range []*roomtest.Rooms{a, b} { // both have been checked before either is recorded
-			c := roomtest.Claim(1)
+		for i, k := range []*servicetest.Rooms{a, b} { // both have been checked before either is recorded
+			c := servicetest.Claim(1)
 			c.Boot = enroll.Boot{Reset: uint32(last.ResetCount) + 1, Secret: keys.NewBootSecret(), Verified: time.Now(), Address: "192.0.2." + string(rune('1'+i))}
 			var err error
 			if rejoining[i], err = k.Rejoin(t.Context(), c); err != nil {
@@ -62,19 +62,19 @@ func TestOfAMachineAndItsCopyOneIsRecorded(t *testing.T) {
 
 // A boot is recorded for a key only if it was checked that the boot before it has ended, and that one is still the last.
 func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	k := roomtest.New(t)
-	c := roomtest.Claim(1)
+	servicetest.Shared.Reset(t)
+	k := servicetest.New(t)
+	c := servicetest.Claim(1)
 	c.Boot.Reset, c.Boot.Secret = 1, keys.NewBootSecret()
-	if err := roomtest.Join(t.Context(), k, c, "a"); err != nil {
+	if err := servicetest.Join(t.Context(), k, c, "a"); err != nil {
 		t.Fatal(err)
 	}
-	roomtest.Seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+	servicetest.Seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	c.Boot.Reset, c.Boot.Secret = 3, keys.NewBootSecret()
-	if err := roomtest.Join(t.Context(), k, c, "b"); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+	if err := servicetest.Join(t.Context(), k, c, "b"); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("a ticket: %v", err)
 	}
-	roomtest.Shared.GiveDisk(t, c.Disk, c.Machine)
+	servicetest.Shared.GiveDisk(t, c.Disk, c.Machine)
 	r, err := k.Rejoin(t.Context(), c)
 	if err != nil {
 		t.Fatal(err)
@@ -87,7 +87,7 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 	}
 	between := c.Boot
 	between.Reset, between.Secret = 2, keys.NewBootSecret()
-	if _, _, err := k.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
+	if _, _, err := k.Reattest(t.Context(), c.Machine, between, servicetest.Ticket("")); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Record(t.Context()); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
@@ -109,16 +109,16 @@ func TestABootThatNobodyHasLookedForGetsNoKey(t *testing.T) {
 // A copy that was booted once more asks while the original, which has its key, is still starting: it is refused until the
 // original's kubelet has had the time to start.
 func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	k := roomtest.New(t)
+	servicetest.Shared.Reset(t)
+	k := servicetest.New(t)
 	k.SetFirst(time.Hour)
-	c := roomtest.Claim(1)
+	c := servicetest.Claim(1)
 	now := time.Now()
 	c.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: now, Address: "192.0.2.1"}
-	if err := roomtest.Join(t.Context(), k, c, "a"); err != nil {
+	if err := servicetest.Join(t.Context(), k, c, "a"); err != nil {
 		t.Fatal(err)
 	}
-	roomtest.Shared.GiveDisk(t, c.Disk, c.Machine)
+	servicetest.Shared.GiveDisk(t, c.Disk, c.Machine)
 	later := c
 	later.Boot = enroll.Boot{Reset: 2, Secret: keys.NewBootSecret(), Verified: now, Address: "192.0.2.2"}
 	await := func() error {
@@ -128,7 +128,7 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 		}
 		return r.AwaitPreviousBootEnd(t.Context())
 	}
-	roomtest.Seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+	servicetest.Seen(t, k, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	err := await()
 	refusal, ok := errors.AsType[*attest.Refusal](err)
 	if !ok || refusal.Reason != attestv1.Reason_REASON_BUSY || refusal.RetryAfter <= 0 || refusal.RetryAfter > time.Hour || !strings.Contains(err.Error(), "192.0.2.1") || !strings.Contains(err.Error(), "192.0.2.2") {
@@ -141,7 +141,7 @@ func TestNoLaterBootIsBelievedWhileTheLastOneComesUp(t *testing.T) {
 		t.Errorf("the machine itself: %v", err)
 	}
 	k.SetFirst(time.Minute)
-	last := roomtest.Shared.Node(t, "w1").Status.Boot
+	last := servicetest.Shared.Node(t, "w1").Status.Boot
 	written := func(at time.Time) *coordinationv1.Lease {
 		return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ManagedFields: []metav1.ManagedFieldsEntry{{Time: new(metav1.NewTime(at))}}}}
 	}

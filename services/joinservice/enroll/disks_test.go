@@ -7,7 +7,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -15,11 +15,11 @@ import (
 // J2: the API server creates an object once, so if machines claim a disk at the same time at two replicas, which may or may
 // not have seen each other's enrollments, one gets and keeps it.
 func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	a := roomtest.New(t)
-	b := roomtest.New(t)
+	servicetest.Shared.Reset(t)
+	a := servicetest.New(t)
+	b := servicetest.New(t)
 	for range 10 {
-		roomtest.Shared.FreeDisk(t, roomtest.DiskOne)
+		servicetest.Shared.FreeDisk(t, servicetest.DiskOne)
 		var all sync.WaitGroup
 		errs, salts := make([]error, 6), make([]enroll.Salt, 6)
 		for i := range salts {
@@ -27,17 +27,17 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 		}
 		for i := range errs {
 			all.Go(func() {
-				errs[i] = []*roomtest.Rooms{a, b}[i%2].AssignDisk(t.Context(), roomtest.Claim(byte(1+i)), salts[i])
+				errs[i] = []*servicetest.Rooms{a, b}[i%2].AssignDisk(t.Context(), servicetest.Claim(byte(1+i)), salts[i])
 			})
 		}
 		all.Wait()
-		owner := roomtest.Shared.DiskOf(t, roomtest.DiskOne)
+		owner := servicetest.Shared.DiskOf(t, servicetest.DiskOne)
 		for i, err := range errs {
-			mine := owner == roomtest.Claim(byte(1+i)).Machine.String()
+			mine := owner == servicetest.Claim(byte(1+i)).Machine.String()
 			if reason := attest.ReasonOf(err); mine != (err == nil) || !mine && reason != attestv1.Reason_REASON_DISK_MISMATCH {
 				t.Errorf("machine %d, whose the disk is: %v: %v", 1+i, mine, err)
 			}
-			if again := b.AssignDisk(t.Context(), roomtest.Claim(byte(1+i)), salts[i]); mine != (again == nil) {
+			if again := b.AssignDisk(t.Context(), servicetest.Claim(byte(1+i)), salts[i]); mine != (again == nil) {
 				t.Errorf("machine %d, whose the disk is: %v: again: %v", 1+i, mine, again)
 			}
 		}
@@ -46,20 +46,20 @@ func TestOfMachinesThatClaimADiskAtOnceOneHasIt(t *testing.T) {
 
 // A replica whose view is out of date reads the API before it refuses.
 func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	k := roomtest.New(t)
-	roomtest.Shared.GiveDisk(t, roomtest.DiskOne, roomtest.Claim(1).Machine)
+	servicetest.Shared.Reset(t)
+	k := servicetest.New(t)
+	servicetest.Shared.GiveDisk(t, servicetest.DiskOne, servicetest.Claim(1).Machine)
 	membertest.Eventually(t, func() error {
-		return membertest.Want(k.OwnerOf(roomtest.DiskOne) == roomtest.Claim(1).Machine.String(), "the replica does not see the claim")
+		return membertest.Want(k.OwnerOf(servicetest.DiskOne) == servicetest.Claim(1).Machine.String(), "the replica does not see the claim")
 	})
-	if err := k.Check(t.Context(), roomtest.Claim(2)); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH {
+	if err := k.Check(t.Context(), servicetest.Claim(2)); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH {
 		t.Errorf("%v, want DISK_MISMATCH", err)
 	}
-	if err := k.Check(t.Context(), roomtest.Claim(1)); err != nil {
+	if err := k.Check(t.Context(), servicetest.Claim(1)); err != nil {
 		t.Errorf("its own machine: %v", err)
 	}
-	roomtest.Shared.FreeDisk(t, roomtest.DiskOne)
-	if err := k.Check(t.Context(), roomtest.Claim(2)); err != nil {
+	servicetest.Shared.FreeDisk(t, servicetest.DiskOne)
+	if err := k.Check(t.Context(), servicetest.Claim(2)); err != nil {
 		t.Error(err)
 	}
 }
@@ -67,29 +67,29 @@ func TestADiskThatWasFreedIsAnybodysAtOnce(t *testing.T) {
 // K4: if two tickets of one machine create two salts, one salt stays, and the key of the other, which is not the disk's, is
 // not sent.
 func TestOfTwoSaltsForADiskOneStays(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	a := roomtest.New(t)
-	one, err := a.SaltOrNew(t.Context(), roomtest.Claim(1))
+	servicetest.Shared.Reset(t)
+	a := servicetest.New(t)
+	one, err := a.SaltOrNew(t.Context(), servicetest.Claim(1))
 	if err != nil {
 		t.Fatal(err)
 	}
-	two, err := a.SaltOrNew(t.Context(), roomtest.Claim(1))
+	two, err := a.SaltOrNew(t.Context(), servicetest.Claim(1))
 	if err != nil || one == two {
 		t.Fatalf("the same salt twice, %v", err)
 	}
-	if err := a.AssignDisk(t.Context(), roomtest.Claim(1), one); err != nil {
+	if err := a.AssignDisk(t.Context(), servicetest.Claim(1), one); err != nil {
 		t.Fatal(err)
 	}
-	if err := a.AssignDisk(t.Context(), roomtest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+	if err := a.AssignDisk(t.Context(), servicetest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("%v, want API_UNAVAILABLE", err)
 	}
 	membertest.Eventually(t, func() error { // with an outdated view SaltOrNew makes another salt, which AssignDisk refuses
-		return membertest.Want(a.OwnerOf(roomtest.DiskOne) == roomtest.Claim(1).Machine.String(), "the replica does not see the claim")
+		return membertest.Want(a.OwnerOf(servicetest.DiskOne) == servicetest.Claim(1).Machine.String(), "the replica does not see the claim")
 	})
-	if have, err := a.SaltOrNew(t.Context(), roomtest.Claim(1)); err != nil || have != one {
+	if have, err := a.SaltOrNew(t.Context(), servicetest.Claim(1)); err != nil || have != one {
 		t.Errorf("another salt than the first, %v", err)
 	}
-	if err := a.RecheckDisk(t.Context(), roomtest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_ERASED {
+	if err := a.RecheckDisk(t.Context(), servicetest.Claim(1), two); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_ERASED {
 		t.Errorf("%v, want DISK_ERASED", err)
 	}
 }

@@ -307,7 +307,7 @@ func (es *Enrollments) replaceOrUpdate(ctx context.Context, c Claim, own *v1alph
 	}
 	if own == nil {
 		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{
-			Name: c.Node, Finalizers: []string{v1alpha1.RetireCertificates},
+			Name: c.Node, Finalizers: []string{v1alpha1.RevokeCertificates},
 			Annotations: map[string]string{v1alpha1.EnrolledByTicket: "true", v1alpha1.AttestationKey: c.AK, v1alpha1.AskedAt: state.UTC(es.state.Now())},
 		}, Spec: c.Spec()}
 		if err := es.state.Cluster.Client.Create(ctx, n); err != nil {
@@ -323,7 +323,7 @@ func (es *Enrollments) replaceOrUpdate(ctx context.Context, c Claim, own *v1alph
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, state.UTC(es.state.Now())) // J4: and so that another ticket of the machine detects the change
 	if !n.Retires() {                                                                        // J4: before any certificate is requested, so that none is valid after the enrollment without being revoked
-		n.Finalizers = append(n.Finalizers, v1alpha1.RetireCertificates)
+		n.Finalizers = append(n.Finalizers, v1alpha1.RevokeCertificates)
 	}
 	if err := es.state.Cluster.Client.Update(ctx, n); err != nil {
 		return nil, err
@@ -407,7 +407,7 @@ func (es *Enrollments) Delete(ctx context.Context, n *v1alpha1.AttestedNode) err
 	}
 	n = n.DeepCopy()
 	if n.Retires() {
-		n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
+		n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
 		if err := es.state.Cluster.Client.Update(ctx, n); err != nil {
 			return err
 		}

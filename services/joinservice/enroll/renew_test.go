@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/keys"
 )
@@ -45,27 +45,27 @@ func TestABanDuringARenewalKeepsTheCertificate(t *testing.T) {
 		"it is banned": {func(t *testing.T, n *v1alpha1.AttestedNode) {
 			t.Helper()
 			n.Spec.Banned = true
-			if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+			if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 				t.Fatal(err)
 			}
 		}, attestv1.Reason_REASON_BANNED},
 		"it is forgotten": {func(t *testing.T, n *v1alpha1.AttestedNode) {
 			t.Helper()
-			if err := roomtest.Shared.Client.Delete(t.Context(), n); err != nil {
+			if err := servicetest.Shared.Client.Delete(t.Context(), n); err != nil {
 				t.Fatal(err)
 			}
 		}, attestv1.Reason_REASON_BANNED},
 	} {
 		t.Run(name, func(t *testing.T) {
-			roomtest.Shared.Reset(t)
-			k := roomtest.New(t)
-			c := roomtest.Claim(1)
-			roomtest.Enroll(t, k, c, "a")
-			r, err := k.BeginRenewal(t.Context(), c, roomtest.Ticket("b"))
+			servicetest.Shared.Reset(t)
+			k := servicetest.New(t)
+			c := servicetest.Claim(1)
+			servicetest.Enroll(t, k, c, "a")
+			r, err := k.BeginRenewal(t.Context(), c, servicetest.Ticket("b"))
 			if err != nil {
 				t.Fatal(err)
 			}
-			tt.meanwhile(t, roomtest.Shared.Node(t, c.Node))
+			tt.meanwhile(t, servicetest.Shared.Node(t, c.Node))
 			got := attestv1.Reason_REASON_ACCEPTED
 			if err := r.Allow(t.Context(), cert); err != nil {
 				got = attest.ReasonOf(err)
@@ -93,30 +93,30 @@ func (l lookingAtLease) Get(ctx context.Context, key client.ObjectKey, o client.
 
 // J11: while one replica checks whether the previous boot has ended, another replica records another boot.
 func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
-	roomtest.Shared.Reset(t)
-	k, other := roomtest.New(t), roomtest.New(t)
-	c := roomtest.Claim(1)
+	servicetest.Shared.Reset(t)
+	k, other := servicetest.New(t), servicetest.New(t)
+	c := servicetest.Claim(1)
 	c.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
-	roomtest.Enroll(t, k, c, "a")
-	roomtest.Seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+	servicetest.Enroll(t, k, c, "a")
+	servicetest.Seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 	between, later := c.Boot, c
 	between.Reset, between.Secret = 2, keys.NewBootSecret()
 	later.Boot.Reset, later.Boot.Secret = 3, keys.NewBootSecret()
 	k.State.Cluster.Client = lookingAtLease{k.State.Cluster.Client, &sync.Once{}, func() {
-		if _, _, err := other.Reattest(t.Context(), c.Machine, between, roomtest.Ticket("")); err != nil {
+		if _, _, err := other.Reattest(t.Context(), c.Machine, between, servicetest.Ticket("")); err != nil {
 			t.Error(err)
 		}
 	}}
-	if _, err := k.BeginRenewal(t.Context(), later, roomtest.Ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
+	if _, err := k.BeginRenewal(t.Context(), later, servicetest.Ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_API_UNAVAILABLE {
 		t.Errorf("%v, want API_UNAVAILABLE", err)
 	}
-	if b := roomtest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 2 || b.EarlierEnded {
+	if b := servicetest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 2 || b.EarlierEnded {
 		t.Errorf("recorded is %+v", b)
 	}
-	if _, err := k.BeginRenewal(t.Context(), later, roomtest.Ticket("b")); err != nil { // after it has checked again
+	if _, err := k.BeginRenewal(t.Context(), later, servicetest.Ticket("b")); err != nil { // after it has checked again
 		t.Error(err)
 	}
-	if b := roomtest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 3 || !b.EarlierEnded {
+	if b := servicetest.Shared.Node(t, c.Node).Status.Boot; b.ResetCount != 3 || !b.EarlierEnded {
 		t.Errorf("recorded is %+v", b)
 	}
 }
@@ -142,13 +142,13 @@ func TestCertificatesForAMachineThatAttestsMeanwhile(t *testing.T) {
 		"during it, as another boot, a later": {2 * grace, []uint32{4}, false, 0, attestv1.Reason_REASON_VERDICT_OLD, 4},
 	} {
 		t.Run(name, func(t *testing.T) {
-			roomtest.Shared.Reset(t)
-			k, other := roomtest.New(t), roomtest.New(t)
-			c := roomtest.Claim(1)
+			servicetest.Shared.Reset(t)
+			k, other := servicetest.New(t), servicetest.New(t)
+			c := servicetest.Claim(1)
 			c.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now().Add(-tt.since)}
-			roomtest.Enroll(t, k, c, "a")
+			servicetest.Enroll(t, k, c, "a")
 			k.SetFirst(grace)
-			roomtest.Seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
+			servicetest.Seen(t, other, func(n *v1alpha1.AttestedNode) bool { return n != nil && n.Status.Boot != nil })
 			later := c
 			later.Boot = enroll.Boot{Reset: 3, Secret: keys.NewBootSecret(), Verified: time.Now()}
 			attests := func() {
@@ -157,7 +157,7 @@ func TestCertificatesForAMachineThatAttestsMeanwhile(t *testing.T) {
 					if b.Reset = reset; reset != 3 {
 						b.Secret, b.Verified = keys.NewBootSecret(), b.Verified.Add(time.Duration(reset)*time.Millisecond)
 					}
-					if _, _, err := other.Reattest(t.Context(), c.Machine, b, roomtest.Ticket("")); err != nil {
+					if _, _, err := other.Reattest(t.Context(), c.Machine, b, servicetest.Ticket("")); err != nil {
 						t.Error(err)
 					}
 				}
@@ -171,11 +171,11 @@ func TestCertificatesForAMachineThatAttestsMeanwhile(t *testing.T) {
 			if tt.asks != 0 {
 				later.Boot.Reset, later.Boot.Secret = tt.asks, keys.NewBootSecret()
 			}
-			_, err := k.BeginRenewal(t.Context(), later, roomtest.Ticket("b"))
+			_, err := k.BeginRenewal(t.Context(), later, servicetest.Ticket("b"))
 			if err != nil {
 				got = attest.ReasonOf(err)
 			}
-			b := roomtest.Shared.Node(t, c.Node).Status.Boot
+			b := servicetest.Shared.Node(t, c.Node).Status.Boot
 			if got != tt.want || b.ResetCount != tt.recorded || b.EarlierEnded != (err == nil) || b.EarlierEnded != (b.EarlierSince == nil) {
 				t.Errorf("%v, want %s; recorded is %+v", err, tt.want, b)
 			}

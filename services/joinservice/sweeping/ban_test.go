@@ -21,7 +21,7 @@ import (
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -42,14 +42,14 @@ func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			roomtest.Shared.Reset(t)
+			servicetest.Shared.Reset(t)
 			path := filepath.Join(t.TempDir(), "audit.jsonl")
 			log, err := audit.Open(path)
 			if err != nil {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { _ = log.Close() })
-			a := newReplica(t, func(k *roomtest.Rooms) { k.State.Audit = log })
+			a := newReplica(t, func(k *servicetest.Rooms) { k.State.Audit = log })
 			recorded := func(want int) {
 				t.Helper()
 				text, err := os.ReadFile(path)
@@ -57,27 +57,27 @@ func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 					t.Errorf("recorded %d times: %v, want %d", n, err, want)
 				}
 			}
-			roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
+			servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
 			makeReady(t, a, "w1")
 			held := hold(t)
 			finalizers := func(list ...string) {
 				t.Helper()
 				membertest.Eventually(t, func() error {
-					if err := roomtest.Shared.Client.Get(t.Context(), client.ObjectKeyFromObject(held), held); err != nil {
+					if err := servicetest.Shared.Client.Get(t.Context(), client.ObjectKeyFromObject(held), held); err != nil {
 						return client.IgnoreNotFound(err)
 					}
 					held.SetFinalizers(list)
-					return client.IgnoreNotFound(roomtest.Shared.Client.Update(t.Context(), held))
+					return client.IgnoreNotFound(servicetest.Shared.Client.Update(t.Context(), held))
 				})
 			}
 			t.Cleanup(func() {
-				if err := roomtest.Shared.Client.Patch(context.WithoutCancel(t.Context()), held, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))); client.IgnoreNotFound(err) != nil {
+				if err := servicetest.Shared.Client.Patch(context.WithoutCancel(t.Context()), held, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))); client.IgnoreNotFound(err) != nil {
 					t.Error(err)
 				}
 			})
 			finalizers("example.com/keep")
-			roomtest.Ban(t, true)
-			roomtest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+			servicetest.Ban(t, true)
+			servicetest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
 			if err := a.leave(t.Context(), "w1"); err == nil || !strings.Contains(err.Error(), "example.com/keep") || !strings.Contains(err.Error(), held.GetName()) {
 				t.Errorf("error %v", err)
 			}
@@ -98,19 +98,19 @@ func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 
 // The audit log has which machines were banned, and since when.
 func TestBansAndDeletionsAreAudited(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	path := filepath.Join(t.TempDir(), "audit.jsonl")
 	log, err := audit.Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = log.Close() })
-	a := newReplica(t, func(k *roomtest.Rooms) { k.State.Audit = log })
+	a := newReplica(t, func(k *servicetest.Rooms) { k.State.Audit = log })
 	e := a.Enforcer
-	roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
 	makeReady(t, a, "w1")
-	roomtest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
-	machine := roomtest.Claim(1).Machine.String()
+	servicetest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+	machine := servicetest.Claim(1).Machine.String()
 	var want []string // evictions and the rest are recorded concurrently
 	recorded := func(reason string, events ...string) {
 		t.Helper()
@@ -135,9 +135,9 @@ func TestBansAndDeletionsAreAudited(t *testing.T) {
 			return membertest.Want(slices.Equal(got, want), "recorded %q, want %q", got, want)
 		})
 	}
-	roomtest.Ban(t, true)
+	servicetest.Ban(t, true)
 	recorded("BANNED", "machine shut out", "node evicted")
-	roomtest.Ban(t, false)
+	servicetest.Ban(t, false)
 	recorded("ACCEPTED", "machine let in again")
 	remove(t, "w1")
 	want = append(want, fmt.Sprintf("machine shut out BANNED w1 %s", machine)) // the other one may follow at once
@@ -146,17 +146,17 @@ func TestBansAndDeletionsAreAudited(t *testing.T) {
 
 // `muster replace` bans the machine and keeps the Node for the next one.
 func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	a := newReplica(t)
-	roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
 	makeReady(t, a, "w1")
-	n := roomtest.Shared.Node(t, "w1")
+	n := servicetest.Shared.Node(t, "w1")
 	n.Spec.Banned = true
 	n.Annotations[v1alpha1.KeepNode] = "true"
-	if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || !roomtest.Suspended(t, "w1") {
+	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) || !servicetest.Suspended(t, "w1") {
 		t.Errorf("its Node is gone, or it may write: %v", err)
 	}
 }
@@ -164,53 +164,53 @@ func TestTheNodeOfAMachineThatIsReplacedStays(t *testing.T) {
 // If an administrator lifts the ban of an interrupted `muster replace` by hand, the next ban evicts the node like any
 // other.
 func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	a := newReplica(t)
 	e := a.Enforcer
-	roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
 	makeReady(t, a, "w1")
-	roomtest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
-	n := roomtest.Shared.Node(t, "w1")
+	servicetest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
+	n := servicetest.Shared.Node(t, "w1")
 	n.Annotations[v1alpha1.KeepNode] = "true" // no joinservice ran when the ban was lifted
-	if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	membertest.Eventually(t, func() error {
-		return membertest.Want(roomtest.Shared.Node(t, "w1").Annotations[v1alpha1.KeepNode] == "", "the annotation is still there")
+		return membertest.Want(servicetest.Shared.Node(t, "w1").Annotations[v1alpha1.KeepNode] == "", "the annotation is still there")
 	})
-	roomtest.Ban(t, true)
+	servicetest.Ban(t, true)
 	membertest.Eventually(t, func() error { return membertest.Want(!exists(t, object("w1")), "its Node is still there") })
 }
 
 // A first machine has no ticket, and has no Node after an eviction.
 func TestABanThatWasLiftedWhileNoJoinserviceRanIsNoticed(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: roomtest.Claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
+	servicetest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: servicetest.Claim(1).Machine.String(), Role: v1alpha1.RoleControlPlane})
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
 		s.Certificates = &v1alpha1.NodeCertificates{ClientExpiresAt: new(metav1.NewTime(time.Now().Add(time.Hour)))}
 	})
-	roomtest.Suspend(t, "w1", true)
+	servicetest.Suspend(t, "w1", true)
 	for range 2 {
 		b.after(t, time.Minute)
 	}
-	if e := roomtest.Shared.Access(t).Entry("w1"); e.Suspended || !e.ControlPlane {
+	if e := servicetest.Shared.Access(t).Entry("w1"); e.Suspended || !e.ControlPlane {
 		t.Errorf("the list says %+v", e)
 	}
 }
 
 // Without its Node the last control plane would not run joinservice, and no ban could be lifted.
 func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	a := newReplica(t)
 	for i, name := range []string{"w1", "cp2"} {
-		roomtest.Shared.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{byte(i + 1)}.String(), Role: v1alpha1.RoleControlPlane})
+		servicetest.Shared.Enroll(t, name, v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{byte(i + 1)}.String(), Role: v1alpha1.RoleControlPlane})
 	}
 	makeReady(t, a, "w1")
-	if err := roomtest.Shared.Client.Create(t.Context(), object("cp2")); err != nil { // not Ready
+	if err := servicetest.Shared.Client.Create(t.Context(), object("cp2")); err != nil { // not Ready
 		t.Fatal(err)
 	}
-	roomtest.Ban(t, true)
-	roomtest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+	servicetest.Ban(t, true)
+	servicetest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
 	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) {
 		t.Errorf("the last one that is Ready is evicted: %v", err)
 	}
@@ -219,7 +219,7 @@ func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 		t.Fatal("no cp2")
 	}
 	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
-	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	// Its kubelet made the Node after a ban was lifted: joinservice does not run there until it is labeled.
@@ -230,11 +230,11 @@ func TestTheLastControlPlaneIsNotEvicted(t *testing.T) {
 	if err := a.leave(t.Context(), "w1"); err != nil || !exists(t, object("w1")) {
 		t.Errorf("no joinservice can run, and it is evicted: %v", err)
 	}
-	if err := roomtest.Shared.Client.Get(t.Context(), client.ObjectKeyFromObject(n), n); err != nil {
+	if err := servicetest.Shared.Client.Get(t.Context(), client.ObjectKeyFromObject(n), n); err != nil {
 		t.Fatal(err)
 	}
 	n.Labels = map[string]string{clusterinfo.ControlPlaneLabel: ""}
-	if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	membertest.Eventually(t, func() error { return membertest.Want(a.State.Node("cp2").Serves, "the replica does not see cp2") })
@@ -256,9 +256,9 @@ func (s stuck) Delete(ctx context.Context, o client.Object, opts ...client.Delet
 
 // Pods that cannot be deleted do not prevent the deletion of others, and are named.
 func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	a := newReplica(t)
-	roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
 	makeReady(t, a, "w1")
 	innocent, token := pod(t, "proxy", "w1")
 	no := false
@@ -267,17 +267,17 @@ func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
 			ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: fmt.Sprintf("stuck-%02d", i)},
 			Spec:       corev1.PodSpec{NodeName: "w1", AutomountServiceAccountToken: &no, Containers: []corev1.Container{{Name: "x", Image: "x"}}},
 		}
-		if err := roomtest.Shared.Client.Create(t.Context(), p); err != nil {
+		if err := servicetest.Shared.Client.Create(t.Context(), p); err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() {
-			if err := roomtest.Shared.Client.Delete(context.WithoutCancel(t.Context()), p, client.GracePeriodSeconds(0)); client.IgnoreNotFound(err) != nil {
+			if err := servicetest.Shared.Client.Delete(context.WithoutCancel(t.Context()), p, client.GracePeriodSeconds(0)); client.IgnoreNotFound(err) != nil {
 				t.Error(err)
 			}
 		})
 	}
-	roomtest.Ban(t, true)
-	roomtest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+	servicetest.Ban(t, true)
+	servicetest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
 	a.State.Cluster.Client = stuck{a.State.Cluster.Client}
 	if err := a.leave(t.Context(), "w1"); err == nil || !strings.Contains(err.Error(), "delete pod default/stuck-") || !strings.Contains(err.Error(), "request is too large") {
 		t.Errorf("error %v", err)
@@ -291,21 +291,21 @@ func TestPodsThatCannotBeDeletedKeepNoOtherOne(t *testing.T) {
 // A deletion that waits for dependents, by a finalizer that the API server itself adds, does not delay an eviction: nodes
 // may delete their pods in this way.
 func TestADeletionThatWaitsForOthersHoldsNoEviction(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	a := newReplica(t)
-	roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
 	makeReady(t, a, "w1")
 	held, _ := pod(t, "proxy", "w1")
 	for _, o := range []client.Object{held, object("w1")} {
-		if err := roomtest.Shared.Client.Delete(t.Context(), o, client.PropagationPolicy(metav1.DeletePropagationForeground), client.GracePeriodSeconds(0)); err != nil {
+		if err := servicetest.Shared.Client.Delete(t.Context(), o, client.PropagationPolicy(metav1.DeletePropagationForeground), client.GracePeriodSeconds(0)); err != nil {
 			t.Fatal(err)
 		}
 		if !exists(t, o) {
 			t.Fatalf("%T is gone at once: nothing is tried", o)
 		}
 	}
-	roomtest.Ban(t, true)
-	roomtest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
+	servicetest.Ban(t, true)
+	servicetest.Seen(t, a.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Spec.Banned })
 	if err := a.leave(t.Context(), "w1"); err != nil || exists(t, held) || exists(t, object("w1")) {
 		t.Errorf("they are there still: %v", err)
 	}

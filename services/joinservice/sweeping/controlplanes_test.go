@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -22,29 +22,29 @@ import (
 func TestEnrolledControlPlanesAreListed(t *testing.T) {
 	b := newSweepFixture(t)
 	id := func(i byte) string { return attest.MachineID{i}.String() }
-	roomtest.Shared.Enroll(t, "c1", v1alpha1.AttestedNodeSpec{MachineID: id(11), Role: v1alpha1.RoleControlPlane})
-	n := roomtest.Shared.Node(t, "c1")
+	servicetest.Shared.Enroll(t, "c1", v1alpha1.AttestedNodeSpec{MachineID: id(11), Role: v1alpha1.RoleControlPlane})
+	n := servicetest.Shared.Node(t, "c1")
 	n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
-	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
-	roomtest.Shared.Enroll(t, "c2", v1alpha1.AttestedNodeSpec{MachineID: id(12), Role: v1alpha1.RoleControlPlane}) // has no ticket yet
-	roomtest.Shared.Enroll(t, "w2", v1alpha1.AttestedNodeSpec{MachineID: id(13), Role: v1alpha1.RoleWorker})
+	servicetest.Shared.Enroll(t, "c2", v1alpha1.AttestedNodeSpec{MachineID: id(12), Role: v1alpha1.RoleControlPlane}) // has no ticket yet
+	servicetest.Shared.Enroll(t, "w2", v1alpha1.AttestedNodeSpec{MachineID: id(13), Role: v1alpha1.RoleWorker})
 	for name, labels := range map[string]map[string]string{"before": {clusterinfo.ControlPlaneLabel: ""}, "before-w": nil, "w2": {clusterinfo.ControlPlaneLabel: ""}} {
 		o := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: labels}}
-		if err := roomtest.Shared.Client.Create(t.Context(), o); err != nil {
+		if err := servicetest.Shared.Client.Create(t.Context(), o); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { _ = roomtest.Shared.Client.Delete(context.WithoutCancel(t.Context()), o) })
+		t.Cleanup(func() { _ = servicetest.Shared.Client.Delete(context.WithoutCancel(t.Context()), o) })
 	}
-	roomtest.Shared.SetAccess(t, "before", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true} })
-	roomtest.Shared.SetAccess(t, "before-w", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true, ControlPlane: true} })
+	servicetest.Shared.SetAccess(t, "before", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true} })
+	servicetest.Shared.SetAccess(t, "before-w", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true, ControlPlane: true} })
 	for _, name := range []string{"gone", "w2"} {
-		roomtest.Shared.SetAccess(t, name, func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{ControlPlane: true} })
+		servicetest.Shared.SetAccess(t, name, func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{ControlPlane: true} })
 	}
 	membertest.Eventually(t, func() error {
 		b.after(t, time.Second)
-		got := roomtest.ControlPlanes(t)
+		got := servicetest.ControlPlanes(t)
 		return membertest.Want(slices.Equal(got, []string{"before", "c1"}), "control planes: %v, want before and c1", got)
 	})
 }

@@ -268,7 +268,7 @@ func (e *Enforcer) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	if !now.Retires() {
 		return nil // the finalizer of another program
 	}
-	now.Finalizers = slices.DeleteFunc(now.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
+	now.Finalizers = slices.DeleteFunc(now.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
 	if err := e.state.Cluster.Client.Update(ctx, now); client.IgnoreNotFound(err) != nil {
 		return clusterview.Unavailable("write AttestedNode "+n.Name, err)
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/services/joinservice/state"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -24,7 +24,7 @@ import (
 // kubelet returns a client with a certificate of w1 signed by the cluster's CA, and that certificate.
 func kubelet(t *testing.T) (client.Client, *x509.Certificate) {
 	t.Helper()
-	cfg, err := roomtest.Shared.AsUser("system:node:w1", nodecert.Organization)
+	cfg, err := servicetest.Shared.AsUser("system:node:w1", nodecert.Organization)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -45,8 +45,8 @@ var clientUsages = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignatur
 
 // nextOfName returns the claim of another machine that asks for the first one's name, with its own disk.
 func nextOfName() enroll.Claim {
-	next := roomtest.Claim(2)
-	next.Disk, next.Addresses = roomtest.DiskTwo, roomtest.Elsewhere(roomtest.Claim(2)).Addresses
+	next := servicetest.Claim(2)
+	next.Disk, next.Addresses = servicetest.DiskTwo, servicetest.Elsewhere(servicetest.Claim(2)).Addresses
 	return next
 }
 
@@ -55,13 +55,13 @@ func nextOfName() enroll.Claim {
 func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 	for name, before := range map[string]func(*testing.T, *sweepFixture){
 		"a ticket that was never issued": func(t *testing.T, b *sweepFixture) {
-			roomtest.Half(t, b.Rooms, roomtest.Claim(1))
-			roomtest.Seen(t, b.Rooms, b.Unfinished)
+			servicetest.Half(t, b.Rooms, servicetest.Claim(1))
+			servicetest.Seen(t, b.Rooms, b.Unfinished)
 		},
 		"one that was returned": func(t *testing.T, b *sweepFixture) {
-			roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
-			roomtest.Seen(t, b.Rooms, roomtest.Holds("a"))
-			if _, err := b.ReturnTicket(t.Context(), roomtest.Claim(1).Machine, "a"); err != nil {
+			servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
+			servicetest.Seen(t, b.Rooms, servicetest.Holds("a"))
+			if _, err := b.ReturnTicket(t.Context(), servicetest.Claim(1).Machine, "a"); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -71,19 +71,19 @@ func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 			before(t, b)
 			b.current(t)
 			b.clock.Pass(state.DefaultCertificateLife)
-			roomtest.Half(t, b.Rooms, roomtest.Claim(1))
+			servicetest.Half(t, b.Rooms, servicetest.Claim(1))
 			b.current(t)
 			b.clock.Pass(enroll.HoldMargin + time.Minute)
 			next := nextOfName()
 			if err := b.Check(t.Context(), next); attest.ReasonOf(err) != attestv1.Reason_REASON_NAME_TAKEN {
 				t.Errorf("another machine has the name: %v", err)
 			}
-			next.Node, next.Addresses = "w2", roomtest.Claim(1).Addresses
+			next.Node, next.Addresses = "w2", servicetest.Claim(1).Addresses
 			if err := b.Check(t.Context(), next); attest.ReasonOf(err) != attestv1.Reason_REASON_ADDRESS_REFUSED {
 				t.Errorf("another machine has the address: %v", err)
 			}
 			b.after(t, 0)
-			if roomtest.Shared.Node(t, "w1") == nil {
+			if servicetest.Shared.Node(t, "w1") == nil {
 				t.Error("the enrollment has ended")
 			}
 			b.clock.Pass(state.DefaultCertificateLife)
@@ -97,15 +97,15 @@ func TestEachFailedTicketHoldsTheNameAnew(t *testing.T) {
 // The same for the rule that ends the enrollment of a vanished worker.
 func TestAFailedTicketHoldsAVanishedName(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
-	roomtest.Seen(t, b.Rooms, roomtest.Holds("a"))
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
+	servicetest.Seen(t, b.Rooms, servicetest.Holds("a"))
 	b.after(t, 0)
 	b.after(t, 61*time.Minute)
 	b.vanished(t, vanishedNeverCame)
 	b.clock.Pass(25 * time.Hour)
-	roomtest.Half(t, b.Rooms, roomtest.Claim(1))
+	servicetest.Half(t, b.Rooms, servicetest.Claim(1))
 	b.after(t, 2*time.Minute)
-	if roomtest.Shared.Node(t, "w1") == nil {
+	if servicetest.Shared.Node(t, "w1") == nil {
 		t.Error("its enrollment has ended two minutes after certificates were issued")
 	}
 }
@@ -114,8 +114,8 @@ func TestAFailedTicketHoldsAVanishedName(t *testing.T) {
 func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
 	b := newSweepFixture(t)
 	old, _ := kubelet(t)
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
-	roomtest.Seen(t, b.Rooms, roomtest.Holds("a"))
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
+	servicetest.Seen(t, b.Rooms, servicetest.Holds("a"))
 	file(t, old, "csr-old")
 	membertest.Eventually(t, func() error {
 		return membertest.Want(len(b.Requests.FiledBy("w1")) == 1, "the request was not seen yet")
@@ -123,10 +123,10 @@ func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
 	b.after(t, 0)
 	b.after(t, 61*time.Minute)
 	b.after(t, 25*time.Hour+2*time.Minute)
-	if roomtest.Shared.Node(t, "w1") != nil {
+	if servicetest.Shared.Node(t, "w1") != nil {
 		t.Fatal("the enrollment is still there")
 	}
-	if left := roomtest.Shared.CSRs(t); len(left) > 0 {
+	if left := servicetest.Shared.CSRs(t); len(left) > 0 {
 		t.Errorf("requests are left: %v", left)
 	}
 }
@@ -134,7 +134,7 @@ func TestARequestThatWaitsEndsWithItsEnrollment(t *testing.T) {
 // A node that was restored without its status, and has attested since, is not a failed ticket.
 func TestANodeThatAttestsIsNotExpired(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
 	b.object(t, true)
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket, s.LastVerdict, s.Certificates = nil, nil, nil }) // as restored
 	b.after(t, 25*time.Hour)
@@ -142,7 +142,7 @@ func TestANodeThatAttestsIsNotExpired(t *testing.T) {
 	b.current(t)
 	b.object(t, false)
 	b.after(t, 0)
-	if roomtest.Shared.Node(t, "w1") == nil {
+	if servicetest.Shared.Node(t, "w1") == nil {
 		t.Error("its enrollment has ended, and its certificates live")
 	}
 }

@@ -7,7 +7,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -18,60 +18,60 @@ func TestAnUnattestedNodeGoesOnUntilTheOwnerForgetsIt(t *testing.T) {
 		e.Unattested = true
 		return e
 	}
-	roomtest.Shared.SetAccess(t, "w1", unattested)
+	servicetest.Shared.SetAccess(t, "w1", unattested)
 	for range 3 {
 		b.after(t, time.Minute)
 	}
-	if e := roomtest.Shared.Access(t).Entry("w1"); !e.Equal(unattested(nodeaccess.Entry{})) {
+	if e := servicetest.Shared.Access(t).Entry("w1"); !e.Equal(unattested(nodeaccess.Entry{})) {
 		t.Errorf("the list says %+v", e)
 	}
-	if err := b.Check(t.Context(), roomtest.Claim(1)); attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_EXISTS {
+	if err := b.Check(t.Context(), servicetest.Claim(1)); attest.ReasonOf(err) != attestv1.Reason_REASON_NODE_EXISTS {
 		t.Errorf("a machine that asks for the name: %v, want NODE_EXISTS", err)
 	}
 }
 
 // Whatever the list has, it ends as in the enrollment, also if several replicas write it.
 func TestTheListFollowsTheEnrollment(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	a := newReplica(t)
 	e := a.Enforcer
 	b := newReplica(t)
 	other := b.Enforcer
-	roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
-	roomtest.Seen(t, b.Rooms, roomtest.Holds("a"))
+	servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
+	servicetest.Seen(t, b.Rooms, servicetest.Holds("a"))
 	enforce(t, e)
 	enforce(t, other)
 	is := func(want bool) {
 		t.Helper()
-		membertest.Eventually(t, func() error { return membertest.Want(roomtest.Suspended(t, "w1") == want, "suspended: %t", !want) })
+		membertest.Eventually(t, func() error { return membertest.Want(servicetest.Suspended(t, "w1") == want, "suspended: %t", !want) })
 	}
-	roomtest.Ban(t, true)
+	servicetest.Ban(t, true)
 	is(true)
-	roomtest.Suspend(t, "w1", false) // by hand
+	servicetest.Suspend(t, "w1", false) // by hand
 	is(true)
-	roomtest.Ban(t, false)
+	servicetest.Ban(t, false)
 	is(false)
-	roomtest.Suspend(t, "w1", true)
+	servicetest.Suspend(t, "w1", true)
 	is(false)
 }
 
 // Connections of a banned machine are closed even if the API server answers nothing, neither to the ban's own request nor
 // to others'.
 func TestABanCutsConnectionsBeforeAnyRequest(t *testing.T) {
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	a := newReplica(t)
 	e := a.Enforcer
-	roomtest.Enroll(t, a.Rooms, roomtest.Claim(1), "a")
-	roomtest.Seen(t, a.Rooms, roomtest.Holds("a"))
+	servicetest.Enroll(t, a.Rooms, servicetest.Claim(1), "a")
+	servicetest.Seen(t, a.Rooms, servicetest.Holds("a"))
 	a.State.Cluster.Client = hanging{a.State.Cluster.Client, t.Context()}
 	e.mu.Lock()
 	e.add("other") // from before; it hangs
 	e.mu.Unlock()
 	cut := enforce(t, e)
-	roomtest.Ban(t, true)
+	servicetest.Ban(t, true)
 	select {
 	case m := <-cut:
-		if m != roomtest.Claim(1).Machine {
+		if m != servicetest.Claim(1).Machine {
 			t.Errorf("cut %s", m)
 		}
 	case <-time.After(5 * time.Minute):

@@ -7,23 +7,23 @@ import (
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/internal/envtest"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-func TestMain(m *testing.M) { envtest.Verify(m, roomtest.Start) }
+func TestMain(m *testing.M) { kubetest.Verify(m, servicetest.Start) }
 
 // replica is one joinservice. Its Enforcer does not run yet.
 type replica struct {
-	*roomtest.Rooms
+	*servicetest.Rooms
 	*Enforcer
 }
 
-func newReplica(t *testing.T, with ...func(*roomtest.Rooms)) *replica {
+func newReplica(t *testing.T, with ...func(*servicetest.Rooms)) *replica {
 	t.Helper()
 	r := &replica{}
-	r.Rooms = roomtest.New(t, append(with, func(p *roomtest.Rooms) {
+	r.Rooms = servicetest.New(t, append(with, func(p *servicetest.Rooms) {
 		var err error
 		if r.Enforcer, err = NewEnforcer(p.State, p.List, p.Requests); err != nil {
 			t.Fatal(err)
@@ -36,7 +36,7 @@ func newReplica(t *testing.T, with ...func(*roomtest.Rooms)) *replica {
 func enforce(t *testing.T, e *Enforcer) <-chan attest.MachineID {
 	t.Helper()
 	cut := make(chan attest.MachineID, 16)
-	roomtest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(m attest.MachineID) { cut <- m }) })
+	servicetest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(m attest.MachineID) { cut <- m }) })
 	return cut
 }
 

@@ -20,7 +20,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -175,7 +175,7 @@ func (r *trial) run(ctx context.Context) {
 	if err != nil || r.fails {
 		return
 	}
-	if e.Record(ctx, r.claim, roomtest.Ticket(r.id), roomtest.Signed(r.id), roomtest.Signed(r.id)) != nil {
+	if e.Record(ctx, r.claim, servicetest.Ticket(r.id), servicetest.Signed(r.id), servicetest.Signed(r.id)) != nil {
 		return
 	}
 	r.issued = true
@@ -219,15 +219,15 @@ type outcome struct {
 func outcomeOf(t *testing.T, trials []*trial) outcome {
 	t.Helper()
 	s := outcome{map[string]*v1alpha1.AttestedNode{}, map[string]bool{}, map[string]string{}}
-	list := roomtest.Shared.Access(t)
+	list := servicetest.Shared.Access(t)
 	for _, r := range trials {
-		if n := roomtest.Shared.Node(t, r.claim.Node); n != nil {
+		if n := servicetest.Shared.Node(t, r.claim.Node); n != nil {
 			s.nodes[n.Name] = n
 		}
 		if list.Entry(r.claim.Node).Suspended {
 			s.suspended[r.claim.Node] = true
 		}
-		s.disks[r.claim.Disk] = roomtest.Shared.DiskOf(t, r.claim.Disk)
+		s.disks[r.claim.Disk] = servicetest.Shared.DiskOf(t, r.claim.Disk)
 	}
 	return s
 }
@@ -303,10 +303,10 @@ func seeds(t *testing.T, n int) []uint64 {
 
 func racing(t *testing.T, now func() time.Time) []*replica {
 	t.Helper()
-	roomtest.Shared.Reset(t)
+	servicetest.Shared.Reset(t)
 	var out []*replica
 	for range 2 {
-		k := newReplica(t, func(k *roomtest.Rooms) {
+		k := newReplica(t, func(k *servicetest.Rooms) {
 			k.State.Cluster.Client, k.State.Now = scheduled{k.State.Cluster.Client}, now
 		})
 		enforce(t, k.Enforcer)
@@ -348,7 +348,7 @@ func TestTicketsThatRaceAtTwoReplicasLeaveWhatStands(t *testing.T) {
 // Requests and answers get lost, and replicas are killed between any two of them: even then no value has two owners, and
 // the rest is removed later.
 func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
-	hand := roomtest.NewClock()
+	hand := servicetest.NewClock()
 	replicas := racing(t, hand.Now)
 	var sweepers []*Sweeper
 	for _, k := range replicas {

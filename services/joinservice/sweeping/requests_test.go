@@ -16,34 +16,34 @@ import (
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/certificates"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // If a released enrollment is deleted, its name becomes free, but not its disk.
 func TestADeletedEnrollmentLeavesItsDiskToItsMachine(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Shared.Enroll(t, "w1", roomtest.Claim(1).Spec())
-	roomtest.Shared.GiveDisk(t, roomtest.DiskOne, roomtest.Claim(1).Machine)
-	n := roomtest.Shared.Node(t, "w1")
+	servicetest.Shared.Enroll(t, "w1", servicetest.Claim(1).Spec())
+	servicetest.Shared.GiveDisk(t, servicetest.DiskOne, servicetest.Claim(1).Machine)
+	n := servicetest.Shared.Node(t, "w1")
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.EnrolledByTicket, "true")
-	if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	released := b.clock.Now().Add(-25 * time.Hour)
 	n.Status.ReleasedAt = &metav1.Time{Time: released}
-	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	for range 3 { // conditions are written meanwhile
 		b.after(t, 0)
 	}
-	roomtest.Gone(t)
+	servicetest.Gone(t)
 	membertest.Eventually(t, func() error { // once the replica has seen its own claim
-		err := b.Check(t.Context(), roomtest.Claim(2))
+		err := b.Check(t.Context(), servicetest.Claim(2))
 		return membertest.Want(attest.ReasonOf(err) == attestv1.Reason_REASON_DISK_MISMATCH, "%v, want DISK_MISMATCH", err)
 	})
-	if err := b.Check(t.Context(), roomtest.Claim(1)); err != nil {
+	if err := b.Check(t.Context(), servicetest.Claim(1)); err != nil {
 		t.Errorf("its own machine: %v", err)
 	}
 }
@@ -105,17 +105,17 @@ func TestANodeFilesAgainOnceItsRequestsAreDeleted(t *testing.T) {
 	}
 	left(len(filed))
 	b.after(t, time.Minute)
-	if !roomtest.Shared.Access(t).Entry("w1").Paused {
+	if !servicetest.Shared.Access(t).Entry("w1").Paused {
 		t.Fatal("its requests are there still")
 	}
 	for _, o := range filed[2*certificates.MaxRequests:] {
-		if err := roomtest.Shared.Client.Delete(t.Context(), o); err != nil {
+		if err := servicetest.Shared.Client.Delete(t.Context(), o); err != nil {
 			t.Fatal(err)
 		}
 	}
 	left(2 * certificates.MaxRequests)
 	b.after(t, time.Minute)
-	if roomtest.Shared.Access(t).Entry("w1").Paused {
+	if servicetest.Shared.Access(t).Entry("w1").Paused {
 		t.Error("it files none for ever")
 	}
 }
@@ -138,7 +138,7 @@ func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
 	if err := b.State.Cluster.Client.Create(t.Context(), second); err != nil {
 		t.Fatal(err)
 	}
-	if err := roomtest.Shared.Client.Create(t.Context(), others); err != nil {
+	if err := servicetest.Shared.Client.Create(t.Context(), others); err != nil {
 		t.Fatal(err)
 	}
 	last := file(t, kubelet, "csr-last") // when the replica sees this one, it has seen those before
@@ -147,12 +147,12 @@ func TestRequestsThatTicketsLeftAreDeleted(t *testing.T) {
 	})
 	b.clock.Pass(certificates.UsedAfter - time.Second)
 	b.Requests.Discard(t.Context())
-	if got := roomtest.Shared.CSRs(t); len(got) != 4 {
+	if got := servicetest.Shared.CSRs(t); len(got) != 4 {
 		t.Errorf("deleted too early: left are %v", got)
 	}
 	b.clock.Pass(2 * time.Second)
 	b.Requests.Discard(t.Context())
-	if got := roomtest.Shared.CSRs(t); len(got) != 2 || !slices.Contains(got, others.Name) || !slices.Contains(got, last.Name) {
+	if got := servicetest.Shared.CSRs(t); len(got) != 2 || !slices.Contains(got, others.Name) || !slices.Contains(got, last.Name) {
 		t.Errorf("left are %v", got)
 	}
 }

@@ -174,7 +174,7 @@ func (s *Sweeper) mark(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		if n.Retires() {
 			return nil
 		}
-		n.Finalizers = append(n.Finalizers, v1alpha1.RetireCertificates)
+		n.Finalizers = append(n.Finalizers, v1alpha1.RevokeCertificates)
 		err := s.state.Cluster.Client.Update(ctx, n)
 		if err == nil {
 			return nil

@@ -30,7 +30,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/services/joinservice/nodecert"
-	"github.com/muster-k8s/muster/services/joinservice/roomtest"
+	"github.com/muster-k8s/muster/services/joinservice/servicetest"
 	"github.com/muster-k8s/muster/services/joinservice/state"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -39,23 +39,23 @@ import (
 type sweepFixture struct {
 	*replica
 	*Sweeper
-	clock *roomtest.Clock
+	clock *servicetest.Clock
 	audit string
 }
 
 func newSweepFixture(t *testing.T) *sweepFixture {
 	t.Helper()
-	roomtest.Shared.Reset(t)
-	if err := roomtest.Shared.Client.DeleteAllOf(t.Context(), &corev1.Event{}, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+	servicetest.Shared.Reset(t)
+	if err := servicetest.Shared.Client.DeleteAllOf(t.Context(), &corev1.Event{}, client.InNamespace(metav1.NamespaceDefault)); err != nil {
 		t.Fatal(err)
 	}
-	b := &sweepFixture{clock: roomtest.NewClock(), audit: filepath.Join(t.TempDir(), "audit.jsonl")}
+	b := &sweepFixture{clock: servicetest.NewClock(), audit: filepath.Join(t.TempDir(), "audit.jsonl")}
 	log, err := audit.Open(b.audit)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = log.Close() })
-	b.replica = newReplica(t, func(k *roomtest.Rooms) { k.State.Now, k.State.Audit = b.clock.Now, log })
+	b.replica = newReplica(t, func(k *servicetest.Rooms) { k.State.Now, k.State.Audit = b.clock.Now, log })
 	enforce(t, b.Enforcer)
 	b.Sweeper = b.sweeper(t)
 	return b
@@ -83,16 +83,16 @@ func (b *sweepFixture) after(t *testing.T, d time.Duration) {
 func (b *sweepFixture) current(t *testing.T) {
 	t.Helper()
 	membertest.Eventually(t, func() error {
-		live, view := roomtest.Shared.Node(t, "w1"), b.State.Cluster.Nodes.ByName("w1")
+		live, view := servicetest.Shared.Node(t, "w1"), b.State.Cluster.Nodes.ByName("w1")
 		same := live == nil && view == nil || live != nil && view != nil && live.ResourceVersion == view.ResourceVersion
 		e, _ := b.List.Entry("w1")
-		return membertest.Want(same && e.Equal(roomtest.Shared.Access(t).Entry("w1")), "the replica's view is old")
+		return membertest.Want(same && e.Equal(servicetest.Shared.Access(t).Entry("w1")), "the replica's view is old")
 	})
 }
 
 func (b *sweepFixture) vanished(t *testing.T, how string) {
 	t.Helper()
-	c := meta.FindStatusCondition(roomtest.Shared.Node(t, "w1").Status.Conditions, v1alpha1.ConditionVanished)
+	c := meta.FindStatusCondition(servicetest.Shared.Node(t, "w1").Status.Conditions, v1alpha1.ConditionVanished)
 	switch {
 	case how == "" && c != nil && c.Status != metav1.ConditionFalse:
 		t.Errorf("reported as vanished: %+v", c)
@@ -116,7 +116,7 @@ func (b *sweepFixture) vanished(t *testing.T, how string) {
 func (b *sweepFixture) event(t *testing.T, reason string) {
 	t.Helper()
 	l := &corev1.EventList{}
-	if err := roomtest.Shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+	if err := servicetest.Shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
 		t.Fatal(err)
 	}
 	for _, e := range l.Items {
@@ -147,9 +147,9 @@ func (b *sweepFixture) attests(t *testing.T) {
 	b.current(t)
 	v := v1alpha1.AttestedNodeStatus{LastVerdict: &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.NewTime(b.clock.Now())}}
 	// A verdict of the future is written by hand: the clock is the test's.
-	n := roomtest.Shared.Node(t, "w1")
+	n := servicetest.Shared.Node(t, "w1")
 	n.Status.LastVerdict = v.LastVerdict
-	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -159,9 +159,9 @@ func (b *sweepFixture) object(t *testing.T, there bool) {
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
 	var err error
 	if there {
-		err = roomtest.Shared.Client.Create(t.Context(), n)
+		err = servicetest.Shared.Client.Create(t.Context(), n)
 	} else {
-		err = roomtest.Shared.Client.Delete(t.Context(), n)
+		err = servicetest.Shared.Client.Delete(t.Context(), n)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -173,8 +173,8 @@ func (b *sweepFixture) object(t *testing.T, there bool) {
 
 func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
-	roomtest.Shared.GiveDisk(t, roomtest.DiskOne, roomtest.Claim(1).Machine)
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
+	servicetest.Shared.GiveDisk(t, servicetest.DiskOne, servicetest.Claim(1).Machine)
 	b.object(t, true)
 	b.after(t, 5*time.Minute)
 	b.attests(t)
@@ -186,16 +186,16 @@ func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 	b.vanished(t, "")
 	b.after(t, 2*time.Minute)
 	b.vanished(t, vanishedNodeGone)
-	other := roomtest.Claim(2)
+	other := servicetest.Claim(2)
 	b.after(t, 24*time.Hour)
-	if n := roomtest.Shared.Node(t, "w1"); n == nil || n.Status.Ticket == nil || b.recorded(t, "deletion decided") {
+	if n := servicetest.Shared.Node(t, "w1"); n == nil || n.Status.Ticket == nil || b.recorded(t, "deletion decided") {
 		t.Fatalf("deleted too early: %+v", n)
 	}
 	if err := b.Check(t.Context(), other); err == nil {
 		t.Error("another machine could have the name while certificates of the one before may live")
 	}
 	b.after(t, 2*time.Hour)
-	roomtest.Gone(t)
+	servicetest.Gone(t)
 	if !b.recorded(t, "deletion decided") {
 		t.Error("no record")
 	}
@@ -203,7 +203,7 @@ func TestAWorkerWhoseNodeIsGoneIsReportedThenDeleted(t *testing.T) {
 	if err := b.Check(t.Context(), other); attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH { // J2
 		t.Errorf("another machine's disk: %v", err)
 	}
-	other.Disk = roomtest.DiskTwo
+	other.Disk = servicetest.DiskTwo
 	if err := b.Check(t.Context(), other); err != nil {
 		t.Errorf("another machine cannot have the name: %v", err)
 	}
@@ -216,17 +216,17 @@ func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
 		"with another ticket": func(t *testing.T, b *sweepFixture) {
 			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.Now()) })
 		},
-		"banned, which stays a ban": func(t *testing.T, _ *sweepFixture) { roomtest.Ban(t, true) },
+		"banned, which stays a ban": func(t *testing.T, _ *sweepFixture) { servicetest.Ban(t, true) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newSweepFixture(t)
-			roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+			servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
 			b.after(t, 61*time.Minute)
 			b.vanished(t, vanishedNeverCame)
 			b.clock.Pass(24 * time.Hour)
 			back(t, b)
 			b.after(t, 2*time.Hour)
-			if n := roomtest.Shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
+			if n := servicetest.Shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
 				t.Errorf("enrollment %+v", n)
 			}
 		})
@@ -235,9 +235,9 @@ func TestAVanishedNodeThatComesBackIsNotReleased(t *testing.T) {
 
 func (b *sweepFixture) status(t *testing.T, change func(*v1alpha1.AttestedNodeStatus)) {
 	t.Helper()
-	n := roomtest.Shared.Node(t, "w1")
+	n := servicetest.Shared.Node(t, "w1")
 	change(&n.Status)
-	if err := roomtest.Shared.Client.Status().Update(t.Context(), n); err != nil {
+	if err := servicetest.Shared.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -247,21 +247,21 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 	for name, role := range map[string]v1alpha1.Role{"a worker": v1alpha1.RoleWorker, "a control plane": v1alpha1.RoleControlPlane} {
 		t.Run(name, func(t *testing.T) {
 			b := newSweepFixture(t)
-			c := roomtest.Claim(1)
+			c := servicetest.Claim(1)
 			c.Role = role
-			roomtest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
+			servicetest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: c.Machine.String(), Role: role})
 			if role == v1alpha1.RoleControlPlane { // not even one that is marked as created by a ticket
-				n := roomtest.Shared.Node(t, "w1")
+				n := servicetest.Shared.Node(t, "w1")
 				n.Annotations = map[string]string{v1alpha1.EnrolledByTicket: "true"}
 				n.Status.LastVerdict = nil
-				if err := roomtest.Shared.Client.Update(t.Context(), n); err != nil {
+				if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 					t.Fatal(err)
 				}
 				b.object(t, true) // otherwise it counts as begun
 			}
 			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may appear at any time
 			b.vanished(t, "")
-			roomtest.Enroll(t, b.Rooms, c, "a")
+			servicetest.Enroll(t, b.Rooms, c, "a")
 			if role == v1alpha1.RoleControlPlane {
 				b.object(t, false)
 			}
@@ -269,7 +269,7 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 			b.after(t, 61*time.Minute)
 			b.vanished(t, vanishedNeverCame)
 			b.after(t, 1000*time.Hour)
-			if n := roomtest.Shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
+			if n := servicetest.Shared.Node(t, "w1"); n == nil || n.Status.ReleasedAt != nil || n.Status.Ticket == nil {
 				t.Errorf("enrollment %+v", n)
 			}
 		})
@@ -278,14 +278,14 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 
 func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
 	b.object(t, true)
 	b.attests(t)
 	b.after(t, 61*time.Minute)
 	b.vanished(t, vanishedSilent)
 	b.after(t, 1000*time.Hour) // its Node exists: no rule removes it
 	b.vanished(t, vanishedSilent)
-	if n := roomtest.Shared.Node(t, "w1"); n.Status.ReleasedAt != nil {
+	if n := servicetest.Shared.Node(t, "w1"); n.Status.ReleasedAt != nil {
 		t.Errorf("released: %+v", n.Status)
 	}
 	b.attests(t)
@@ -298,27 +298,27 @@ func TestANodeWhoseMachineAttestsNoMoreIsReportedUntilItDoes(t *testing.T) {
 // for it.
 func TestAnEnrollmentWithoutATicketIsDeleted(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Half(t, b.Rooms, roomtest.Claim(1))
+	servicetest.Half(t, b.Rooms, servicetest.Claim(1))
 	b.after(t, state.DefaultCertificateLife)
-	if roomtest.Shared.Node(t, "w1") == nil {
+	if servicetest.Shared.Node(t, "w1") == nil {
 		t.Fatal("deleted while a certificate may be valid")
 	}
 	b.after(t, enroll.HoldMargin+time.Minute)
-	roomtest.Gone(t)
+	servicetest.Gone(t)
 }
 
 // A backup has no status. The restored enrollment of a node is still that node's.
 func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
 	b.object(t, true)
 	b.status(t, func(s *v1alpha1.AttestedNodeStatus) { *s = v1alpha1.AttestedNodeStatus{} })
 	b.after(t, 24*time.Hour)
 	b.after(t, time.Minute)
-	if roomtest.Shared.Node(t, "w1") == nil || roomtest.Suspended(t, "w1") {
+	if servicetest.Shared.Node(t, "w1") == nil || servicetest.Suspended(t, "w1") {
 		t.Error("it is gone")
 	}
-	if _, _, err := b.Reattest(t.Context(), roomtest.Claim(1).Machine, roomtest.Claim(1).Boot, roomtest.Ticket("")); err != nil {
+	if _, _, err := b.Reattest(t.Context(), servicetest.Claim(1).Machine, servicetest.Claim(1).Boot, servicetest.Ticket("")); err != nil {
 		t.Errorf("its machine cannot attest: %v", err)
 	}
 }
@@ -327,13 +327,13 @@ func TestANodesEnrollmentWithoutStatusStays(t *testing.T) {
 // expired (J4).
 func TestASuspensionWithoutAnEnrollmentBecomesARevocation(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Suspend(t, "w1", true)
+	servicetest.Suspend(t, "w1", true)
 	membertest.Eventually(t, func() error {
-		e := roomtest.Shared.Access(t).Entry("w1")
+		e := servicetest.Shared.Access(t).Entry("w1")
 		return membertest.Want(!e.Suspended && e.Revoked != nil && len(e.Revoked.Allowed) == 0, "the list says %+v", e)
 	})
 	b.after(t, state.DefaultCertificateLife+time.Hour)
-	if e := roomtest.Shared.Access(t).Entry("w1"); !e.Equal(nodeaccess.Entry{}) {
+	if e := servicetest.Shared.Access(t).Entry("w1"); !e.Equal(nodeaccess.Entry{}) {
 		t.Errorf("once they have, the list says %+v", e)
 	}
 }
@@ -362,9 +362,9 @@ func TestASweepersTimesFitTogether(t *testing.T) {
 func TestOneOfTwoSweepersActs(t *testing.T) {
 	b := newSweepFixture(t)
 	other := *b
-	other.replica = newReplica(t, func(k *roomtest.Rooms) { k.State.Now, k.State.Audit = b.clock.Now, b.State.Audit })
+	other.replica = newReplica(t, func(k *servicetest.Rooms) { k.State.Now, k.State.Audit = b.clock.Now, b.State.Audit })
 	other.Sweeper = other.sweeper(t)
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
 	for range 60 {
 		b.clock.Pass(time.Hour)
 		b.current(t)
@@ -374,9 +374,9 @@ func TestOneOfTwoSweepersActs(t *testing.T) {
 		both.Go(func() { other.pass(context.WithoutCancel(t.Context())) })
 		both.Wait()
 	}
-	roomtest.Gone(t)
+	servicetest.Gone(t)
 	l := &corev1.EventList{}
-	if err := roomtest.Shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
+	if err := servicetest.Shared.Client.List(t.Context(), l, client.InNamespace(metav1.NamespaceDefault)); err != nil {
 		t.Fatal(err)
 	}
 	events := map[string]int{}
@@ -407,7 +407,7 @@ func request(t *testing.T) []byte {
 func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
 	b := newSweepFixture(t)
 	b.cfg.ReleaseAfter = time.Minute // as if the owner had set the certificate life to less, and then to more
-	roomtest.Enroll(t, b.Rooms, roomtest.Claim(1), "a")
+	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
 	b.object(t, true)
 	b.after(t, 5*time.Minute)
 	b.attests(t)
@@ -419,24 +419,24 @@ func TestNoEnrollmentEndsWhileACertificateCanLive(t *testing.T) {
 	for _, until := range []time.Duration{state.DefaultCertificateLife, state.DefaultCertificateLife + 15*time.Minute, state.DefaultCertificateLife + 15*time.Minute + enroll.HoldMargin - time.Minute} {
 		b.after(t, until-last)
 		last = until
-		if roomtest.Shared.Node(t, "w1") == nil {
+		if servicetest.Shared.Node(t, "w1") == nil {
 			t.Fatalf("deleted %s after the last verdict", until)
 		}
 	}
 	b.after(t, 3*time.Minute)
-	roomtest.Gone(t)
+	servicetest.Gone(t)
 }
 
 // An entry that shuts out expired certificates is removed.
 func TestARevocationThatHasLapsedGoes(t *testing.T) {
 	b := newSweepFixture(t)
-	roomtest.Shared.SetAccess(t, "w1", roomtest.Revoked)
+	servicetest.Shared.SetAccess(t, "w1", servicetest.Revoked)
 	b.after(t, 24*time.Hour)
-	if roomtest.Shared.Access(t).Entry("w1").Revoked == nil {
+	if servicetest.Shared.Access(t).Entry("w1").Revoked == nil {
 		t.Fatal("it went while certificates may be valid")
 	}
 	b.after(t, 30*time.Minute)
-	if r := roomtest.Shared.Access(t).Entry("w1").Revoked; r != nil {
+	if r := servicetest.Shared.Access(t).Entry("w1").Revoked; r != nil {
 		t.Errorf("%+v is left", r)
 	}
 }

@@ -36,8 +36,8 @@ func Connect(d *ownerdir.Dir) (*clusterapi.Client, error) {
 	return kube, nil
 }
 
-// Unanswered returns err, wrapped as API_UNAVAILABLE if nothing answered at the API server's address.
-func Unanswered(server string, err error) error {
+// UnreachableError returns err, wrapped as API_UNAVAILABLE if nothing answered at the API server's address.
+func UnreachableError(server string, err error) error {
 	if _, network := errors.AsType[*net.OpError](err); !network && !errors.Is(err, context.DeadlineExceeded) {
 		return fmt.Errorf("request to the API server at %s: %w", server, err)
 	}
@@ -59,5 +59,5 @@ func FolderCluster(d *ownerdir.Dir) (keys.ClusterID, error) {
 	return keys.ClusterID(id), nil
 }
 
-// AnswersWithin is how long to wait for an answer of an API server before the cluster is treated as lost.
-const AnswersWithin = 20 * time.Second
+// ProbeTimeout is how long to wait for an answer of an API server before the cluster is treated as lost.
+const ProbeTimeout = 20 * time.Second

@@ -176,7 +176,7 @@ func (h *Holder) rotated(ctx context.Context) ([]*x509.Certificate, error) {
 		return nil, err
 	}
 	trusted := TrustedBy(h.Text)
-	return append(next[:1], trusted...), Endorsed(ctx, h.Conf.Clusters[h.Conf.Contexts[h.Conf.CurrentContext].Cluster].Server, trusted, next[0])
+	return append(next[:1], trusted...), VerifyCrossCertificate(ctx, h.Conf.Clusters[h.Conf.Contexts[h.Conf.CurrentContext].Cluster].Server, trusted, next[0])
 }
 
 // replace writes the kubeconfig with the renewed certificate, once the API server has accepted it.

@@ -11,8 +11,8 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 )
 
-// Endorsed returns an error unless an API server presents a chain in which a CA of trusted has cross-signed the key of ca.
-func Endorsed(ctx context.Context, server string, trusted []*x509.Certificate, ca *x509.Certificate) error {
+// VerifyCrossCertificate returns an error unless an API server presents a chain in which a CA of trusted has cross-signed the key of ca.
+func VerifyCrossCertificate(ctx context.Context, server string, trusted []*x509.Certificate, ca *x509.Certificate) error {
 	at, err := url.Parse(server)
 	if err != nil {
 		return err
@@ -21,11 +21,11 @@ func Endorsed(ctx context.Context, server string, trusted []*x509.Certificate, c
 	for _, c := range trusted {
 		roots.AddCert(c)
 	}
-	ctx, cancel := context.WithTimeout(ctx, AnswersWithin)
+	ctx, cancel := context.WithTimeout(ctx, ProbeTimeout)
 	defer cancel()
 	conn, err := (&tls.Dialer{Config: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}}).DialContext(ctx, "tcp", at.Host)
 	if err != nil {
-		return Unanswered(server, err)
+		return UnreachableError(server, err)
 	}
 	defer func() { _ = conn.Close() }()
 	c, ok := conn.(*tls.Conn)

@@ -11,8 +11,8 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 )
 
-// See reads from the cluster the state that known.json records, except for the epoch.
-func See(ctx context.Context, kube *clusterapi.Client) (*ownerdir.Known, error) {
+// ReadState reads from the cluster the state that known.json records, except for the epoch.
+func ReadState(ctx context.Context, kube *clusterapi.Client) (*ownerdir.Known, error) {
 	policy, err := kube.Policy(ctx)
 	if err != nil && !clusterapi.Absent(err) {
 		return nil, err

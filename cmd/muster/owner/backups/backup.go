@@ -72,7 +72,7 @@ func MakeBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(s
 	if err != nil {
 		return node, backup.Stored{}, err
 	}
-	signed, r, err := orders.Follow(ctx, d, node, orders.Asked{Action: ownerorder.ActionBackup, Args: orders.Fixed(nil)}, func(s string) { report(node + ": " + s) })
+	signed, r, err := orders.Send(ctx, d, node, orders.Request{Action: ownerorder.ActionBackup, Args: orders.Fixed(nil)}, func(s string) { report(node + ": " + s) })
 	if err != nil {
 		return node, backup.Stored{}, err
 	}

@@ -21,7 +21,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
@@ -62,9 +62,9 @@ var values = Values{
 }
 
 // start returns a control plane with a garbage collector and the namespace of Muster's services.
-func start(t *testing.T) *envtest.Cluster {
+func start(t *testing.T) *kubetest.Cluster {
 	t.Helper()
-	api, err := envtest.Start(t.Context(), "garbage-collector-controller")
+	api, err := kubetest.Start(t.Context(), "garbage-collector-controller")
 	if err != nil {
 		t.Fatal(err)
 	}

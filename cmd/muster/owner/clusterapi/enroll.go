@@ -35,7 +35,7 @@ func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.Attested
 				return err
 			}
 		}
-		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: spec}
+		n := &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RevokeCertificates}}, Spec: spec}
 		err := c.client.Create(ctx, n)
 		if err == nil {
 			created = true

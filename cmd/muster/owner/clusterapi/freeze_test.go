@@ -17,7 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 )
 
 // settles is how long policies and the garbage collector may take to be in force on a machine that compiles at the
@@ -99,7 +99,7 @@ func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 }
 
 // written counts the objects of all kinds that the chart creates, and those that it needs.
-func written(t *testing.T, api *envtest.Cluster) int {
+func written(t *testing.T, api *kubetest.Cluster) int {
 	t.Helper()
 	n := 0
 	for apiVersion, kinds := range map[string][]string{
@@ -129,7 +129,7 @@ func written(t *testing.T, api *envtest.Cluster) int {
 // who writes, each by a request that RBAC allows them.
 type who map[string]func(context.Context) error
 
-func writers(t *testing.T, api *envtest.Cluster) who {
+func writers(t *testing.T, api *kubetest.Cluster) who {
 	t.Helper()
 	create := func(cfg *rest.Config, err error, o client.Object) func(context.Context) error {
 		if err != nil {

@@ -13,12 +13,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 )
 
 // A rollout keeps its lease for hours, whatever its user is called, and ends when another program has it.
 func TestARolloutKeepsItsLease(t *testing.T) {
-	api, err := envtest.Start(t.Context())
+	api, err := kubetest.Start(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -207,7 +207,7 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report 
 		// Everything that the finalizer is for is done; perhaps no joinservice runs that would remove it.
 		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Retires()
-			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RetireCertificates })
+			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
 			return was
 		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil {
 			return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
@@ -455,7 +455,7 @@ func (c *Client) RevokeNames(ctx context.Context, names []string) error {
 // Shut bans a machine that is not enrolled, by a banned enrollment of that name.
 func (c *Client) Shut(ctx context.Context, name, machine string) error {
 	err := once(ctx, func(ctx context.Context) error {
-		err := c.client.Create(ctx, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: v1alpha1.AttestedNodeSpec{MachineID: machine, Role: v1alpha1.RoleWorker, Banned: true}})
+		err := c.client.Create(ctx, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RevokeCertificates}}, Spec: v1alpha1.AttestedNodeSpec{MachineID: machine, Role: v1alpha1.RoleWorker, Banned: true}})
 		return client.IgnoreAlreadyExists(err)
 	})
 	if err != nil {

@@ -57,9 +57,9 @@ func (c *Client) WithdrawOrder(ctx context.Context, name string, ours func(note 
 	return begun, err
 }
 
-// Order gives a node's machine the order that sign makes from its enrollment, in the form of [v1alpha1.OwnerOrder]. sign is
+// PutOrder gives a node's machine the order that sign makes from its enrollment, in the form of [v1alpha1.OwnerOrder]. sign is
 // called again if the enrollment has changed meanwhile.
-func (c *Client) Order(ctx context.Context, name string, sign func(*v1alpha1.AttestedNode) (string, error)) error {
+func (c *Client) PutOrder(ctx context.Context, name string, sign func(*v1alpha1.AttestedNode) (string, error)) error {
 	return once(ctx, func(ctx context.Context) error {
 		n, err := c.Enrollment(ctx, name)
 		if err != nil {

@@ -187,7 +187,7 @@ func (c *Client) Unfinalize(ctx context.Context) error {
 			if err := c.client.Get(ctx, client.ObjectKeyFromObject(&all[i]), n); err != nil {
 				return client.IgnoreNotFound(err)
 			}
-			others := slices.DeleteFunc(slices.Clone(n.Finalizers), func(f string) bool { return f == v1alpha1.RetireCertificates })
+			others := slices.DeleteFunc(slices.Clone(n.Finalizers), func(f string) bool { return f == v1alpha1.RevokeCertificates })
 			if len(others) > 0 {
 				return fmt.Errorf("it has the finalizer %s of another program", printable.ASCII(strings.Join(others, ", "), maxWhy))
 			}

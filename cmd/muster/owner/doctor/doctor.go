@@ -283,12 +283,12 @@ func (d *doctor) known(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = recovery.Remember(ctx, d.dir, d.kube)
-	if behind := s.Behind(); behind != "" && !errors.Is(err, recovery.ErrBehind) { // also if the state could not be recorded
+	err = recovery.RecordState(ctx, d.dir, d.kube)
+	if behind := s.Behind(); behind != "" && !errors.Is(err, recovery.ErrRolledBack) { // also if the state could not be recorded
 		d.Add(CheckKnown, checkup.Fail, clusterapi.BehindRemedy, "%s", behind)
 	}
 	switch {
-	case errors.Is(err, recovery.ErrBehind):
+	case errors.Is(err, recovery.ErrRolledBack):
 		d.Err(CheckKnown, clusterapi.BehindRemedy, err)
 	case err != nil:
 		d.Add(CheckKnown, checkup.Warn, "See to it that the folder can be written, and run muster doctor again.", "%v", err)

@@ -32,7 +32,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/checkup"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/atls"
@@ -43,11 +43,11 @@ import (
 
 const patience = 10 * time.Minute
 
-var shared *envtest.Cluster
+var shared *kubetest.Cluster
 
 func TestMain(m *testing.M) {
-	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
-		if shared, err = envtest.Start(ctx); err != nil {
+	kubetest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+		if shared, err = kubetest.Start(ctx); err != nil {
 			return nil, err
 		}
 		return shared.Stop, nil

@@ -138,7 +138,7 @@ func (d *doctor) diskKeys(ctx context.Context) error {
 		if err != nil {
 			return nil //nolint:nilerr // the folder's check has reported it
 		}
-		salt, err := recovery.KnownSalt(d.dir, known, id)
+		salt, err := recovery.RecordedSalt(d.dir, known, id)
 		if err != nil {
 			d.Add(CheckDiskKeys, checkup.Warn, noSalt, "%s: %v", n.Name, err)
 			continue
@@ -209,7 +209,7 @@ func (d *doctor) salt(n v1alpha1.AttestedNode) error {
 	if err != nil {
 		return err
 	}
-	_, err = recovery.KnownSalt(d.dir, known, disk)
+	_, err = recovery.RecordedSalt(d.dir, known, disk)
 	return err
 }
 
@@ -221,5 +221,5 @@ func (d *doctor) knows(n v1alpha1.AttestedNode) bool {
 		return false
 	}
 	id, err := attest.ParseMachineID(n.Spec.MachineID)
-	return err == nil && recovery.KnownDisk(d.dir, known, id) == n.Spec.DiskID
+	return err == nil && recovery.RecordedDisk(d.dir, known, id) == n.Spec.DiskID
 }

@@ -13,19 +13,19 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/internal/checkup"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
 func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
 	config := filepath.Join(t.TempDir(), "admission.yaml")
 	try(t, os.WriteFile(config, []byte(strings.ReplaceAll(podsecurity.Config, "enforce: baseline", "enforce: privileged")), 0o600))
-	byDefault, err := envtest.StartWith(t.Context(), []string{"--admission-control-config-file=" + config})
+	byDefault, err := kubetest.StartWith(t.Context(), []string{"--admission-control-config-file=" + config})
 	try(t, err)
 	defer func() { try(t, byDefault.Stop()) }()
 	for _, tt := range []struct {
 		name   string
-		api    *envtest.Cluster
+		api    *kubetest.Cluster
 		labels map[string]string
 		want   checkup.Level
 		says   string

@@ -19,7 +19,7 @@ func (i *initializer) lost(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	alive, cancel := context.WithTimeout(ctx, access.AnswersWithin)
+	alive, cancel := context.WithTimeout(ctx, access.ProbeTimeout)
 	defer cancel()
 	err = kube.Answers(alive)
 	c := i.dir()
@@ -65,7 +65,7 @@ func Abandon(ctx context.Context, d *ownerdir.Dir) (*ownerdir.Machine, error) {
 		if err != nil {
 			return nil, err
 		}
-		alive, cancel := context.WithTimeout(ctx, access.AnswersWithin)
+		alive, cancel := context.WithTimeout(ctx, access.ProbeTimeout)
 		defer cancel()
 		if names, err := kube.NodeNames(alive); err == nil && slices.Contains(names, asked.NodeName) {
 			return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of the machine that was asked: the cluster is restored there", kube.Server(), asked.NodeName), goOn)

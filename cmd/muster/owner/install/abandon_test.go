@@ -81,7 +81,7 @@ func TestARestoreThatWasNotNeededCanBeAbandoned(t *testing.T) {
 	if err := kube.PutPolicy(ctx, attest.SignPolicy(key, document)); err != nil {
 		t.Fatal(err)
 	}
-	if err := recovery.Remember(ctx, o.Dir, kube); !errors.Is(err, recovery.ErrRestoring) {
+	if err := recovery.RecordState(ctx, o.Dir, kube); !errors.Is(err, recovery.ErrRestoring) {
 		t.Errorf("a restore is open, and %v", err)
 	}
 	if err := (&initializer{InitConfig: config(o.Owned)}).lost(ctx); err == nil || !strings.Contains(problem.Remedy(err), "muster restore --abandon") {
@@ -93,7 +93,7 @@ func TestARestoreThatWasNotNeededCanBeAbandoned(t *testing.T) {
 	if after := text(t, o.Cluster()); after != before {
 		t.Errorf("the folder has\n%s, and had\n%s", after, before)
 	}
-	if err := recovery.Remember(ctx, o.Dir, kube); err != nil {
+	if err := recovery.RecordState(ctx, o.Dir, kube); err != nil {
 		t.Error(err)
 	}
 	if known, err := o.Known(); err != nil || known.Version == 0 {

@@ -386,7 +386,7 @@ func isShut(ctx context.Context, t *testing.T, l *ownertest.Lifecycle, i *initia
 	t.Helper()
 	want := func(names ...string) {
 		t.Helper()
-		seen, err := access.See(ctx, kube)
+		seen, err := access.ReadState(ctx, kube)
 		if err != nil {
 			t.Fatal(err)
 		}

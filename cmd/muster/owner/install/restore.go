@@ -293,7 +293,7 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
 	var seen *ownerdir.Known
 	if err := i.retry(ctx, func() (err error) { // bans restart the API server
-		seen, err = access.See(ctx, kube)
+		seen, err = access.ReadState(ctx, kube)
 		return err
 	}); err != nil {
 		return "", err

@@ -15,7 +15,7 @@ import (
 
 // PlanErase determines what erasing a disk would do whose node is forgotten or banned, or that belongs to no node any
 // more. It changes nothing.
-func PlanErase(ctx context.Context, d *ownerdir.Dir, disk string) (*Departure, error) {
+func PlanErase(ctx context.Context, d *ownerdir.Dir, disk string) (*Removal, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
 		return nil, err
@@ -27,7 +27,7 @@ func PlanErase(ctx context.Context, d *ownerdir.Dir, disk string) (*Departure, e
 	if node != "" {
 		return nil, problem.WithRemedy(fmt.Errorf("disk %s is enrolled to %s, which is neither banned nor forgotten", disk, node), "Forget the node with it: muster forget "+node+" --erase.")
 	}
-	out := &Departure{dir: d, kube: kube, found: &clusterapi.Presence{Name: disk}, Nothing: true, erase: disk}
+	out := &Removal{dir: d, kube: kube, found: &clusterapi.Presence{Name: disk}, Nothing: true, erase: disk}
 	have, err := kube.Disk(ctx, disk)
 	if err != nil {
 		return nil, err
@@ -63,14 +63,14 @@ func diskToErase(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, 
 	return "", problem.WithRemedy(fmt.Errorf("no record names the disk of %s", p.Name), "Name it: muster forget --erase --disk UUID. kubectl get attesteddisks lists all.")
 }
 
-func (d *Departure) planErase() {
+func (d *Removal) planErase() {
 	d.Plan = append(d.Plan, fmt.Sprintf("erase disk %s: delete its salt from the cluster, known.json and cluster.json, so that its key can never be derived again", d.erase))
 	d.Warnings = append(d.Warnings, "what is on disk "+d.erase+" can't be read again, and this can't be taken back")
 }
 
 // doErase first deletes the salt from the cluster (K4): what the folder has opens nothing that a joinservice would
 // ask for.
-func (d *Departure) doErase(ctx context.Context, out *Removed, note func(string)) error {
+func (d *Removal) doErase(ctx context.Context, out *Removed, note func(string)) error {
 	again := "Finish it: muster forget --erase --disk " + d.erase + "."
 	if err := d.kube.EraseDisk(ctx, d.erase); err != nil {
 		return problem.WithRemedy(err, again)

@@ -21,8 +21,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Departure is the plan for a name that loses its machine. It is shown before it is executed.
-type Departure struct {
+// Removal is the plan for a name that loses its machine. It is shown before it is executed.
+type Removal struct {
 	// Plan are the steps in their order, one line each.
 	Plan []string
 	// Warnings are shown to the owner before the steps.
@@ -56,8 +56,8 @@ type Removed struct {
 }
 
 // PlanForget determines what forgetting a node would do, and changes nothing. A control plane's etcd member is removed before, by
-// [Departure.RemoveMember]; with memberGone the owner says that it is. With erase, the salt of its disk is deleted (K4).
-func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, erase bool) (*Departure, error) {
+// [Removal.RemoveMember]; with memberGone the owner says that it is. With erase, the salt of its disk is deleted (K4).
+func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, erase bool) (*Removal, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
 		return nil, err
@@ -67,7 +67,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 		return nil, err
 	}
 	_, recorded := d.Cluster().ControlPlanes[name]
-	out := &Departure{dir: d, kube: kube, found: p, Nothing: p.Nothing() && !recorded}
+	out := &Removal{dir: d, kube: kube, found: p, Nothing: p.Nothing() && !recorded}
 	if out.listed, err = policies.LeaveListing(d, name, p.Enrollment, nil); err != nil {
 		return nil, err
 	}
@@ -131,7 +131,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 }
 
 // Drains adds to the plan that the node is drained before.
-func (d *Departure) Drains() {
+func (d *Removal) Drains() {
 	if d.Nothing {
 		return
 	}
@@ -168,7 +168,7 @@ func removeMember(name, other string) string {
 
 // PlanReplace determines what giving the node another machine or disk would do, and changes nothing. Empty values of
 // to stay unchanged.
-func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterapi.Replacement) (*Departure, error) {
+func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterapi.Replacement) (*Removal, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
 		return nil, err
@@ -193,7 +193,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	if err := kube.FreeFor(ctx, p, to); err != nil {
 		return nil, err
 	}
-	out := &Departure{dir: d, kube: kube, found: p, to: &to}
+	out := &Removal{dir: d, kube: kube, found: p, to: &to}
 	if out.listed, err = policies.LeaveListing(d, name, p.Enrollment, &to); err != nil {
 		return nil, err
 	}
@@ -267,7 +267,7 @@ func seenDisk(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presen
 }
 
 // planListing plans the change of the owner's policy.
-func (d *Departure) planListing(ctx context.Context) error {
+func (d *Removal) planListing(ctx context.Context) error {
 	if len(d.listed.Add)+len(d.listed.Remove) == 0 {
 		return nil
 	}
@@ -278,7 +278,7 @@ func (d *Departure) planListing(ctx context.Context) error {
 	return err
 }
 
-func (d *Departure) shutOut() {
+func (d *Removal) shutOut() {
 	if n := d.found.Enrollment; n != nil {
 		what := "ban machine"
 		if n.Spec.Banned {
@@ -292,13 +292,13 @@ func (d *Departure) shutOut() {
 	}
 }
 
-func (d *Departure) certificates() {
+func (d *Removal) certificates() {
 	d.Warnings = append(d.Warnings, fmt.Sprintf("reads can't be taken back: until its certificates have expired, at the latest in %s, whoever has the old machine's key reads what every node may read, "+
 		"and the Secrets of pods that the name gets from now on. If you don't trust the machine, wait that long before the name gets pods again", nodeaccess.CertificateLife))
 }
 
 // Do executes the plan. It reports each step to report; after an interruption the same command finishes.
-func (d *Departure) Do(ctx context.Context, report func(string)) (*Removed, error) {
+func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error) {
 	out := &Removed{Name: d.found.Name, Done: []string{}}
 	if d.found.Enrollment != nil {
 		out.MachineID = d.found.Enrollment.Spec.MachineID

@@ -22,7 +22,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-func plan(ctx context.Context, t *testing.T, o *ownertest.Owned, name string, to *clusterapi.Replacement) (d *Departure) {
+func plan(ctx context.Context, t *testing.T, o *ownertest.Owned, name string, to *clusterapi.Replacement) (d *Removal) {
 	t.Helper()
 	var err error
 	if to == nil {

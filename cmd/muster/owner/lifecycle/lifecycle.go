@@ -22,7 +22,7 @@ import (
 )
 
 // OrderTimeout is how long a machine has for an order: until it expires, and then for the action.
-const OrderTimeout = orders.OrderLife + 10*time.Minute
+const OrderTimeout = orders.Validity + 10*time.Minute
 
 // enrolled returns the state of a name that has an enrollment, which is not being deleted.
 func enrolled(ctx context.Context, kube *clusterapi.Client, name string) (*clusterapi.Presence, error) {
@@ -141,11 +141,11 @@ func Uncordon(ctx context.Context, d *ownerdir.Dir, name string) error {
 }
 
 // RemoveMember has another control plane remove a node's etcd member, by an order.
-func (d *Departure) RemoveMember(ctx context.Context, report func(string)) error {
+func (d *Removal) RemoveMember(ctx context.Context, report func(string)) error {
 	if d.member == "" {
 		return nil
 	}
-	r, err := orders.Order(ctx, d.dir, d.member, ownerorder.ActionRemoveEtcdMember, map[string]string{ownerorder.ArgMember: d.found.Name}, func(s string) { report(d.member + ": " + s) })
+	r, err := orders.Execute(ctx, d.dir, d.member, ownerorder.ActionRemoveEtcdMember, map[string]string{ownerorder.ArgMember: d.found.Name}, func(s string) { report(d.member + ": " + s) })
 	if err != nil {
 		return problem.WithRemedy(fmt.Errorf("the etcd member of %s was not removed: %w", d.found.Name, err), problem.Remedy(err)+"\n"+removeMember(d.found.Name, d.member))
 	}
@@ -170,7 +170,7 @@ func remover(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presenc
 
 // Reset is the plan for a machine whose disk is erased and that joins anew.
 type Reset struct {
-	*Departure
+	*Removal
 	begun bool // by an earlier run
 }
 
@@ -197,7 +197,7 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 				"If stateDisk.mode of its image is luks, muster reboot "+name+" first: it is recorded when the machine asks for its disk's key. Otherwise power the machine off, erase its disk from a rescue system, and run muster forget "+name+".")
 		}
 	}
-	if out.Departure, err = PlanForget(ctx, d, name, false, true); err != nil {
+	if out.Removal, err = PlanForget(ctx, d, name, false, true); err != nil {
 		return nil, err
 	}
 	if _, err := out.confirmed(p.Enrollment); err != nil {
@@ -218,7 +218,7 @@ func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
 	if err != nil {
 		return err
 	}
-	before, err := orders.Pending(d, public, n, time.Now())
+	before, err := orders.PendingOrder(d, public, n, time.Now())
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_BANNED {
 		return problem.WithRemedy(err, "If you trust the machine, lift the ban first: muster unban "+n.Name+". Otherwise power it off, erase its disk, and run muster forget "+n.Name+" --erase.")
 	}
@@ -227,20 +227,20 @@ func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
 	}
 	o, err := ownerorder.ParseMachineOrder(before.Text)
 	if err == nil && o.Action != ownerorder.ActionReset {
-		return orders.Unfinished(n.Name, o)
+		return orders.UnfinishedError(n.Name, o)
 	}
 	return err
 }
 
-// RemoveMember is [Departure.RemoveMember] once the machine has executed an order: if it can't, another control plane would be lost for nothing.
+// RemoveMember is [Removal.RemoveMember] once the machine has executed an order: if it can't, another control plane would be lost for nothing.
 func (r *Reset) RemoveMember(ctx context.Context, report func(string)) error {
 	if r.member == "" || r.begun {
-		return r.Departure.RemoveMember(ctx, report)
+		return r.Removal.RemoveMember(ctx, report)
 	}
-	if _, err := orders.Order(ctx, r.dir, r.found.Name, ownerorder.ActionDoctor, nil, report); err != nil {
+	if _, err := orders.Execute(ctx, r.dir, r.found.Name, ownerorder.ActionDoctor, nil, report); err != nil {
 		return problem.WithRemedy(fmt.Errorf("%s has shown no sign that it takes orders, and nothing was changed: %w", r.found.Name, err), problem.Remedy(err))
 	}
-	return r.Departure.RemoveMember(ctx, report)
+	return r.Removal.RemoveMember(ctx, report)
 }
 
 // resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted.
@@ -249,7 +249,7 @@ func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
 	if err != nil {
 		return false
 	}
-	_, o := orders.Executing(d, public, n, now)
+	_, o := orders.RunningOrder(d, public, n, now)
 	return o.Action == ownerorder.ActionReset
 }
 
@@ -267,7 +267,7 @@ func (r *Reset) Order(ctx context.Context, report func(string)) error {
 	if r.begun {
 		return nil
 	}
-	if _, _, err := orders.Follow(ctx, r.dir, r.found.Name, orders.Asked{Action: ownerorder.ActionReset, Args: r.confirmed, Begun: true}, report); err != nil {
+	if _, _, err := orders.Send(ctx, r.dir, r.found.Name, orders.Request{Action: ownerorder.ActionReset, Args: r.confirmed, UntilStarted: true}, report); err != nil {
 		return problem.WithRemedy(err, problem.Remedy(err)+" If the machine has restarted already, muster forget "+r.found.Name+" --erase completes it.")
 	}
 	return nil

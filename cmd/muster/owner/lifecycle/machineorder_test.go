@@ -26,7 +26,7 @@ func TestAnOrderIsForTheNodeThatItsOwnerTyped(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	_, err := orders.Order(t.Context(), l.Dir, "typed", ownerorder.ActionReset, nil, func(string) {})
+	_, err := orders.Execute(t.Context(), l.Dir, "typed", ownerorder.ActionReset, nil, func(string) {})
 	says(err)
 	_, err = PlanReset(t.Context(), l.Dir, "typed")
 	says(err)
@@ -44,7 +44,7 @@ func (r *runner) pending(t *testing.T, action ownerorder.Action, args map[string
 	if err != nil {
 		t.Fatal(err)
 	}
-	o, err := orders.NewOrder(r.Dir, n, action, args, time.Now(), key)
+	o, err := orders.Sign(r.Dir, n, action, args, time.Now(), key)
 	if err != nil {
 		t.Fatal(err)
 	}

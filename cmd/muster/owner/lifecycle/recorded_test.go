@@ -65,7 +65,7 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 		}
 	}
 	run := func(name string, to *clusterapi.Replacement) error {
-		var d *Departure
+		var d *Removal
 		var err error
 		if to == nil {
 			d, err = PlanForget(ctx, o.Dir, name, true, false)

@@ -45,7 +45,7 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 	}
 	out := &appraisal.Report{Node: name, Disk: problem.Printable(n.Spec.DiskID), Purpose: string(attest.PurposeOrder), At: time.Now().UTC()}
 	var challenge *tpm2.Activation
-	signed, r, err := orders.Follow(ctx, d, name, orders.Asked{Action: ownerorder.ActionVerify, Anew: true, Args: func(n *v1alpha1.AttestedNode) (map[string]string, error) {
+	signed, r, err := orders.Send(ctx, d, name, orders.Request{Action: ownerorder.ActionVerify, Supersede: true, Args: func(n *v1alpha1.AttestedNode) (map[string]string, error) {
 		c, err := challengeTo(n)
 		if err != nil {
 			return nil, err

@@ -26,5 +26,5 @@ func checkClock(ctx context.Context, kube *clusterapi.Client) error {
 		return nil
 	}
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this computer's clock says %s, the API server's %s", now.UTC().Format(time.RFC3339), theirs.UTC().Format(time.RFC3339)),
-		fmt.Sprintf("No order was signed. Set the wrong clock by NTP, and run the same command again: an order is valid for %s from the time of this computer.", OrderLife))
+		fmt.Sprintf("No order was signed. Set the wrong clock by NTP, and run the same command again: an order is valid for %s from the time of this computer.", Validity))
 }

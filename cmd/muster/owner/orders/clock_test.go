@@ -23,7 +23,7 @@ func TestNoOrderIsSignedByAWrongClock(t *testing.T) {
 	for _, ahead := range []time.Duration{-6 * time.Minute, 20 * time.Minute} { // the API server's clock
 		l.ServerClock(t, ahead)
 		ctx := &ownertest.Expiring{Context: ctx, Over: make(chan struct{})}
-		_, err := Order(ctx, l.Dir, "w1", ownerorder.ActionReboot, nil, ctx.Expire)
+		_, err := Execute(ctx, l.Dir, "w1", ownerorder.ActionReboot, nil, ctx.Expire)
 		if attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_SKEW || !strings.Contains(problem.Remedy(err), "Set the wrong clock") {
 			t.Errorf("%s: %v: %s", ahead, err, problem.Remedy(err))
 		}
@@ -33,7 +33,7 @@ func TestNoOrderIsSignedByAWrongClock(t *testing.T) {
 	}
 	l.ServerClock(t, 4*time.Minute)
 	late := &ownertest.Expiring{Context: ctx, Over: make(chan struct{})}
-	if _, err := Order(late, l.Dir, "w1", ownerorder.ActionReboot, nil, late.Expire); attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW || ownertest.EnrollmentOf(t, "w1").Annotations[v1alpha1.OwnerOrder] == "" {
+	if _, err := Execute(late, l.Dir, "w1", ownerorder.ActionReboot, nil, late.Expire); attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW || ownertest.EnrollmentOf(t, "w1").Annotations[v1alpha1.OwnerOrder] == "" {
 		t.Errorf("a small difference: %v", err)
 	}
 }

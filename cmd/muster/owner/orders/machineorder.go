@@ -24,14 +24,14 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Unfinished is the error for a node that has another order.
-func Unfinished(name string, o ownerorder.MachineOrder) error {
+// UnfinishedError is the error for a node that has another order.
+func UnfinishedError(name string, o ownerorder.MachineOrder) error {
 	return problem.WithRemedy(fmt.Errorf("%s has the order %q of %s, which is not over", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Repeat that command to wait for its end. It ends by itself at "+o.NotAfter.Local().Format(time.DateTime)+" if the machine has not begun.")
 }
 
-// OrderLife is how long an order to a machine is valid: three times the pause between two attestations, 5 min, and too short
+// Validity is how long an order to a machine is valid: three times the pause between two attestations, 5 min, and too short
 // for a machine that comes back the next day.
-const OrderLife = 15 * time.Minute
+const Validity = 15 * time.Minute
 
 const (
 	// FirstPoll is the first pause before a machine's report is read again.
@@ -42,23 +42,23 @@ const (
 	MaxReport = 4 << 10
 )
 
-// Order signs an order to a node's machine, and waits for the machine's report of its end. Each change is reported to
+// Execute signs an order to a node's machine, and waits for the machine's report of its end. Each change is reported to
 // report. An order that failed, or that the machine refused, is an error. If the node has the same order already, which is
 // valid and not over, that one is waited for; another one is not replaced.
-func Order(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, report func(string)) (*v1alpha1.OrderReport, error) {
-	_, r, err := Follow(ctx, d, name, Asked{Action: action, Args: Fixed(args)}, report)
+func Execute(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, report func(string)) (*v1alpha1.OrderReport, error) {
+	_, r, err := Send(ctx, d, name, Request{Action: action, Args: Fixed(args)}, report)
 	return r, err
 }
 
-// Asked is what [follow] orders.
-type Asked struct {
+// Request is what [follow] orders.
+type Request struct {
 	Action ownerorder.Action
 	// Args returns the arguments for the machine that has the node.
 	Args func(*v1alpha1.AttestedNode) (map[string]string, error)
-	// Anew: each order has other arguments, and replaces one with the action that is not over.
-	Anew bool
-	// Begun: the beginning of the order is waited for, and not its end.
-	Begun bool
+	// Supersede: each order has other arguments, and replaces one with the action that is not over.
+	Supersede bool
+	// UntilStarted: the beginning of the order is waited for, and not its end.
+	UntilStarted bool
 }
 
 // Fixed returns arguments that do not depend on the machine.
@@ -66,8 +66,8 @@ func Fixed(args map[string]string) func(*v1alpha1.AttestedNode) (map[string]stri
 	return func(*v1alpha1.AttestedNode) (map[string]string, error) { return args, nil }
 }
 
-// Follow is [Order]. It returns the order, too. If ctx ends, it withdraws an order that it has signed, unless the machine has begun.
-func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report func(string)) (signed ownerorder.SignedMachineOrder, _ *v1alpha1.OrderReport, _ error) {
+// Send is [Execute]. It returns the order, too. If ctx ends, it withdraws an order that it has signed, unless the machine has begun.
+func Send(ctx context.Context, d *ownerdir.Dir, name string, ask Request, report func(string)) (signed ownerorder.SignedMachineOrder, _ *v1alpha1.OrderReport, _ error) {
 	kube, err := access.Connect(d)
 	if err != nil {
 		return signed, nil, err
@@ -84,8 +84,8 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 		return signed, nil, err
 	}
 	own := written{notes: map[string]bool{}}
-	err = kube.Order(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
-		before, err := Pending(d, public, n, time.Now())
+	err = kube.PutOrder(ctx, name, func(n *v1alpha1.AttestedNode) (string, error) {
+		before, err := PendingOrder(d, public, n, time.Now())
 		if err != nil {
 			return "", err
 		}
@@ -105,14 +105,14 @@ func Follow(ctx context.Context, d *ownerdir.Dir, name string, ask Asked, report
 			case same(o):
 				signed = *before
 				return before.Note(), nil
-			case !ask.Anew || o.Action != ask.Action:
-				return "", Unfinished(name, o)
+			case !ask.Supersede || o.Action != ask.Action:
+				return "", UnfinishedError(name, o)
 			}
-		} else if s, o := Executing(d, public, n, time.Now()); s != nil && same(o) {
+		} else if s, o := RunningOrder(d, public, n, time.Now()); s != nil && same(o) {
 			signed = *s // it has expired, and the machine has begun in time
 			return s.Note(), nil
 		}
-		if signed, err = NewOrder(d, n, ask.Action, args, time.Now(), key); err != nil {
+		if signed, err = Sign(d, n, ask.Action, args, time.Now(), key); err != nil {
 			return "", err
 		}
 		own.notes[signed.Note()], own.over = true, n.ResourceVersion
@@ -151,12 +151,12 @@ type written struct {
 	over string
 }
 
-// Await waits for the machine's report of an order that another run has signed, and never withdraws it.
-func Await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked, signed ownerorder.SignedMachineOrder, report func(string)) (*v1alpha1.OrderReport, error) {
+// Wait waits for the machine's report of an order that another run has signed, and never withdraws it.
+func Wait(ctx context.Context, kube *clusterapi.Client, name string, ask Request, signed ownerorder.SignedMachineOrder, report func(string)) (*v1alpha1.OrderReport, error) {
 	return await(ctx, kube, name, ask, signed, written{}, report)
 }
 
-func await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked, signed ownerorder.SignedMachineOrder, own written, report func(string)) (*v1alpha1.OrderReport, error) {
+func await(ctx context.Context, kube *clusterapi.Client, name string, ask Request, signed ownerorder.SignedMachineOrder, own written, report func(string)) (*v1alpha1.OrderReport, error) {
 	action := ask.Action
 	report(fmt.Sprintf("ordered: %s; the machine gets this with its next attestation, within five minutes", action))
 	var last *v1alpha1.OrderReport
@@ -178,7 +178,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Asked,
 				if last = r; r.State != v1alpha1.OrderRunning {
 					return r, outcome(name, action, r)
 				}
-				if ask.Begun {
+				if ask.UntilStarted {
 					return r, nil
 				}
 			}
@@ -203,19 +203,19 @@ func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action 
 	defer cancel()
 	switch begun, err := kube.WithdrawOrder(ctx, name, func(note string) bool { return own.notes[note] }, own.over); {
 	case err != nil:
-		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may begin within %s of the order. kubectl annotate attestednode %s %s- withdraws it.", OrderLife, name, v1alpha1.OwnerOrder))
+		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may begin within %s of the order. kubectl annotate attestednode %s %s- withdraws it.", Validity, name, v1alpha1.OwnerOrder))
 	case begun:
 		return problem.WithRemedy(fmt.Errorf("%s has begun the order %q, and does not stop: %w", name, action, cause), noReport(name, true))
 	}
-	remedy := fmt.Sprintf("If the machine had it already, it may still begin within %s of the order: muster status shows what it reports.", OrderLife)
+	remedy := fmt.Sprintf("If the machine had it already, it may still begin within %s of the order: muster status shows what it reports.", Validity)
 	if errors.Is(cause, context.DeadlineExceeded) {
 		remedy += " " + getsOrders(name)
 	}
 	return problem.WithRemedy(fmt.Errorf("the order %q to %s is withdrawn: %w", action, name, cause), remedy)
 }
 
-// Pending returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.
-func Pending(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, error) {
+// PendingOrder returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.
+func PendingOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, error) {
 	if n.ShutOut() {
 		return nil, attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, or is being removed: its machine gets no orders", n.Name)
 	}
@@ -237,9 +237,9 @@ func Pending(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, 
 	return &s, nil
 }
 
-// Executing returns the node's order if it is ours, and the machine says that it executes it: a machine goes on with an order for a day after its expiry.
+// RunningOrder returns the node's order if it is ours, and the machine says that it executes it: a machine goes on with an order for a day after its expiry.
 // Otherwise it returns nil.
-func Executing(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
+func RunningOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
 	var none ownerorder.MachineOrder
 	on, err := Addressee(d, n)
 	if err != nil {
@@ -256,12 +256,12 @@ func Executing(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode
 	return &s, o
 }
 
-// Underway returns the node's order that its machine may still begin, or executes; nil: there is none.
-func Underway(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
-	if s, o := Executing(d, owner, n, now); s != nil {
+// ActiveOrder returns the node's order that its machine may still begin, or executes; nil: there is none.
+func ActiveOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
+	if s, o := RunningOrder(d, owner, n, now); s != nil {
 		return s, o
 	}
-	s, err := Pending(d, owner, n, now)
+	s, err := PendingOrder(d, owner, n, now)
 	if err != nil || s == nil { // a machine that is shut out or has not joined gets no orders
 		return nil, ownerorder.MachineOrder{}
 	}
@@ -288,15 +288,15 @@ func Addressee(d *ownerdir.Dir, n *v1alpha1.AttestedNode) (on ownerorder.Address
 	return on, nil
 }
 
-// NewOrder signs an order to a node's machine, which is valid from now for [OrderLife].
-func NewOrder(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Action, args map[string]string, now time.Time, key ed25519.PrivateKey) (ownerorder.SignedMachineOrder, error) {
+// Sign signs an order to a node's machine, which is valid from now for [Validity].
+func Sign(d *ownerdir.Dir, n *v1alpha1.AttestedNode, action ownerorder.Action, args map[string]string, now time.Time, key ed25519.PrivateKey) (ownerorder.SignedMachineOrder, error) {
 	on, err := Addressee(d, n)
 	if err != nil {
 		return ownerorder.SignedMachineOrder{}, err
 	}
 	now = now.UTC()
 	s, err := ownerorder.MachineOrder{
-		Cluster: on.Cluster.String(), Node: on.Node, Machine: on.Machine, Disk: on.Disk, Action: action, Args: args, SignedAt: now, NotAfter: now.Add(OrderLife).Truncate(time.Second),
+		Cluster: on.Cluster.String(), Node: on.Node, Machine: on.Machine, Disk: on.Disk, Action: action, Args: args, SignedAt: now, NotAfter: now.Add(Validity).Truncate(time.Second),
 	}.Sign(key)
 	if err == nil && len(s.Text) > ownerorder.MaxMachineOrder {
 		err = fmt.Errorf("the order %q to %s has %d bytes, and a machine reads at most %d", action, n.Name, len(s.Text), ownerorder.MaxMachineOrder)
@@ -334,16 +334,16 @@ func noReport(name string, begun bool) string {
 	if begun {
 		return "The machine has begun. `muster status` shows when it attested last; the same command waits on."
 	}
-	return fmt.Sprintf("Another run of muster has given the order: the machine may still begin, until %s after it. kubectl annotate attestednode %s %s- withdraws it; the same command waits on. %s", OrderLife, name, v1alpha1.OwnerOrder, getsOrders(name))
+	return fmt.Sprintf("Another run of muster has given the order: the machine may still begin, until %s after it. kubectl annotate attestednode %s %s- withdraws it; the same command waits on. %s", Validity, name, v1alpha1.OwnerOrder, getsOrders(name))
 }
 
 func getsOrders(name string) string {
 	return fmt.Sprintf("A machine gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there, which images of an earlier version do not have.", name)
 }
 
-// Findings reads what a machine found on itself. Root on that machine can have written anything: the texts are shown on one
+// ParseReport reads what a machine found on itself. Root on that machine can have written anything: the texts are shown on one
 // line each, without control characters, and an empty report is an error.
-func Findings(output string) (*checkup.Report, error) {
+func ParseReport(output string) (*checkup.Report, error) {
 	var r checkup.Report
 	if err := json.Unmarshal([]byte(output), &r); err != nil {
 		return nil, err

@@ -49,10 +49,10 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { ownertest.Unenroll(context.WithoutCancel(t.Context()), n.Name) })
-	if _, err := Order(t.Context(), o.Dir, "nobody", ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED || !strings.Contains(problem.Remedy(err), "muster status shows the nodes") {
+	if _, err := Execute(t.Context(), o.Dir, "nobody", ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED || !strings.Contains(problem.Remedy(err), "muster status shows the nodes") {
 		t.Errorf("an order to an unknown node: %v: %s", err, problem.Remedy(err))
 	}
-	if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
+	if _, err := Execute(t.Context(), o.Dir, n.Name, ownerorder.ActionDoctor, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_NOT_ENROLLED {
 		t.Errorf("an order to a machine that has not joined: %v", err)
 	}
 	n = ownertest.EnrollmentOf(t, n.Name)
@@ -76,7 +76,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 			machine := make(chan time.Time, 1)
 			go func() { machine <- ownertest.Obey(ctx, t, n.Name, on, ed25519.PublicKey(key[32:]), last, tt.states) }()
 			var said []string
-			r, err := Order(ctx, o.Dir, n.Name, ownerorder.ActionDoctor, nil, func(s string) { said = append(said, s) })
+			r, err := Execute(ctx, o.Dir, n.Name, ownerorder.ActionDoctor, nil, func(s string) { said = append(said, s) })
 			if (err == nil) != (tt.says == "") || err != nil && !strings.Contains(err.Error(), tt.says) {
 				t.Errorf("%v, want %q", err, tt.says)
 			}
@@ -92,13 +92,13 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 	}
 	unanswered := func(action ownerorder.Action) error {
 		ctx := &ownertest.Expiring{Context: t.Context(), Over: make(chan struct{})}
-		_, err := Order(ctx, o.Dir, n.Name, action, nil, ctx.Expire) // it reports first that the order is written
+		_, err := Execute(ctx, o.Dir, n.Name, action, nil, ctx.Expire) // it reports first that the order is written
 		return err
 	}
 	t.Run("one that its owner interrupts", func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		_, err := Order(ctx, o.Dir, n.Name, ownerorder.ActionReboot, nil, func(string) { cancel() })
+		_, err := Execute(ctx, o.Dir, n.Name, ownerorder.ActionReboot, nil, func(string) { cancel() })
 		if err == nil || !strings.Contains(err.Error(), "is withdrawn") || !strings.Contains(problem.Remedy(err), "may still begin") {
 			t.Errorf("%v: %s", err, problem.Remedy(err))
 		}
@@ -115,7 +115,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 			t.Error("the machine still gets it, when nobody waits")
 		}
 		// The same command waits for the order of another run: a second one would restart the machine twice.
-		reboot, err := NewOrder(o.Dir, n, ownerorder.ActionReboot, nil, time.Now(), key)
+		reboot, err := Sign(o.Dir, n, ownerorder.ActionReboot, nil, time.Now(), key)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -173,7 +173,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Order(t.Context(), o.Dir, n.Name, ownerorder.ActionReboot, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED {
+		if _, err := Execute(t.Context(), o.Dir, n.Name, ownerorder.ActionReboot, nil, func(string) {}); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED {
 			t.Error(err)
 		}
 	})
@@ -181,7 +181,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 
 // Root on a machine writes what it wants into its report.
 func TestWhatAMachineFindsIsShownWithoutItsControlCharacters(t *testing.T) {
-	r, err := Findings(`{"findings":[{"check":"clock\u001b]52;c;x\u0007","level":"warn","detail":"a\tb\nCHECK ok","remedy":"c\u009b2J"}]}`)
+	r, err := ParseReport(`{"findings":[{"check":"clock\u001b]52;c;x\u0007","level":"warn","detail":"a\tb\nCHECK ok","remedy":"c\u009b2J"}]}`)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -191,7 +191,7 @@ func TestWhatAMachineFindsIsShownWithoutItsControlCharacters(t *testing.T) {
 		}
 	}
 	for _, bad := range []string{"", "{}", `{"findings":[]}`, `{"findings":[{"check":"x","level":"great"}]}`, `{"findings":[{"level":"ok"`} {
-		if r, err := Findings(bad); err == nil {
+		if r, err := ParseReport(bad); err == nil {
 			t.Errorf("%s is read as %+v", bad, r)
 		}
 	}

@@ -48,7 +48,7 @@ func TestAnOrderThatIsBeingWrittenIsWithdrawn(t *testing.T) {
 				code <- resp.StatusCode
 				cancel()
 			})
-			_, err = Order(ctx, l.Dir, "w1", ownerorder.ActionReset, nil, func(string) { t.Error("it is said to be written") })
+			_, err = Execute(ctx, l.Dir, "w1", ownerorder.ActionReset, nil, func(string) { t.Error("it is said to be written") })
 			close(over)
 			if err == nil || !strings.Contains(err.Error(), `the order "reset" to w1 is withdrawn`) || !strings.Contains(problem.Remedy(err), "may still begin") {
 				t.Errorf("%v: %s", err, problem.Remedy(err))
@@ -72,14 +72,14 @@ func TestOnlyTheRunThatSignedAnOrderWithdrawsIt(t *testing.T) {
 	waiting, stop := context.WithCancel(ctx)
 	defer stop()
 	go func() {
-		_, err := Order(waiting, l.Dir, "w1", ownerorder.ActionReboot, nil, func(string) { close(written) })
+		_, err := Execute(waiting, l.Dir, "w1", ownerorder.ActionReboot, nil, func(string) { close(written) })
 		done <- err
 	}()
 	<-written
 	note := ownertest.EnrollmentOf(t, "w1").Annotations[v1alpha1.OwnerOrder]
 	joined, interrupt := context.WithCancel(ctx)
 	defer interrupt()
-	_, err := Order(joined, l.Dir, "w1", ownerorder.ActionReboot, nil, func(string) { interrupt() })
+	_, err := Execute(joined, l.Dir, "w1", ownerorder.ActionReboot, nil, func(string) { interrupt() })
 	if err == nil || strings.Contains(err.Error(), "withdrawn") || !strings.Contains(problem.Remedy(err), "Another run of muster") {
 		t.Errorf("%v: %s", err, problem.Remedy(err))
 	}
@@ -98,7 +98,7 @@ func TestAnOrderThatHasBegunIsNotSaidToBeWithdrawn(t *testing.T) {
 	l.Node(t, "w1", 73, v1alpha1.RoleWorker)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	_, err := Order(ctx, l.Dir, "w1", ownerorder.ActionReset, nil, func(string) {
+	_, err := Execute(ctx, l.Dir, "w1", ownerorder.ActionReset, nil, func(string) {
 		n := ownertest.EnrollmentOf(t, "w1")
 		signed, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
 		if err != nil {

@@ -26,7 +26,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/enrollment"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -56,12 +56,12 @@ func Kubeconfig(t *testing.T) []byte {
 func Endpoint() string { return strings.TrimPrefix(Shared.Admin.Host, "https://") }
 
 // Shared is the cluster of a package's tests: an API server and etcd, without nodes.
-var Shared *envtest.Cluster
+var Shared *kubetest.Cluster
 
 // Main runs the tests of a package with a cluster.
 func Main(m *testing.M) {
-	envtest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
-		if Shared, err = envtest.Start(ctx); err != nil {
+	kubetest.Verify(m, func(ctx context.Context) (stop func() error, err error) {
+		if Shared, err = kubetest.Start(ctx); err != nil {
 			return nil, err
 		}
 		return Shared.Stop, nil

@@ -108,7 +108,7 @@ func (a *Approver) remember(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	now, err := access.See(ctx, a.kube)
+	now, err := access.ReadState(ctx, a.kube)
 	if err != nil {
 		return err
 	}

@@ -17,8 +17,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// ErrBehind is returned if the cluster is older than its last recorded state.
-var ErrBehind = errors.New("the cluster is older than what it said before")
+// ErrRolledBack is returned if the cluster is older than its last recorded state.
+var ErrRolledBack = errors.New("the cluster is older than what it said before")
 
 // ErrRestoring is returned while a restore is not at its end.
 var ErrRestoring = errors.New("a restore is not at its end")
@@ -29,12 +29,12 @@ const RestoreRemedy = "Run the same muster restore again: it goes on. If the clu
 // UnreadableRemedy is the remedy for [ownerdir.ErrUnreadable].
 const UnreadableRemedy = "Put the file of the newest copy of the folder in its place. If there is no copy, move the file away and run muster status, which writes a new one: it can't show whether the cluster was rolled back before."
 
-// Remember records the cluster's current state in the owner's folder, as the reference for a recovery. It does so
+// RecordState records the cluster's current state in the owner's folder, as the reference for a recovery. It does so
 // only if the owner signed the cluster's policy. If the state is older than the folder's, or than the epoch that
-// control planes' machines know, it writes nothing, and the error wraps [ErrBehind].
+// control planes' machines know, it writes nothing, and the error wraps [ErrRolledBack].
 //
 // While a restore is not at its end it writes nothing, and the error wraps [ErrRestoring]: what is known of the lost cluster is still needed.
-func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) error {
+func RecordState(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) error {
 	if d.Cluster().Restore != nil {
 		return problem.WithRemedy(fmt.Errorf("nothing is recorded: %w", ErrRestoring), RestoreRemedy)
 	}
@@ -46,7 +46,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	if err != nil {
 		return err
 	}
-	seen, err := access.See(ctx, kube)
+	seen, err := access.ReadState(ctx, kube)
 	if err != nil {
 		return err
 	}
@@ -65,7 +65,7 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 		older = append(older, behind)
 	}
 	if len(older) > 0 { // B7: its state does not replace what the folder knows
-		return fmt.Errorf("%w: %s", ErrBehind, strings.Join(older, "; "))
+		return fmt.Errorf("%w: %s", ErrRolledBack, strings.Join(older, "; "))
 	}
 	if _, err := seen.Policy.Open(public); attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE {
 		return problem.WithRemedy(fmt.Errorf("the cluster's policy: %w", err), clusterapi.ForeignPolicyRemedy)
@@ -78,9 +78,9 @@ func Remember(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) err
 	return nil
 }
 
-// diskOf refuses a disk that is not the machine's by the cluster's last known state (J2). named is the disk that the
+// checkDisk refuses a disk that is not the machine's by the cluster's last known state (J2). named is the disk that the
 // owner names; nil: none.
-func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, disk keys.DiskID, named *keys.DiskID) error {
+func checkDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, disk keys.DiskID, named *keys.DiskID) error {
 	wayOut := fmt.Sprintf("If it is this machine's disk all the same, since the folder is older than the disk, compare it with your records and name it: --disk %s.", disk)
 	if named != nil {
 		if *named != disk {
@@ -98,7 +98,7 @@ func diskOf(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, di
 		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) was banned when the cluster was asked last", machine, name),
 			"Recover another control plane. If you trust it again, name its disk: --disk "+disk.String()+".")
 	}
-	want := KnownDisk(d, known, machine)
+	want := RecordedDisk(d, known, machine)
 	if want == "" {
 		for uid, id := range known.BannedMachines {
 			if id == machine.String() {
@@ -125,8 +125,8 @@ func firstOf(d *ownerdir.Dir, known *ownerdir.Known) *ownerdir.Machine {
 	return nil
 }
 
-// KnownDisk returns the machine's disk by the cluster's last known state; empty: the folder knows none.
-func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID) string {
+// RecordedDisk returns the machine's disk by the cluster's last known state; empty: the folder knows none.
+func RecordedDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID) string {
 	if _, n, ok := known.OfMachine(machine); ok {
 		return n.Disk.ID
 	}
@@ -136,9 +136,9 @@ func KnownDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID)
 	return ""
 }
 
-// KnownSalt returns the salt of an enrolled disk by the cluster's last known state (K4), and none for a removed node.
+// RecordedSalt returns the salt of an enrolled disk by the cluster's last known state (K4), and none for a removed node.
 // The folder has only the first version of the root secret.
-func KnownSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.DiskSalt, error) {
+func RecordedSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.DiskSalt, error) {
 	none := func(err error) (keys.DiskSalt, error) {
 		return keys.DiskSalt{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the folder has no salt of disk %s: %w", disk, err),
 			"Without its salt a disk has no key. If it was not erased, use the newest copy of the folder: muster status with the cluster well would have noted it in known.json.")

@@ -222,7 +222,7 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 			t.Errorf("%s: %q %v, want %q", name, older, err, tt.older)
 		}
 	}
-	if _, err := known.Older(known, attest.OwnerKeys{make([]byte, 32)}); err == nil || errors.Is(err, ErrBehind) {
+	if _, err := known.Older(known, attest.OwnerKeys{make([]byte, 32)}); err == nil || errors.Is(err, ErrRolledBack) {
 		t.Errorf("a note that another owner signed: %v", err)
 	}
 }

@@ -280,10 +280,10 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	if err != nil {
 		return nil, err
 	}
-	if err := diskOf(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
+	if err := checkDisk(r.Dir, r.known, *r.Machine, disk, r.Disk); err != nil { // J2
 		return nil, err
 	}
-	salt, err := KnownSalt(r.Dir, r.known, disk)
+	salt, err := RecordedSalt(r.Dir, r.known, disk)
 	if err != nil {
 		return nil, err
 	}

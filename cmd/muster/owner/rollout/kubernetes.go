@@ -126,7 +126,7 @@ func (k *kubeUpgrade) addons(ctx context.Context) error {
 			return errors.New("no control plane is well")
 		}
 		last := nodes[len(nodes)-1].Name
-		if _, err := orders.Order(ctx, k.Dir, last, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartLast), func(s string) { k.Report(last, s) }); err != nil {
+		if _, err := orders.Execute(ctx, k.Dir, last, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartLast), func(s string) { k.Report(last, s) }); err != nil {
 			return fmt.Errorf("%s: %w", last, err)
 		}
 		if old, _, err = k.kube.Addons(ctx, k.images); err != nil {
@@ -154,7 +154,7 @@ func (k *kubeUpgrade) workers(ctx context.Context) error {
 		return err
 	}
 	for i := range nodes {
-		if n := &nodes[i]; Left(n) == "" && (!n.Joined || !k.runs(n)) {
+		if n := &nodes[i]; ExcludedReason(n) == "" && (!n.Joined || !k.runs(n)) {
 			return problem.WithRemedy(fmt.Errorf("%s may still run Kubernetes %s", n.Name, k.from().KubernetesVersion), "Wait until muster status shows it Ready, or remove it: muster forget "+n.Name+".")
 		}
 	}
@@ -220,7 +220,7 @@ func (k *kubeUpgrade) inTurn(ctx context.Context, most int, of func(*clusterapi.
 func (k *kubeUpgrade) well(nodes []clusterapi.NodeRelease, except map[string]bool) error {
 	for i := range nodes {
 		n := &nodes[i]
-		if except[n.Name] || Left(n) != "" || !n.ControlPlane && !k.runs(n) {
+		if except[n.Name] || ExcludedReason(n) != "" || !n.ControlPlane && !k.runs(n) {
 			continue
 		}
 		if bad := n.Problem(); bad != "" {

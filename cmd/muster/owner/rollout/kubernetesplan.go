@@ -28,7 +28,7 @@ import (
 
 const (
 	// UpgradeTimeout is how long a node has for its upgrade: until its order expires, then for downloads and kubeadm.
-	UpgradeTimeout = orders.OrderLife + 75*time.Minute
+	UpgradeTimeout = orders.Validity + 75*time.Minute
 	// StableFor is how long an upgraded node must be well before the next one begins.
 	StableFor = 20 * time.Second
 )
@@ -263,8 +263,8 @@ func (k *kubeUpgrade) checkCluster(refuse func(string, ...any)) {
 	}
 }
 
-// Left returns why a node is left out; empty: it is not.
-func Left(n *clusterapi.NodeRelease) string {
+// ExcludedReason returns why a node is left out; empty: it is not.
+func ExcludedReason(n *clusterapi.NodeRelease) string {
 	switch {
 	case n.Enrollment == nil:
 		return "it has no AttestedNode and takes no orders: upgrade it with kubeadm yourself, or have its machine join by Muster"
@@ -289,7 +289,7 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 			refuse("the kubelet of %s: %v.", n.Name, err)
 		}
 	}
-	why := Left(n)
+	why := ExcludedReason(n)
 	switch {
 	case why != "" && n.ControlPlane && n.Joined:
 		row.Will = "left out"
@@ -328,7 +328,7 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 		row.Will = "waited for: its order is not over"
 		return
 	}
-	if _, err := orders.NewOrder(k.Dir, n.Enrollment, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartFirst), time.Now(), k.key); err != nil { // it is not sent
+	if _, err := orders.Sign(k.Dir, n.Enrollment, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartFirst), time.Now(), k.key); err != nil { // it is not sent
 		refuse("%s: %v. Shorter URLs make an order shorter.", n.Name, err)
 	}
 	if err := k.kube.Undrainable(ctx, n.Name, k.Drain); err != nil && n.Ready {
@@ -403,7 +403,7 @@ func (k *kubeUpgrade) unfinished(n *clusterapi.NodeRelease) map[string]string {
 	if !n.Takes() {
 		return nil
 	}
-	s, o := orders.Underway(k.Dir, k.public, n.Enrollment, time.Now())
+	s, o := orders.ActiveOrder(k.Dir, k.public, n.Enrollment, time.Now())
 	if s == nil || !k.is(o) {
 		return nil
 	}

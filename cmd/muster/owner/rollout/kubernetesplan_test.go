@@ -292,7 +292,7 @@ func TestAnExpiredOrderThatRunsIsNotSignedAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	n := ownertest.EnrollmentOf(t, "w1")
-	s, err := orders.NewOrder(u.Dir, n, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartNode), time.Now().Add(-2*orders.OrderLife), k.key)
+	s, err := orders.Sign(u.Dir, n, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartNode), time.Now().Add(-2*orders.Validity), k.key)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -302,7 +302,7 @@ func TestAnExpiredOrderThatRunsIsNotSignedAgain(t *testing.T) {
 	}
 	ask := func() string {
 		ctx := &ownertest.Expiring{Context: t.Context(), Over: make(chan struct{})}
-		if _, err := orders.Order(ctx, u.Dir, "w1", ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartNode), ctx.Expire); err == nil {
+		if _, err := orders.Execute(ctx, u.Dir, "w1", ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartNode), ctx.Expire); err == nil {
 			t.Error("it is over")
 		}
 		return ownertest.EnrollmentOf(t, "w1").Annotations[v1alpha1.OwnerOrder]

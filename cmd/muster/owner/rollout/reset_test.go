@@ -142,7 +142,7 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		doctor, err := orders.NewOrder(l.Dir, n, ownerorder.ActionDoctor, nil, time.Now(), key)
+		doctor, err := orders.Sign(l.Dir, n, ownerorder.ActionDoctor, nil, time.Now(), key)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -197,7 +197,7 @@ func (r *Restarts) one(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 		if err != nil {
 			return false, err
 		}
-		if s, o := orders.Underway(d, public, n, now); s != nil && o.Action == u.action && boot.In != "" {
+		if s, o := orders.ActiveOrder(d, public, n, now); s != nil && o.Action == u.action && boot.In != "" {
 			// An earlier run has ordered this, and the machine may have restarted since: what counts is the boot from before.
 			u.joins, not = s, boot.In
 			u.undrained, u.returns = boot.Restarted() || !boot.Ready, true
@@ -301,13 +301,13 @@ func (u *outage) order(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 	ctx, cancel := context.WithTimeout(ctx, u.wait)
 	defer cancel()
 	if u.joins == nil {
-		r, err := orders.Order(ctx, d, name, u.action, u.args, report)
+		r, err := orders.Execute(ctx, d, name, u.action, u.args, report)
 		if err != nil {
 			return "", err
 		}
 		return r.Output, nil
 	}
-	r, err := orders.Await(ctx, kube, name, orders.Asked{Action: u.action}, *u.joins, report)
+	r, err := orders.Wait(ctx, kube, name, orders.Request{Action: u.action}, *u.joins, report)
 	if err != nil {
 		return "", err
 	}

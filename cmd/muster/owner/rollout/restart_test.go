@@ -247,7 +247,7 @@ func TestARepeatedRolloutEndsWhatItHasBegun(t *testing.T) {
 	if _, err := lifecycle.Drain(ctx, l.Dir, "left", clusterapi.DrainOptions{Returns: true}, func(string) {}); err != nil {
 		t.Fatal(err)
 	}
-	outdated := func() (*Rollout, []Runs) {
+	outdated := func() (*Rollout, []NodeImage) {
 		t.Helper()
 		r, err := RolloutStatus(ctx, o.Dir)
 		if err != nil {

@@ -20,7 +20,7 @@ import (
 // Rollout says which image each node runs.
 type Rollout struct {
 	// Nodes are those that have attested, by name.
-	Nodes []Runs `json:"nodes"`
+	Nodes []NodeImage `json:"nodes"`
 	// Images counts the nodes of each image of the policy in force, also those that are off; with 0, the image can be removed from the policy.
 	Images map[string]int `json:"images"`
 
@@ -28,8 +28,8 @@ type Rollout struct {
 	upgrading bool // Kubernetes is being upgraded: that command has drained nodes, too
 }
 
-// Runs is what a node's machine booted, by its last evidence and the names of the policy in force.
-type Runs struct {
+// NodeImage is what a node's machine booted, by its last evidence and the names of the policy in force.
+type NodeImage struct {
 	Node string        `json:"node"`
 	Role v1alpha1.Role `json:"role"`
 	// Image and Class are empty if the policy has none with these PCR values.
@@ -69,7 +69,7 @@ func (r *Rollout) Err() error { return r.err }
 
 // Outdated returns the nodes of an image that can be restarted, those of it whose machines get no orders, and those that an interrupted rollout has restarted
 // with another image, and not let take pods again.
-func (r *Rollout) Outdated(image string) (restart, skipped, held []Runs) {
+func (r *Rollout) Outdated(image string) (restart, skipped, held []NodeImage) {
 	for _, n := range r.Nodes {
 		switch {
 		case n.Image == image && n.Silent != "":
@@ -121,7 +121,7 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 	if err != nil {
 		return nil, err
 	}
-	out := &Rollout{Nodes: []Runs{}, Images: map[string]int{}, upgrading: info != nil && info.Other() != nil}
+	out := &Rollout{Nodes: []NodeImage{}, Images: map[string]int{}, upgrading: info != nil && info.Other() != nil}
 	if policies.NoneAttests(all, now) {
 		out.err = problem.WithRemedy(errors.New(policies.NoneHasAttested+", so no machine gets orders"), "Nothing was changed. "+policies.WhyNoneAttests)
 	}
@@ -137,7 +137,7 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 		if err != nil {
 			return nil, fmt.Errorf("AttestedNode %s: %w", n.Name, err)
 		}
-		r := Runs{Node: n.Name, Role: n.Spec.Role, Attested: n.Status.LastVerdict.Time.Time, Accepted: n.Status.LastVerdict.Accepted, Silent: unordered(n, now)}
+		r := NodeImage{Node: n.Name, Role: n.Spec.Role, Attested: n.Status.LastVerdict.Time.Time, Accepted: n.Status.LastVerdict.Accepted, Silent: unordered(n, now)}
 		r.Held, r.Restarted = boots[n.Name].Held, boots[n.Name].Restarted()
 		r.Image, r.Class = p.Names(values)
 		if n.Status.Boot != nil {
@@ -146,6 +146,6 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 		out.Nodes = append(out.Nodes, r)
 		out.Images[r.Image]++
 	}
-	slices.SortFunc(out.Nodes, func(a, b Runs) int { return cmp.Compare(a.Node, b.Node) })
+	slices.SortFunc(out.Nodes, func(a, b NodeImage) int { return cmp.Compare(a.Node, b.Node) })
 	return out, nil
 }

@@ -75,7 +75,7 @@ func commitOwnerKey(ctx context.Context, cfg OwnerKeyConfig) error {
 	if err := resign(ctx, cfg, kube); err != nil {
 		return err
 	}
-	return recovery.Remember(ctx, cfg.Dir, kube)
+	return recovery.RecordState(ctx, cfg.Dir, kube)
 }
 
 // resign puts the policy into the cluster with the signature of the new key and the next serial, unless it has that signature.
@@ -154,7 +154,7 @@ func finishOwnerKey(ctx context.Context, cfg OwnerKeyConfig) error {
 	if err != nil {
 		return err
 	}
-	if err := recovery.Remember(ctx, cfg.Dir, kube); err != nil { // known.json has no policy of the old key then
+	if err := recovery.RecordState(ctx, cfg.Dir, kube); err != nil { // known.json has no policy of the old key then
 		return err
 	}
 	if err := cfg.Services.Accept(ctx, attest.OwnerKeys{r.Signs}); err != nil {

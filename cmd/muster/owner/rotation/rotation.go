@@ -239,7 +239,7 @@ func (r *rotating) order(ctx context.Context, node string, phase clusterinfo.Rot
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
 	args := map[string]string{ownerorder.ArgKey: string(r.Key), ownerorder.ArgPhase: string(phase), ownerorder.ArgID: r.now.ID}
-	report, err := orders.Order(ctx, r.Dir, node, ownerorder.ActionRotateKey, args, func(s string) { r.Report(node, s) })
+	report, err := orders.Execute(ctx, r.Dir, node, ownerorder.ActionRotateKey, args, func(s string) { r.Report(node, s) })
 	if err != nil {
 		return err
 	}

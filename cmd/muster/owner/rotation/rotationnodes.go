@@ -119,7 +119,7 @@ func AdoptAuthority(ctx context.Context, d *ownerdir.Dir, ca *x509.Certificate, 
 	}
 	trusted := access.TrustedBy(h.Text)
 	if !slices.ContainsFunc(trusted, ca.Equal) {
-		if err := access.Endorsed(ctx, h.Conf.Clusters[h.Conf.Contexts[h.Conf.CurrentContext].Cluster].Server, trusted, ca); err != nil {
+		if err := access.VerifyCrossCertificate(ctx, h.Conf.Clusters[h.Conf.Contexts[h.Conf.CurrentContext].Cluster].Server, trusted, ca); err != nil {
 			return err
 		}
 		if err := h.Trust(d, append([]*x509.Certificate{ca}, trusted...)); err != nil {

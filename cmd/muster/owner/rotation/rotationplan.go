@@ -20,7 +20,7 @@ import (
 
 const (
 	// RotationTimeout is how long a control plane has for a phase: until its order expires, then for the restarts.
-	RotationTimeout = orders.OrderLife + 35*time.Minute
+	RotationTimeout = orders.Validity + 35*time.Minute
 	// tokensRenewed is after which time kubelets have replaced all tokens of pods: at 80 % of their life, and after 24 hours at the latest.
 	tokensRenewed = 24 * time.Hour
 	// maxTokenSecrets is how many names of Secrets a plan has.
@@ -123,7 +123,7 @@ func (r *rotating) controlPlanes(ctx context.Context) ([]clusterapi.NodeRelease,
 
 // unfit returns why no phase may begin because of a control plane; empty: it may.
 func unfit(n *clusterapi.NodeRelease) string {
-	if why := rollout.Left(n); why != "" {
+	if why := rollout.ExcludedReason(n); why != "" {
 		return n.Name + " is a control plane, and " + why + "."
 	}
 	if restarts(n) {
@@ -165,7 +165,7 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 		n := &nodes[i]
 		switch why := unfit(n); {
 		case why == "":
-		case r.now != nil && r.now.Key == r.Key && rollout.Left(n) == "" && restarts(n): // perhaps because of an order of an earlier run, which was interrupted
+		case r.now != nil && r.now.Key == r.Key && rollout.ExcludedReason(n) == "" && restarts(n): // perhaps because of an order of an earlier run, which was interrupted
 			p.Notes = append(p.Notes, fmt.Sprintf("%s: no further control plane is begun before they are, for up to %s.", n.Problem(), wellWithin))
 		default:
 			refuse("%s", why)

@@ -433,7 +433,7 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 		return err
 	}
 	for i := range enrolled {
-		if s, o := orders.Underway(u.Dir, public, &enrolled[i], time.Now()); s != nil {
+		if s, o := orders.ActiveOrder(u.Dir, public, &enrolled[i], time.Now()); s != nil {
 			busy(fmt.Sprintf("%s has the order %q, which is not over", enrolled[i].Name, o.Action), "repeat that command to wait for its end, or wait until the order expires")
 		}
 	}

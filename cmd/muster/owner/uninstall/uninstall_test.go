@@ -413,7 +413,7 @@ func (r *removal) refusals(t *testing.T) {
 		if err := r.api.Client.Get(t.Context(), client.ObjectKeyFromObject(n), n); err != nil {
 			t.Fatal(err)
 		}
-		s, err := orders.NewOrder(r.Dir, n, ownerorder.ActionReboot, nil, time.Now(), key)
+		s, err := orders.Sign(r.Dir, n, ownerorder.ActionReboot, nil, time.Now(), key)
 		if err != nil {
 			t.Fatal(err)
 		}

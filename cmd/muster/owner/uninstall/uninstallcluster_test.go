@@ -31,7 +31,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/progress"
-	"github.com/muster-k8s/muster/internal/envtest"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -42,7 +42,7 @@ import (
 // removal is a cluster that has Muster, with the controllers that end a namespace and approve certificates in plain kubeadm.
 type removal struct {
 	*ownertest.Owned
-	api         *envtest.Cluster
+	api         *kubetest.Cluster
 	kube        *clusterapi.Client
 	info        clusterinfo.Info
 	unencrypted []string
@@ -53,7 +53,7 @@ const planesDisk, workersDisk = "5f0c95b6-2a3d-4c7e-9f10-000000000001", "5f0c95b
 
 func newRemoval(t *testing.T) *removal {
 	t.Helper()
-	api, err := envtest.Start(t.Context(), "namespace-controller", "garbage-collector-controller", "certificatesigningrequest-approving-controller")
+	api, err := kubetest.Start(t.Context(), "namespace-controller", "garbage-collector-controller", "certificatesigningrequest-approving-controller")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -165,7 +165,7 @@ func (r *removal) install(t *testing.T) {
 	label := map[string]string{clusterinfo.ControlPlaneLabel: ""}
 	notes := map[string]string{clusterinfo.EpochAnnotation: "1 x", "example.com/other": "stays"}
 	enrollment := func(name string, id byte, role v1alpha1.Role, disk string, mode v1alpha1.DiskMode) *v1alpha1.AttestedNode {
-		return &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RetireCertificates}}, Spec: v1alpha1.AttestedNodeSpec{
+		return &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RevokeCertificates}}, Spec: v1alpha1.AttestedNodeSpec{
 			MachineID: attest.MachineID{id}.String(), Role: role, DiskID: disk, DiskMode: mode,
 		}}
 	}
