@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -139,19 +140,24 @@ func TestAnEnrollmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
 	s := setUp(t)
 	s.Enroll(t, "w7", v1alpha1.AttestedNodeSpec{MachineID: s.machine(t).ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
 	other := s.machine(t).ID().String()
+	update := func(edit func(*v1alpha1.AttestedNodeSpec)) error { // joinservice writes the status meanwhile
+		return retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+			n := s.Node(t, "w7")
+			edit(&n.Spec)
+			return s.Client.Update(t.Context(), n)
+		})
+	}
 	change := func(banned bool) error {
-		n := s.Node(t, "w7")
-		n.Spec.MachineID, n.Spec.DiskID, n.Spec.Banned = other, "5f0c95b6-2a3d-4c7e-9f10-000000000009", banned
-		return s.Client.Update(t.Context(), n)
+		return update(func(n *v1alpha1.AttestedNodeSpec) {
+			n.MachineID, n.DiskID, n.Banned = other, "5f0c95b6-2a3d-4c7e-9f10-000000000009", banned
+		})
 	}
 	for _, banned := range []bool{false, true} { // a ban and the change in one write are refused too
 		if err := change(banned); !apierrors.IsInvalid(err) {
 			t.Errorf("machine and disk changed, banned with it: %v: %v", banned, err)
 		}
 	}
-	n := s.Node(t, "w7")
-	n.Spec.Banned = true
-	if err := s.Client.Update(t.Context(), n); err != nil {
+	if err := update(func(n *v1alpha1.AttestedNodeSpec) { n.Banned = true }); err != nil {
 		t.Fatal(err)
 	}
 	if err := change(false); err != nil {

@@ -86,7 +86,7 @@ func (a *app) uninstall(cmd *cobra.Command, f uninstallFlags) error {
 		if err := a.uninstalled(p, "Nothing of Muster is left in the cluster."); err != nil || len(silent) == 0 {
 			return err
 		}
-		fmt.Fprintf(a.stderr, "Note: the kubelets of these nodes do not renew their Leases, though their Nodes are Ready: %s. Look there: systemctl status kubelet.\n", strings.Join(silent, ", "))
+		fmt.Fprintf(a.stderr, "Note: the kubelets of these nodes do not renew their Leases, though their Nodes are Ready: %s. The block uninstall-machine of %s shows why, if it is run there again.\n", strings.Join(silent, ", "), uninstall.UninstallRunbook)
 		return nil
 	case f.dryRun:
 		_, err := fmt.Fprintln(a.stdout, "Nothing was changed.")

@@ -112,7 +112,7 @@ type Addressee struct {
 }
 
 // SignedMachineOrder is the text of an order with a signature, which must not be trusted before
-// [SignedMachineOrder.Verify].
+// [SignedMachineOrder.Genuine].
 type SignedMachineOrder struct {
 	// Text is a [MachineOrder] in JSON: exactly the signed bytes.
 	Text      string

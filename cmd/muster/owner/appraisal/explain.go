@@ -39,7 +39,7 @@ type Seen struct {
 	steps  []explain.Step
 }
 
-// SeenBy returns what a report of [Verify] or [VerifyNode] shows. An error means that the evidence was not genuine, so nothing of it is known.
+// SeenBy returns what a report of [Verify], or of a node by its order, shows. An error means that the evidence was not genuine, so nothing of it is known.
 func SeenBy(s *Report, p *attest.Policy) (*Seen, error) {
 	if s.Machine == "" {
 		if s.Err != nil {

@@ -21,7 +21,7 @@ import (
 type Report struct {
 	Endpoint string `json:"endpoint"`
 	Purpose  string `json:"purpose"`
-	// Node is the node that [VerifyNode] has verified. Record is what the cluster says of it, if that was not possible; nothing of it is proven.
+	// Node is the node that was verified by an order. Record is what the cluster says of it, if that was not possible; nothing of it is proven.
 	Node   string  `json:"node,omitempty"`
 	Record *Record `json:"clusterRecord,omitempty"`
 	// Disk is the UUID of the node's state disk, also by what the cluster says.

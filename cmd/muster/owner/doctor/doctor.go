@@ -140,8 +140,6 @@ func (d *doctor) folder() bool {
 	}
 	if _, err := dir.Known(); errors.Is(err, ownerdir.ErrUnreadable) {
 		d.Err(CheckFolder, recovery.UnreadableRemedy, err)
-	} else if err != nil {
-		d.Err(CheckFolder, restoreFolder, err)
 	}
 	switch c := dir.Cluster(); {
 	case c.Restore != nil:

@@ -317,7 +317,7 @@ func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client,
 }
 
 // listRestored puts the folder's policy in force, with the machine as its only control plane (A7): of the others, one may still run. Its serial
-// is above those of the backup and of known.json, to which [current] has compared it: machines that were not lost accept no older policy than their last.
+// is above those of the backup and of known.json, with which it was compared: machines that were not lost accept no older policy than their last.
 func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	c := i.dir()
 	m := c.FirstMachine

@@ -33,7 +33,7 @@ func TestNoOrderIsSignedByAWrongClock(t *testing.T) {
 	}
 	l.ServerClock(t, 4*time.Minute)
 	late := &ownertest.Expiring{Context: ctx, Over: make(chan struct{})}
-	if _, err := Execute(late, l.Dir, "w1", ownerorder.ActionReboot, nil, late.Expire); attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW || ownertest.EnrollmentOf(t, "w1").Annotations[v1alpha1.OwnerOrder] == "" {
+	if _, err := Execute(late, l.Dir, "w1", ownerorder.ActionReboot, nil, late.Expire); err == nil || !strings.Contains(err.Error(), `the order "reboot" to w1 is withdrawn`) { // so it was given
 		t.Errorf("a small difference: %v", err)
 	}
 }

@@ -50,7 +50,7 @@ func Execute(ctx context.Context, d *ownerdir.Dir, name string, action ownerorde
 	return r, err
 }
 
-// Request is what [follow] orders.
+// Request is what [Send] orders.
 type Request struct {
 	Action ownerorder.Action
 	// Args returns the arguments for the machine that has the node.

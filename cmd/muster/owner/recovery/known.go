@@ -67,6 +67,9 @@ func RecordState(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) 
 	if len(older) > 0 { // B7: its state does not replace what the folder knows
 		return fmt.Errorf("%w: %s", ErrRolledBack, strings.Join(older, "; "))
 	}
+	if seen.Policy.JSON == "" {
+		return errors.New("the cluster has no policy that the owner could have signed")
+	}
 	if _, err := seen.Policy.Open(public); attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE {
 		return problem.WithRemedy(fmt.Errorf("the cluster's policy: %w", err), clusterapi.ForeignPolicyRemedy)
 	} else if err != nil {

@@ -168,7 +168,7 @@ func finishOwnerKey(ctx context.Context, cfg OwnerKeyConfig) error {
 	return err
 }
 
-// ServiceKeys changes the owner's keys of Muster's services in the cluster: an [Upgrade] that changes nothing else.
+// ServiceKeys changes the owner's keys of Muster's services in the cluster: an upgrade of the chart that changes nothing else.
 type ServiceKeys struct{ install.UpgradeConfig }
 
 // Check implements [OwnerKeyServices].
