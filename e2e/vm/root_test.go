@@ -35,7 +35,7 @@ echo LEFT`)
 	_, sum, _ := strings.Cut(said, "BEFORE ")
 	sum, _, _ = strings.Cut(sum, " ")
 	w.boot(t, "node7", w.image)
-	for _, what := range []string{"/usr/local/bin/kubelet is not", "/usr/local/bin/kubelet.real is not", "/usr/local/bin/apparmor_parser is not", "/opt/cni/bin/evil is not", "/etc/kubernetes/manifests/evil.yaml is not", "/var/lib/kubelet/kubeadm-flags.env is not", "/var/lib/kubelet/config.yaml is not"} {
+	for _, what := range []string{"/usr/local/bin/kubelet differs", "/usr/local/bin/kubelet.real differs", "/usr/local/bin/apparmor_parser differs", "/opt/cni/bin/evil differs", "/etc/kubernetes/manifests/evil.yaml differs", "/var/lib/kubelet/kubeadm-flags.env differs", "/var/lib/kubelet/config.yaml differs"} {
 		w.says(t, "node7", what, joinTime)
 	}
 	w.ready(t, "node7", boot)
