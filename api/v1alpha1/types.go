@@ -416,5 +416,5 @@ func (n *AttestedNode) ShutOut() bool { return n.Spec.Banned || n.Leaving() }
 // Leaving reports whether the enrollment is being deleted.
 func (n *AttestedNode) Leaving() bool { return !n.DeletionTimestamp.IsZero() }
 
-// Retires reports whether the deleted enrollment stays until its certificates are retired.
-func (n *AttestedNode) Retires() bool { return slices.Contains(n.Finalizers, RevokeCertificates) }
+// Revokes reports whether the deleted enrollment stays until its certificates are revoked.
+func (n *AttestedNode) Revokes() bool { return slices.Contains(n.Finalizers, RevokeCertificates) }

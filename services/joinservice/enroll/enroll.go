@@ -322,7 +322,7 @@ func (es *Enrollments) replaceOrUpdate(ctx context.Context, c Claim, own *v1alph
 	n.Spec = c.Spec() // not banned: check ensures that, and the compare-and-swap would detect a change
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AttestationKey, c.AK)
 	metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.AskedAt, state.UTC(es.state.Now())) // J4: and so that another ticket of the machine detects the change
-	if !n.Retires() {                                                                        // J4: before any certificate is requested, so that none is valid after the enrollment without being revoked
+	if !n.Revokes() {                                                                        // J4: before any certificate is requested, so that none is valid after the enrollment without being revoked
 		n.Finalizers = append(n.Finalizers, v1alpha1.RevokeCertificates)
 	}
 	if err := es.state.Cluster.Client.Update(ctx, n); err != nil {
@@ -406,7 +406,7 @@ func (es *Enrollments) Delete(ctx context.Context, n *v1alpha1.AttestedNode) err
 		return err
 	}
 	n = n.DeepCopy()
-	if n.Retires() {
+	if n.Revokes() {
 		n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
 		if err := es.state.Cluster.Client.Update(ctx, n); err != nil {
 			return err

@@ -19,7 +19,7 @@ import (
 // deletion, it fails. After a concurrent status write of another replica it does not: it calls change again with the new
 // status. Errors are refusals, including those of change.
 func (es *Enrollments) WriteStatus(ctx context.Context, n *v1alpha1.AttestedNode, change func(*v1alpha1.AttestedNodeStatus) error) error {
-	spec, retires, what := n.Spec, n.Retires(), "write the status of AttestedNode "+n.Name
+	spec, revokes, what := n.Spec, n.Revokes(), "write the status of AttestedNode "+n.Name
 	for range state.WriteAttempts {
 		if err := change(&n.Status); err != nil {
 			return err
@@ -37,7 +37,7 @@ func (es *Enrollments) WriteStatus(ctx context.Context, n *v1alpha1.AttestedNode
 		if err := es.state.Cluster.Client.Get(ctx, client.ObjectKeyFromObject(n), n); err != nil {
 			return clusterview.Unavailable(what, err)
 		}
-		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) || retires && !n.Retires() { // J4: it is about to be deleted
+		if n.UID != uid || n.Leaving() || !specEqual(n.Spec, spec) || revokes && !n.Revokes() { // J4: it is about to be deleted
 			return clusterview.Unavailable(what, fmt.Errorf("AttestedNode %s was changed at the same time", n.Name))
 		}
 	}

@@ -265,7 +265,7 @@ func (e *Enforcer) finish(ctx context.Context, n *v1alpha1.AttestedNode) error {
 	if err := e.requests.Delete(ctx, asked); err != nil {
 		return err
 	}
-	if !now.Retires() {
+	if !now.Revokes() {
 		return nil // the finalizer of another program
 	}
 	now.Finalizers = slices.DeleteFunc(now.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })

@@ -402,7 +402,7 @@ func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
 	b := newSweepFixture(t)
 	servicetest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: servicetest.Claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	b.after(t, 0)
-	if n := servicetest.Shared.Node(t, "w1"); !n.Retires() {
+	if n := servicetest.Shared.Node(t, "w1"); !n.Revokes() {
 		t.Errorf("after a sweep: %v", n.Finalizers)
 	}
 	servicetest.Shared.Reset(t)
@@ -410,7 +410,7 @@ func TestEachEnrollmentOutlivesItsDeletion(t *testing.T) {
 	servicetest.Shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: servicetest.Claim(1).Machine.String(), Role: v1alpha1.RoleWorker})
 	b.current(t)
 	servicetest.Enroll(t, b.Rooms, servicetest.Claim(1), "a")
-	if n := servicetest.Shared.Node(t, "w1"); !n.Retires() {
+	if n := servicetest.Shared.Node(t, "w1"); !n.Revokes() {
 		t.Errorf("with a ticket: %v", n.Finalizers)
 	}
 }

@@ -171,7 +171,7 @@ func (s *Sweeper) mark(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		if n.Leaving() {
 			return access.CheckShutOut(n)
 		}
-		if n.Retires() {
+		if n.Revokes() {
 			return nil
 		}
 		n.Finalizers = append(n.Finalizers, v1alpha1.RevokeCertificates)

@@ -99,7 +99,7 @@ func parseStored(text []byte) (s backup.Stored, err error) {
 	return s, nil
 }
 
-// isControlPlane refuses a node with another role, whose machine would say so minutes later.
+// isControlPlane refuses a node with another role at once. Its machine would refuse the order too, but only minutes later.
 func isControlPlane(ctx context.Context, kube *clusterapi.Client, name string) error {
 	p, err := kube.Presence(ctx, name)
 	if err != nil {

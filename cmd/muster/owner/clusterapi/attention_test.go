@@ -50,7 +50,7 @@ func TestARotationThatIsInTimeNeedsNoAttention(t *testing.T) {
 	}
 }
 
-// In the middle of an uninstall, and after it, nobody has let in the nodes against the owner's will.
+// Nodes without an AttestedNode are no finding during and after an uninstall: Muster's kinds are gone.
 func TestAClusterWithoutMusterNeedsOneLineOfAttention(t *testing.T) {
 	plain := func() *Status {
 		s := sound()

@@ -14,7 +14,7 @@ import (
 )
 
 // SetBanned bans the machine of an enrolled name, or lifts its ban. The API server refuses the writes of a banned machine from
-// then on, whether a joinservice runs or not. A ban ends an interrupted replacement, whose mark would keep joinservice from evicting the node (J10).
+// then on, whether a joinservice runs or not. A ban removes the annotation of an interrupted replacement, because with it joinservice does not evict the node (J10).
 func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error {
 	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		_, keeps := n.Annotations[v1alpha1.KeepNode]

@@ -84,7 +84,7 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 	}
 	pods = list.Pods()
 	if err := h.DeleteOrEvictPods(pods); err != nil {
-		if ctx.Err() != nil { // kubectl's text is "global timeout reached", with a time that nobody has set
+		if ctx.Err() != nil { // kubectl reports "global timeout reached" with the largest possible duration
 			err = context.Cause(ctx)
 		}
 		return cordoned, fmt.Errorf("drain %s: %w", name, errors.Join(c.inTheWay(ctx, name, pods), err))

@@ -206,7 +206,7 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report 
 	if p.Enrollment != nil {
 		// Everything that the finalizer is for is done; perhaps no joinservice runs that would remove it.
 		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-			was := n.Retires()
+			was := n.Revokes()
 			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
 			return was
 		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil {
