@@ -138,7 +138,7 @@ type AttestedNode struct {
 // AttestedNodeSpec is the machine that has the name, and what the machine is permitted.
 //
 // +kubebuilder:validation:XValidation:rule="self.machineID == oldSelf.machineID || (has(oldSelf.banned) && oldSelf.banned)",message="a name belongs to one machine: muster forget frees it, muster replace gives it to another machine"
-// +kubebuilder:validation:XValidation:rule="!has(oldSelf.diskID) || size(oldSelf.diskID) == 0 || !has(self.diskID) || self.diskID == oldSelf.diskID || (has(oldSelf.banned) && oldSelf.banned)",message="the machine is enrolled with another disk: muster replace changes that"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.diskID) || size(oldSelf.diskID) == 0 || (has(self.diskID) && self.diskID == oldSelf.diskID) || (has(oldSelf.banned) && oldSelf.banned)",message="the machine is enrolled with another disk: muster replace changes that"
 type AttestedNodeSpec struct {
 	// MachineID is the SHA-256 of the SubjectPublicKeyInfo of the machine's endorsement key, in 64 lower-case
 	// hexadecimal digits. It never changes, except in a banned enrollment, which no service changes: `muster

@@ -157,6 +157,10 @@ func TestAnEnrollmentChangesItsMachineOnlyWhileBanned(t *testing.T) {
 			t.Errorf("machine and disk changed, banned with it: %v: %v", banned, err)
 		}
 	}
+	// Neither is the disk changed by two writes, of which the first removes it.
+	if err := update(func(n *v1alpha1.AttestedNodeSpec) { n.DiskID = "" }); !apierrors.IsInvalid(err) {
+		t.Errorf("disk removed: %v", err)
+	}
 	if err := update(func(n *v1alpha1.AttestedNodeSpec) { n.Banned = true }); err != nil {
 		t.Fatal(err)
 	}

@@ -63,10 +63,13 @@ func TestADrainKeepsWhatWouldBeLost(t *testing.T) {
 	limited, stop := context.WithCancel(ctx)
 	defer stop()
 	_, err = Drain(limited, l.Dir, "drained", all, func(s string) {
-		if strings.Contains(s, "disruption budget") {
+		if strings.Contains(s, "waits for the PodDisruptionBudget default/keep") {
 			stop()
 		}
 	})
+	if ctx.Err() != nil {
+		t.Fatal("the drain does not report the budget that it waits for")
+	}
 	if err == nil || len(ownertest.PodsOn(t, "drained")) != 3 || !strings.Contains(err.Error(), "default/keep") || strings.Contains(err.Error(), "global timeout") {
 		t.Fatalf("against a budget: %v; left %v", err, ownertest.PodsOn(t, "drained"))
 	}

@@ -359,10 +359,13 @@ func TestABudgetThatAllowsNoEvictionIsNamedBeforeADrain(t *testing.T) {
 		limited, stop := context.WithCancel(ctx)
 		defer stop()
 		_, err := lifecycle.Drain(limited, l.Dir, "r10", clusterapi.DrainOptions{Force: true}, func(s string) {
-			if strings.Contains(s, "disruption budget") {
+			if strings.Contains(s, "waits for the PodDisruptionBudget default/later") {
 				stop()
 			}
 		})
+		if ctx.Err() != nil {
+			t.Fatal("the drain does not report the budget that it waits for")
+		}
 		if err == nil || !strings.Contains(err.Error(), "default/later (pod kept: 1 of 2 pods are Ready, and 1 have to be)") || !strings.Contains(problem.Remedy(err), "kubectl uncordon r10") {
 			t.Errorf("%v: %s", err, problem.Remedy(err))
 		}
