@@ -124,6 +124,7 @@ func (s *fixture) known(t *testing.T, c *controlPlane) {
 	})
 }
 
+// Invariant J8.
 func TestControlPlanesJoinOneAfterAnother(t *testing.T) {
 	s := setUp(t)
 	two := s.controlPlane(t, "cp2", disk1, "192.168.77.12")
@@ -216,7 +217,7 @@ func (s *fixture) busyAgain(t *testing.T, c *controlPlane) {
 }
 
 // joinservice measures how long it has seen no change, by its own clock: times in the Lease by another machine's clock end
-// it neither early nor late.
+// it neither early nor late (J8).
 func TestATurnThatIsNotRenewedRunsOut(t *testing.T) {
 	for name, off := range map[string]time.Duration{"its clock is 3 h behind": -3 * time.Hour, "its clock is 3 h ahead": 3 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
@@ -346,6 +347,7 @@ func (s *fixture) mayNotApprove(t *testing.T) {
 	})
 }
 
+// Invariant J8.
 func TestOfFiveWhoAskAtOnceAllGetTheirTurn(t *testing.T) {
 	s := setUp(t)
 	// A machine that is too slow to renew its turn loses it to the next one.

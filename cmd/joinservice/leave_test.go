@@ -134,6 +134,7 @@ func (s *fixture) banned(t *testing.T, banned bool) {
 	})
 }
 
+// Invariant J10.
 func TestWhatIsTakenFromANodeIsWorthLittleOnceItIsBanned(t *testing.T) {
 	s := setUp(t)
 	m, w := s.machine(t), worker(t)
@@ -168,7 +169,7 @@ func TestWhatIsTakenFromANodeIsWorthLittleOnceItsEnrollmentIsDeleted(t *testing.
 }
 
 // While it is enrolled, a node prepares for its ban: what it may write then can't keep its pods, and no client can bind one
-// to it afterwards.
+// to it afterwards (J10).
 func TestANodePutsNothingInTheWayOfItsEviction(t *testing.T) {
 	s := setUp(t)
 	m, w := s.machine(t), worker(t)

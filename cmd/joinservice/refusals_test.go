@@ -31,7 +31,7 @@ const (
 )
 
 // Each refusal has its one reason in error detail, metric, log and audit record (R1) and leaves neither enrollment nor
-// certificate request; the same machine gets its ticket when only the offending input is repaired.
+// certificate request; the same machine gets its ticket when only the offending input is repaired (J2, J4, J6).
 func TestRefusedRequests(t *testing.T) {
 	s := setUp(t)
 	ctx := t.Context()

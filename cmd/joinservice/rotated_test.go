@@ -102,7 +102,7 @@ func TestAListedControlPlaneGetsTheNewKey(t *testing.T) {
 	}
 }
 
-// Each request succeeds when only the offending input is repaired.
+// Each request succeeds when only the offending input is repaired (J6).
 func TestRefusedRequestsForARotatedKey(t *testing.T) {
 	s := setUp(t)
 	s.rotates(t)

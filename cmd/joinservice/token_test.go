@@ -53,7 +53,7 @@ func withTokens(t *testing.T) *fixture {
 }
 
 // In a cluster that Muster did not initialize a ticket has a bootstrap token beside its certificates. It is a bearer
-// credential, so it must have few rights and be deleted soon.
+// credential, so it must have few rights and be deleted soon (J5).
 func TestATicketsTokenIsOfLittleUseAndGoneOnceTheNodeIsReady(t *testing.T) {
 	s := withTokens(t)
 	ctx := t.Context()

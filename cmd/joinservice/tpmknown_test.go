@@ -25,6 +25,7 @@ func (s *fixture) twin(t *testing.T, m *attesttest.Machine) *attesttest.Machine 
 // asW2 changes a request to one that could be another machine's.
 func asW2() func(*requestOptions) { return named("w2", disk2, "192.168.77.13") }
 
+// Invariant A8.
 func TestOneTPMIsEnrolledOnce(t *testing.T) {
 	s := setUp(t, recordsSoon)
 	m := s.machine(t)
@@ -61,7 +62,7 @@ func TestOneTPMIsEnrolledOnce(t *testing.T) {
 	s.refused(t, s.dial(t, m.Attester(attest.PurposeMachine)), m, worker(t), attestv1.Reason_REASON_TPM_KNOWN)
 }
 
-// TestABannedTPMComesBackAsNoOtherMachine tests a banned machine that shows its other endorsement key.
+// TestABannedTPMComesBackAsNoOtherMachine tests a banned machine that shows its other endorsement key (A8).
 func TestABannedTPMComesBackAsNoOtherMachine(t *testing.T) {
 	s := setUp(t)
 	m := s.machine(t)

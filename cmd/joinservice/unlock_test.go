@@ -226,7 +226,7 @@ func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	}
 }
 
-// A disk in another machine stays closed, whether or not that machine is accepted.
+// A disk in another machine stays closed, whether or not that machine is accepted (J2).
 func TestAStolenDiskStaysClosed(t *testing.T) {
 	s := setUp(t)
 	s.rebooted(t)

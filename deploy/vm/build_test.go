@@ -121,6 +121,7 @@ func TestTheInitialRAMDiskIsTheSameEachTime(t *testing.T) {
 	}
 }
 
+// Invariant B6.
 func TestTheCommandLineNamesTheRootOnce(t *testing.T) {
 	root := layout.Root{Hash: [32]byte{1}, Blocks: 9}
 	line := cmdline(options{cmdline: "a=b  c", lockdown: "integrity"}, root)

@@ -318,7 +318,7 @@ func TestTooManyLargeFrames(t *testing.T) {
 	}
 }
 
-// An unattested client receives only the reason of a refusal.
+// An unattested client receives only the reason of a refusal (R1).
 func TestAStrangerLearnsTheReasonAlone(t *testing.T) {
 	x := newTarget(t, nil)
 	changed := attesttest.NewMachine(t, x.ca, attesttest.Options{Image: "one byte differs"})

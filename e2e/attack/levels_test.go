@@ -14,7 +14,7 @@ import (
 )
 
 // Every existing RPC, called by every kind of client: a plain HTTPS client, one with a session that did not attest,
-// an attested machine.
+// an attested machine (J1).
 func TestEveryRPCFromEveryLevel(t *testing.T) {
 	all := refusaltest.Procedures()
 	if len(all) < 8 {
@@ -51,7 +51,7 @@ func TestEveryRPCFromEveryLevel(t *testing.T) {
 	}
 }
 
-// No content of a request raises its level.
+// No content of a request raises its level (J1).
 func TestHeadersDoNotRaiseALevel(t *testing.T) {
 	x := newTarget(t, nil)
 	c := refusaltest.Plain(t)

@@ -21,7 +21,7 @@ const (
 	mismatch = attestv1.Reason_REASON_BINDING_MISMATCH
 )
 
-// A man in the middle that holds the server's private key forwards every byte of the exchange, with the evidence.
+// A man in the middle that holds the server's private key forwards every byte of the exchange, with the evidence (A1).
 func TestRelayWithTheServersPrivateKey(t *testing.T) {
 	x := newTarget(t, nil)
 	conf := &tls.Config{Certificates: []tls.Certificate{x.stolen}, NextProtos: []string{alpn}, MinVersion: tls.VersionTLS13}
@@ -60,7 +60,7 @@ func TestRelayWithTheServersPrivateKey(t *testing.T) {
 	}
 }
 
-// An attacker asks a good machine's GetEvidence for evidence over the binding of the attacker's session.
+// An attacker asks a good machine's GetEvidence for evidence over the binding of the attacker's session (A5).
 func TestRelayThroughGetEvidence(t *testing.T) {
 	x := newTarget(t, nil)
 	oracle := attestv1connect.NewEvidenceServiceClient(refusaltest.Plain(t), "https://"+x.addr, rpc.ClientOptions()...)
@@ -86,7 +86,7 @@ func TestRelayThroughGetEvidence(t *testing.T) {
 	}
 }
 
-// Evidence that a pod may request from its machine is not accepted as the machine's.
+// Evidence that a pod may request from its machine is not accepted as the machine's (A5).
 func TestEvidenceOfAnotherPurpose(t *testing.T) {
 	x := newTarget(t, nil)
 	for _, p := range []attest.Purpose{attest.PurposeJoinservice, attest.PurposeKMS, attest.PurposePublic} {
@@ -100,7 +100,7 @@ func TestEvidenceOfAnotherPurpose(t *testing.T) {
 }
 
 // The exporter is the same at both ends, so an attacker sends a peer its own evidence. Both sides expect the purpose
-// that they have, so that only the role differs.
+// that they have, so that only the role differs (A1).
 func TestReflection(t *testing.T) {
 	x := newTarget(t, func(c *rpc.Config) { c.ATLS.ClientPurpose = attest.PurposeJoinservice })
 	both := &attestv1.Offer{Gives: tpm2, Accepts: tpm2}
@@ -230,7 +230,7 @@ func TestReflection(t *testing.T) {
 	})
 }
 
-// Evidence of one session is sent in the next.
+// Evidence of one session is sent in the next (A1).
 func TestReplayInAnotherSession(t *testing.T) {
 	x := newTarget(t, nil)
 	var recorded *attestv1.Evidence
@@ -306,7 +306,7 @@ func TestAKeyThatIsNotInTheTPM(t *testing.T) {
 	}
 }
 
-// The two sides do not have the same offers: an attacker changed one in transit.
+// The two sides do not have the same offers: an attacker changed one in transit (A1).
 func TestAnOfferChangedOnOneSide(t *testing.T) {
 	x := newTarget(t, nil)
 	for name, change := range map[string]func(sent []byte) []byte{
@@ -339,6 +339,7 @@ func (c *tickets) Put(key string, s *tls.ClientSessionState) {
 	c.ClientSessionCache.Put(key, s)
 }
 
+// Invariant A4.
 func TestResumption(t *testing.T) {
 	x := newTarget(t, nil)
 	cache := &tickets{ClientSessionCache: tls.NewLRUClientSessionCache(8)}
@@ -402,6 +403,7 @@ func TestResumption(t *testing.T) {
 	}
 }
 
+// Invariant A4.
 func TestOlderTLSIsNotSpoken(t *testing.T) {
 	x := newTarget(t, nil)
 	conf := &tls.Config{InsecureSkipVerify: true, NextProtos: []string{alpn}, MaxVersion: tls.VersionTLS12}

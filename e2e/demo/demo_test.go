@@ -23,6 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// Invariant J5.
 func TestDemonstration(t *testing.T) {
 	lab, root := labtest.New(t, "muster-e2e")
 	c := &cluster{&labtest.Cluster{Lab: lab, Root: root}}

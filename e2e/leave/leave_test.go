@@ -164,6 +164,7 @@ func (c *cluster) ban(t *testing.T, node string) {
 	c.Ready(t, node)
 }
 
+// Invariant J4.
 func TestNamesLeaveTheirMachines(t *testing.T) {
 	c := bringUp(t)
 	t.Run("a banned node is evicted, and comes back when the ban is lifted", func(t *testing.T) { c.ban(t, "node2") })

@@ -27,7 +27,7 @@ type fixture struct {
 }
 
 // Node2 renews both certificates by itself. Node3's attester is stopped: it gets neither, and the reason is shown
-// where an operator looks for it; once it attests again it gets both, before the old ones end.
+// where an operator looks for it; once it attests again it gets both, before the old ones end (J7).
 func TestNodesLiveLongerThanTheirCertificates(t *testing.T) {
 	w := bringUp(t)
 	w.ShortenCertificates(t)

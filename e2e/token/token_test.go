@@ -91,6 +91,7 @@ func (c *cluster) tokens(ctx context.Context) (string, error) {
 	return c.Kubectl(ctx, "-n", "kube-system", "get", "secrets", "--field-selector", "type=bootstrap.kubernetes.io/token", "-o", "name")
 }
 
+// Invariant J5.
 func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 	c := bringUp(t)
 	c.byHand(t)

@@ -25,7 +25,7 @@ import (
 const captured = "../../trust/attest/tpm2/eventlog/testdata"
 
 // TestRealEventLogs replays logs of real firmware, and has go-eventlog check the resulting values. For most of Google's
-// machines the values are known independently of both.
+// machines the values are known independently of both (A9).
 func TestRealEventLogs(t *testing.T) {
 	raw, err := os.ReadFile(filepath.Join(captured, "go-tpm-tools/expected-pcrs.json"))
 	if err != nil {

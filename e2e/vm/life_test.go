@@ -26,6 +26,7 @@ import (
 // pcrs are those that distinguish images.
 var pcrs = []string{"4", "9", "11"}
 
+// Invariant B6.
 func TestAMachineBootsJoinsIsTamperedWithAndRejoins(t *testing.T) {
 	w := bringUp(t)
 	if _, err := w.AddVM(t.Context(), driver.VM{Name: "node7", Image: w.image, StateMiB: stateMiB, JoinEndpoints: []string{joinservice1}}); err != nil {

@@ -72,7 +72,7 @@ func sizeOf(t *testing.T, pattern string) (size int64) {
 }
 
 // Refused peers, for however long and as often as they like, remove no record of an action: neither that of the first
-// ticket, nor any between.
+// ticket, nor any between (J3).
 func TestRefusalsNeverTakeThePlaceOfATicket(t *testing.T) {
 	const limit = 32 << 10
 	path := filepath.Join(t.TempDir(), "audit.jsonl")

@@ -135,6 +135,7 @@ func TestWhatWasWrittenIsRead(t *testing.T) {
 	}
 }
 
+// Invariant K5.
 func TestADamagedFileIsRefused(t *testing.T) {
 	c := newCluster(t, ecdsaKey(t))
 	file := c.write()
@@ -156,7 +157,7 @@ func TestADamagedFileIsRefused(t *testing.T) {
 	}
 }
 
-// Whoever has the owner's public key can encrypt to it.
+// Whoever has the owner's public key can encrypt to it (K5).
 func TestABackupOfSomebodyElseIsRefused(t *testing.T) {
 	c, other := newCluster(t, ecdsaKey(t)), newCluster(t, ecdsaKey(t))
 	other.owner = c.owner
@@ -259,7 +260,7 @@ func (c *cluster) entries(file []byte) (out []entry) {
 	}
 }
 
-// What the authority has signed is all of it, and nothing beside it.
+// What the authority has signed is all of it, and nothing beside it (K5).
 func TestWhatTheManifestDoesNotSayIsRefused(t *testing.T) {
 	c := newCluster(t, ecdsaKey(t))
 	genuine := c.entries(c.write())

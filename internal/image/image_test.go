@@ -46,6 +46,7 @@ func TestADiskLeadsToTheMeasurementsOfItsProgram(t *testing.T) {
 	}
 }
 
+// Invariant S2.
 func TestAlteredImagesAreRefused(t *testing.T) {
 	good := content(t, imagetest.New(t))
 	if _, err := read(t, good); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// While the owner's key is replaced, an image has two: what either signs is the owner's, and what anybody else signs is not.
+// While the owner's key is replaced, an image has two: what either signs is the owner's, and what anybody else signs is not (B10).
 func TestEachKeyOfTheImageSignsForTheOwner(t *testing.T) {
 	key := func(b byte) ed25519.PrivateKey {
 		return ed25519.NewKeyFromSeed(bytes.Repeat([]byte{b}, ed25519.SeedSize))

@@ -51,6 +51,7 @@ func TestTheFormIsThatOfAnIndependentProgram(t *testing.T) {
 	}
 }
 
+// Invariant J9.
 func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 	otherKey := ed25519.NewKeyFromSeed(bytes.Repeat([]byte{8}, 32))
 	for name, tt := range map[string]struct {
@@ -101,7 +102,7 @@ func TestOnlyTheOwnersOrderForThisClusterAndNowCounts(t *testing.T) {
 	}
 }
 
-// An order must not be usable as the owner's signature of a policy, which would admit machines.
+// An order must not be usable as the owner's signature of a policy, which would admit machines (J9).
 func TestAnOrderIsNoPolicy(t *testing.T) {
 	o := order()
 	for _, text := range [][]byte{o.input(), o.input()[len(domain):], o.Request} {

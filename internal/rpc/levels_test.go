@@ -116,6 +116,7 @@ func TestLevelsAreThoseOfTheSchemas(t *testing.T) {
 	}
 }
 
+// Invariant A3.
 func TestAnUnknownProcedureIsServedToNobody(t *testing.T) {
 	if err := authorize(t.Context(), "/muster.join.v1.JoinService/Forgotten"); attest.ReasonOf(err) != attestv1.Reason_REASON_INTERNAL {
 		t.Errorf("%v, want a refusal", err)

@@ -69,6 +69,7 @@ func TestParse(t *testing.T) {
 	}
 }
 
+// Invariant B9.
 func TestParseRefuses(t *testing.T) {
 	for name, change := range map[string][2]string{
 		"another kind":                     {"ComponentList", "Components"},

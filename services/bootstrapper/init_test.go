@@ -172,7 +172,7 @@ func TestMetadataDecideWhoMayInit(t *testing.T) {
 	}
 }
 
-// A node without the owner's key could not verify any joinservice.
+// A node without the owner's key could not verify any joinservice (A7).
 func TestAnImageThatKnowsNoOwnerBecomesNoFirstMachine(t *testing.T) {
 	w := first(t)
 	w.image.OwnerKeys = nil

@@ -149,7 +149,7 @@ func TestRequestsAreWhatJoinserviceWants(t *testing.T) {
 	}
 }
 
-// A joinservice is accepted only if its machine matches the owner's policy.
+// A joinservice is accepted only if its machine matches the owner's policy (A7).
 func TestAJoinserviceIsJudged(t *testing.T) {
 	for name, tt := range map[string]struct {
 		setUp func(t *testing.T, w *fixture) *attesttest.Machine // the joinservice's machine
@@ -297,7 +297,7 @@ func TestAnInitIsRefusedOnceAJoinHasTheLock(t *testing.T) {
 	w.isNode(t)
 }
 
-// An error in a ticket is found before the machine is changed.
+// An error in a ticket is found before the machine is changed (B4).
 func TestABadTicketIsGivenBackAndChangesNothing(t *testing.T) {
 	for name, tt := range map[string]struct {
 		change func(*joinv1.IssueJoinTicketResponse)

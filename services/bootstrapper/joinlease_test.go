@@ -187,7 +187,7 @@ func TestAFailedControlPlaneGivesItsTurnBackAndComesAgain(t *testing.T) {
 	}
 }
 
-// While etcd can't be asked, nothing is reset: the disk of a voting member stays.
+// While etcd can't be asked, nothing is reset: the disk of a voting member stays (J8).
 func TestNothingIsResetWhileEtcdCannotBeAsked(t *testing.T) {
 	w, _ := joiner(t)
 	fails := 1

@@ -318,7 +318,7 @@ func TestAControlPlaneFindsItsJoinserviceAtTheClustersPort(t *testing.T) {
 	eventually(t, "a verdict", func() bool { return counter(t, metrics, reattestations, "ACCEPTED") >= 1 })
 }
 
-// The node verifies the joinservice first, as the join client does.
+// The node verifies the joinservice first, as the join client does (A7).
 func TestANodeJudgesItsJoinservice(t *testing.T) {
 	for name, tt := range map[string]struct {
 		spoil func(w *fixture, j *joinservice)

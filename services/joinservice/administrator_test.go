@@ -126,7 +126,7 @@ func (o *orders) records(t *testing.T, fields ...string) (n int) {
 }
 
 // An owner whose kubeconfig has expired has a certificate filed, waits for it and gets it; however often the order is sent,
-// there is one request.
+// there is one request (J9).
 func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 	o := newOrders(t)
 	for range 3 {
@@ -167,6 +167,7 @@ func TestTheOwnersOrderBecomesOneCertificate(t *testing.T) {
 	}
 }
 
+// Invariant J9.
 func TestOrdersThatAreNotTheOwnersOfNowAreRefused(t *testing.T) {
 	_, otherKey, err := ed25519.GenerateKey(nil)
 	if err != nil {

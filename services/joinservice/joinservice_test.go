@@ -38,6 +38,7 @@ func TestNothingIsMadeThatChecksNothing(t *testing.T) {
 	}
 }
 
+// Invariant J6.
 func TestAControlPlanesFilesAreThoseOfTheListAndNoOther(t *testing.T) {
 	dir, outside := t.TempDir(), filepath.Join(t.TempDir(), "secret")
 	write := func(path, content string) {

@@ -58,7 +58,7 @@ func TestWhatOneMachineIsGrantedADayIsAsLargeAsDocumented(t *testing.T) {
 }
 
 // Grants to a machine are recorded, and often written in the cluster, so one that asks without end has to wait; the refusal
-// has the pause, and after it the machine is served.
+// has the pause, and after it the machine is served (J3).
 func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 	unlocked, locked := func(*attesttest.Machine) {}, func(m *attesttest.Machine) { m.LockTo(shared.ID) }
 	wanted := ticketRequest(t)

@@ -260,7 +260,7 @@ func TestAnAttestedJoinserviceGetsKeys(t *testing.T) {
 }
 
 // Each refusal has its reason in error detail, metric, log and audit record (R1). The same fixture serves its machine when
-// only the offending input is repaired.
+// only the offending input is repaired (K2).
 func TestWhoGetsNoKey(t *testing.T) {
 	s := setUp(t)
 	good := s.token(t, "joinservice", kms.Audience, s.pod)
@@ -332,7 +332,7 @@ func TestWhoGetsNoKey(t *testing.T) {
 	}
 }
 
-// A peer that is refused in the exchange never reaches the RPC.
+// A peer that is refused in the exchange never reaches the RPC (K2).
 func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 	s := setUp(t)
 	token := s.token(t, "joinservice", kms.Audience, s.pod)
@@ -375,6 +375,7 @@ func TestOnlyJoinservicesOfThisClusterGetASession(t *testing.T) {
 	})
 }
 
+// Invariant K2.
 func TestABanTakesEffectOnAnOpenSession(t *testing.T) {
 	s := setUp(t)
 	client := s.dial(t, s.cp1.Attester(attest.PurposeJoinservice))
@@ -405,6 +406,7 @@ func TestABanTakesEffectOnAnOpenSession(t *testing.T) {
 	})
 }
 
+// Invariant A3.
 func TestWithoutAPolicyNobodyIsServed(t *testing.T) {
 	s := setUp(t)
 	if err := s.Client.DeleteAllOf(t.Context(), &v1alpha1.AttestationPolicy{}); err != nil {
@@ -449,7 +451,7 @@ func TestAControlPlaneThatIsNoLongerListedGetsNoKey(t *testing.T) {
 	membertest.Eventually(t, ask)
 }
 
-// A worker is an accepted machine too, but runs no joinservice.
+// A worker is an accepted machine too, but runs no joinservice (K2).
 func TestAWorkersTokenIsNotEnough(t *testing.T) {
 	s := setUp(t)
 	m := s.w1

@@ -46,6 +46,7 @@ func counted(cc *atls.ClientConfig) *atomic.Int32 {
 	return n
 }
 
+// Invariant K2.
 func TestAVerdictAges(t *testing.T) {
 	w := newFixture(t)
 	var generation atomic.Int64

@@ -18,6 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
+// Invariant J1.
 func TestARequestKnowsItsPeer(t *testing.T) {
 	w := newFixture(t)
 	for name, tt := range map[string]struct {
@@ -337,6 +338,7 @@ func TestAServerThatSpeaksSomethingElseIsRefused(t *testing.T) {
 	}
 }
 
+// Invariant A3.
 func TestNothingIsConfiguredToCheckNothing(t *testing.T) {
 	w := newFixture(t)
 	for name, change := range map[string]func(*atls.ServerConfig){

@@ -55,7 +55,7 @@ func readVectors(t *testing.T) vectors {
 	return v
 }
 
-// The vectors come from a program that shares no code with this one.
+// The vectors come from a program that shares no code with this one (A1).
 func TestFormulasEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 	v := readVectors(t)
 	if v.ExporterLabel != exporterLabel {

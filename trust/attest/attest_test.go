@@ -124,6 +124,7 @@ func encode(t testing.TB, p *attestv1.Policy) []byte {
 	return b
 }
 
+// Invariant A6.
 func TestParsePolicy(t *testing.T) {
 	_, pemRoot := ca(t, "operator")
 	_, vendorRoot := ca(t, "vendor")
@@ -416,6 +417,7 @@ var (
 	everyFirmwarePCR = []int{0, 2, 3, 7}
 )
 
+// Invariant A2.
 func TestAnyChangedBootPCRIsRefused(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	policy, err := ParsePolicy(encode(t, goodPolicy(pemRoot)))

@@ -17,6 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/checked"
 )
 
+// Invariant A9.
 func TestEveryPCRIsNeeded(t *testing.T) {
 	_, pemRoot := ca(t, "operator")
 	without := func(list []*attestv1.PcrValue, i int) []*attestv1.PcrValue {
@@ -134,6 +135,7 @@ func BenchmarkUnlistedMachine(b *testing.B) {
 	}
 }
 
+// Invariant A9.
 func TestEventLogRules(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	driver := func(b byte) Event {

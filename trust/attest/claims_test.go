@@ -29,6 +29,7 @@ func TestReasons(t *testing.T) {
 	}
 }
 
+// Invariant A3.
 func TestEmptyClaimsSayNothing(t *testing.T) {
 	var c Claims
 	_, err := c.Firmware()

@@ -252,7 +252,7 @@ func TestAPolicyThatRequiresNothingAcceptsMachinesWithAndWithout(t *testing.T) {
 	}
 }
 
-// TestEvidenceWithHardwareReportsThatIsRefused passes each input through attester, verifier and policy.
+// TestEvidenceWithHardwareReportsThatIsRefused passes each input through attester, verifier and policy (A10).
 func TestEvidenceWithHardwareReportsThatIsRefused(t *testing.T) {
 	f := newFleet(t)
 	var all []hardwaretest.Vector

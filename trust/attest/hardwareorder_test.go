@@ -12,7 +12,7 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/hwreport"
 )
 
-// TestAReportIsVerifiedAfterEverythingElse sends reports that nothing but their verification refuses.
+// TestAReportIsVerifiedAfterEverythingElse sends reports that nothing but their verification refuses (A10).
 func TestAReportIsVerifiedAfterEverythingElse(t *testing.T) {
 	f := newFleet(t)
 	for name, tt := range map[string]struct {

@@ -81,6 +81,7 @@ func TestRulesForTPMsAreParsed(t *testing.T) {
 	}
 }
 
+// Invariant A8.
 func TestRevokedKeysAndOldTPMsAreRefused(t *testing.T) {
 	root, pemRoot := ca(t, "operator")
 	_, otherRoot := ca(t, "another operator's")

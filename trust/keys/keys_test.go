@@ -22,6 +22,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
+// Invariant K1.
 func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 	raw, err := os.ReadFile("testdata/vectors.json")
 	if err != nil {
@@ -66,6 +67,7 @@ func TestDerivationsEqualTheVectorsOfAnIndependentProgram(t *testing.T) {
 	}
 }
 
+// Invariant K1.
 func TestOneDiskHasOneSpelling(t *testing.T) {
 	const good = "5f0c95b6-2a3d-4c7e-9f10-0123456789ab"
 	if _, err := keys.ParseDiskID(good); err != nil {
@@ -197,7 +199,7 @@ func TestAnExposedKeyIsACopy(t *testing.T) {
 }
 
 // Each way of printing or marshaling is tried on the secrets and on structs around them. The output
-// must not contain the bytes raw, in hexadecimal in both cases, or as decimal numbers.
+// must not contain the bytes raw, in hexadecimal in both cases, or as decimal numbers (K3).
 func TestSecretsNeverPrint(t *testing.T) {
 	raw := [32]byte{0xde, 0xad, 0xbe, 0xef, 0xfe, 0xed, 0xfa, 0xce}
 	root := keys.NewRoot(raw, raw)

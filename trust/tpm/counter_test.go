@@ -11,7 +11,7 @@ import (
 )
 
 // An attacker with access to the TPM can delete the counter and define an index that can be set to
-// any value: it is refused.
+// any value: it is refused (B7).
 func TestAnIndexThatCanBeSetIsNoCounter(t *testing.T) {
 	e := tpmtest.SWTPM(t)
 	dev, bare := e.Open(), raw(t, e)

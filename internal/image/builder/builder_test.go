@@ -91,6 +91,7 @@ func TestASignedBuildIsAccepted(t *testing.T) {
 	}
 }
 
+// Invariant S2.
 func TestSignaturesThatAreRefused(t *testing.T) {
 	for name, change := range map[string]func(t *testing.T, dir string) string{
 		"no signature": func(t *testing.T, dir string) string {
@@ -185,6 +186,7 @@ func TestSSHKeygenSignsAndVerifies(t *testing.T) {
 	}
 }
 
+// Invariant S2.
 func TestKeysOfOtherKindsAreRefused(t *testing.T) {
 	dir := t.TempDir()
 	k, err := rsa.GenerateKey(rand.Reader, 2048)

@@ -118,6 +118,7 @@ func TestAFileIsInstalledOnce(t *testing.T) {
 	noLeftovers(t, root)
 }
 
+// Invariant B4.
 func TestALinkAtTheComponentsPlaceIsReplacedAndNotFollowed(t *testing.T) {
 	root, content := t.TempDir(), []byte("kubelet")
 	victim := filepath.Join(t.TempDir(), "victim")
@@ -143,6 +144,7 @@ func TestALinkAtTheComponentsPlaceIsReplacedAndNotFollowed(t *testing.T) {
 	}
 }
 
+// Invariant B4.
 func TestAFolderThatIsALinkOutIsRefused(t *testing.T) {
 	root, outside, content := t.TempDir(), t.TempDir(), []byte("x")
 	dir := filepath.Join(root, "usr/local/lib/muster")
@@ -162,6 +164,7 @@ func TestAFolderThatIsALinkOutIsRefused(t *testing.T) {
 	noLeftovers(t, root)
 }
 
+// Invariant B4.
 func TestContentWithAnotherHashIsRefusedAtOnce(t *testing.T) {
 	root := t.TempDir()
 	url, asked := mirror(t, serve([]byte("evil")))
@@ -364,7 +367,7 @@ func TestAnArchiveIsUnpackedOnceAndRepaired(t *testing.T) {
 	}
 }
 
-// An archive that tries to leave its folder has no effect at all: its harmless first entries are not placed either.
+// An archive that tries to leave its folder has no effect at all: its harmless first entries are not placed either (B4).
 func TestAnEscapingArchiveHasNoEffect(t *testing.T) {
 	harmless := entryOf{name: "harmless", body: "x"}
 	for name, entries := range map[string][]entryOf{

@@ -131,7 +131,7 @@ func TestACryptsetupThatFallsForANullCipherNeverSeesIt(t *testing.T) {
 	r.refusesAll(t, `metadata.segments.0.encryption is "cipher_null-ecb"`)
 }
 
-// Between two calls of cryptsetup the disk returns another header. The header that was checked is the one that is opened.
+// Between two calls of cryptsetup the disk returns another header. The header that was checked is the one that is opened (B5).
 func TestAHeaderSwappedBetweenCheckAndOpenChangesNothing(t *testing.T) {
 	good := luks2test.Genuine(t, key(t, 1).Expose(), luks2.HMACSHA256, luks2.LabelState)
 	evil := good.Replace(t, `"encryption":"aes-xts-plain64","integrity"`, `"encryption":"cipher_null-ecb","integrity"`).Bytes()

@@ -52,6 +52,7 @@ func TestAKeyGoesToTheDiskThatIsOpenWhereverTheLinkLeads(t *testing.T) {
 	}
 }
 
+// Invariant B5.
 func TestADiskThatIsNotTheOneBeneathTheVolumeGetsNoKey(t *testing.T) {
 	const slaves, at = "dm-7/slaves", "dm-7/slaves/dm-8/slaves"
 	other := luks2test.Genuine(t, key(t, 9).Expose(), luks2.HMACSHA256, luks2.LabelNew)

@@ -148,6 +148,7 @@ func newMachine(t *testing.T) *host {
 	return m
 }
 
+// Invariant B6.
 func TestEachHarmOfAMachineIsFound(t *testing.T) {
 	worst := func(r *checkup.Report) (out []checkup.Finding) {
 		for _, f := range r.Findings {

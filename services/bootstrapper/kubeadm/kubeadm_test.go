@@ -95,6 +95,7 @@ func arg(args []kubeadmapi.Arg, name string) []string {
 	return out
 }
 
+// Invariant J5.
 func TestInitGoldenAndReadByKubeadmItself(t *testing.T) {
 	for name, fragment := range map[string]string{"init.yaml": `{"etcd":{"local":{"imageTag":"3.6.16-0"}}}`, "init-hostile.yaml": hostile} {
 		b, err := Init(image(t, fragment), first())
@@ -298,6 +299,7 @@ func TestAFragmentIsRefused(t *testing.T) {
 	}
 }
 
+// Invariant K3.
 func TestTailKeepsTheEndWithoutSecrets(t *testing.T) {
 	var tail Tail
 	for range 50 {

@@ -160,6 +160,7 @@ func TestALeaseThatIsNeverFreeIsNotWaitedForLongerThanTheCertificatesLive(t *tes
 	soundAt(t, root, r.Now())
 }
 
+// Invariant J8.
 func TestOneControlPlaneAfterAnother(t *testing.T) {
 	lease, inside := new(sync.Mutex), 0
 	var mu sync.Mutex

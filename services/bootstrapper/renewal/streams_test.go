@@ -25,6 +25,7 @@ func looks(t *testing.T, r *Renewer, times int) error {
 	return nil
 }
 
+// Invariant J10.
 func TestTheAPIServerRestartsOnceABannedNodeIsEvicted(t *testing.T) {
 	for name, tt := range map[string]struct {
 		with     func(*memoryCluster)

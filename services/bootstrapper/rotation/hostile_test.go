@@ -63,7 +63,7 @@ func TestAKeyThatWasStagedBeforeTheOrderIsNotTaken(t *testing.T) {
 	}
 }
 
-// Whoever answers for another control plane can't choose the key: the order names it.
+// Whoever answers for another control plane can't choose the key: the order names it (J6).
 func TestAFetchedKeyIsTheOneOfTheOrder(t *testing.T) {
 	for _, key := range clusterinfo.RotatedKeys() {
 		t.Run(string(key), func(t *testing.T) {

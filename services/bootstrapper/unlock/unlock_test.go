@@ -277,7 +277,7 @@ func TestAnAnswerThatHasNotItsFormIsRefused(t *testing.T) {
 	}
 }
 
-// The machine verifies the joinservice that may open its disk, as it verifies the one that may make it a node.
+// The machine verifies the joinservice that may open its disk, as it verifies the one that may make it a node (A7).
 func TestAJoinserviceIsJudgedBeforeItIsAsked(t *testing.T) {
 	for name, tt := range map[string]struct {
 		setUp func(t *testing.T, w *fixture) *joinservice

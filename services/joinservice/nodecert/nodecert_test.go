@@ -65,6 +65,7 @@ func TestWhatANodeMayHaveIsAccepted(t *testing.T) {
 	}
 }
 
+// Invariant J5.
 func TestRequestsForMoreThanANodeMayHaveAreRefused(t *testing.T) {
 	san := func(names ...asn1.RawValue) func(*x509.CertificateRequest) {
 		return func(c *x509.CertificateRequest) {

@@ -26,7 +26,7 @@ import (
 )
 
 // While a Node or a pod exists, its tokens are valid and its Secrets readable. The condition reports that, and the eviction
-// continues when it is removed.
+// continues when it is removed (J10).
 func TestAnEvictionIsNotOverWhileSomethingIsThere(t *testing.T) {
 	for name, hold := range map[string]func(t *testing.T) client.Object{
 		"a pod with a finalizer": func(t *testing.T) client.Object {

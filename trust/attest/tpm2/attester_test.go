@@ -293,6 +293,7 @@ func TestAnEventLogThatCannotBeSent(t *testing.T) {
 	}
 }
 
+// Invariant A2.
 func TestEvidenceOfOtherBanks(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	for _, bank := range []tpm.Bank{tpm.SHA384, tpm.SHA512} {

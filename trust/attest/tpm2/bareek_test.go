@@ -28,6 +28,7 @@ func lists(ids ...attest.MachineID) func(*attestv1.Policy) {
 	}
 }
 
+// Invariant A6.
 func TestAMachineWithoutACertificateIsAcceptedOnlyIfListed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m, other := attesttest.NewMachine(t, ca, attesttest.Options{Bare: true}), attesttest.NewMachine(t, ca, attesttest.Options{})

@@ -67,6 +67,7 @@ func nitroRoot(ca *attesttest.CA, machines ...string) func(*attestv1.Policy) {
 	}
 }
 
+// Invariant A6.
 func TestANitroDocumentIsAppraisedByItsRule(t *testing.T) {
 	ca, other := attesttest.NewCA(t), attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, nitro(nil))

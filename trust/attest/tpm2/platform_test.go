@@ -55,6 +55,7 @@ func claimsOf(t testing.TB, m *attesttest.Machine, ca *attesttest.CA) attest.Cla
 	return c
 }
 
+// Invariant A6.
 func TestAPlatformKeyIsAppraisedByItsRule(t *testing.T) {
 	ca, other := attesttest.NewCA(t), attesttest.NewCA(t)
 	google, microsoft := attesttest.NewMachine(t, ca, gcp(nil)), attesttest.NewMachine(t, ca, azure(nil))

@@ -11,7 +11,7 @@ import (
 )
 
 // A policy can revoke every key and certificate of a chain that the verifier returns, whichever
-// authority the policy lists as the root.
+// authority the policy lists as the root (A8).
 func TestARevokedAuthorityVouchesForNobody(t *testing.T) {
 	root := attesttest.NewCA(t)
 	upper := root.Intermediate(t, nil)

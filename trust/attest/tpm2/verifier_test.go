@@ -43,6 +43,7 @@ func respond(t testing.TB, m *attesttest.Machine, p attest.Pending, b attest.Bin
 	return &attestv1.Response{Mac: mac}
 }
 
+// Invariant A5.
 func TestAQuoteIsForItsSessionAndPurposeAlone(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
@@ -345,6 +346,7 @@ func TestChain(t *testing.T) {
 	})
 }
 
+// Invariant A3.
 func TestNothingConfiguredMeansNothingAccepted(t *testing.T) {
 	now := time.Now
 	none := func() []*x509.Certificate { return nil }

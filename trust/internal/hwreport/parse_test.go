@@ -37,7 +37,7 @@ func complete() *attestv1.HardwarePolicy {
 	return &attestv1.HardwarePolicy{Require: []string{"sev-snp", "tdx", "azure-sev-snp", "azure-tdx"}, SevSnp: snp(), Tdx: tdx(), AzureSevSnp: snp(), AzureTdx: tdx()}
 }
 
-// TestRulesThatAreRefused changes one thing of rules that are accepted.
+// TestRulesThatAreRefused changes one thing of rules that are accepted (A10).
 func TestRulesThatAreRefused(t *testing.T) {
 	repeat := func(s string, n int) (out []string) {
 		for range n {

@@ -51,7 +51,7 @@ func TestARestoreCanBeStartedOver(t *testing.T) {
 	}
 }
 
-// A restore that is refused changes nothing in the folder.
+// A restore that is refused changes nothing in the folder (K5).
 func TestARestoreIsRefusedBeforeAnythingIsSent(t *testing.T) {
 	epoch := func(n uint64) *uint64 { return &n }
 	for name, tt := range map[string]struct {

@@ -34,7 +34,7 @@ func withoutVariable(t *testing.T, text []byte) any {
 	return v
 }
 
-// FuzzJSON tries texts with right checksums: only a text that Muster writes is accepted.
+// FuzzJSON tries texts with right checksums: only a text that Muster writes is accepted (B5).
 func FuzzJSON(f *testing.F) {
 	for name := range kinds {
 		f.Add([]byte(genuine(f, name).JSON))
@@ -62,7 +62,7 @@ func FuzzJSON(f *testing.F) {
 	})
 }
 
-// FuzzHeader tries binary headers, with right checksums or unchanged ones.
+// FuzzHeader tries binary headers, with right checksums or unchanged ones (B5).
 func FuzzHeader(f *testing.F) {
 	for name := range kinds {
 		b := genuine(f, name).Bytes()
@@ -91,7 +91,7 @@ func FuzzHeader(f *testing.F) {
 	})
 }
 
-// FuzzSuperblock tries superblocks on devices of any size: only one that Linux writes is accepted, apart from two sizes that must fit.
+// FuzzSuperblock tries superblocks on devices of any size: only one that Linux writes is accepted, apart from two sizes that must fit (B5).
 func FuzzSuperblock(f *testing.F) {
 	f.Add(writtenSuperblock(f)[:64], int64(writtenSize))
 	f.Add(luks2test.Superblock(1 << 40)[:64], int64(1<<40))

@@ -81,7 +81,7 @@ func TestWhatWasCheckedIsACopy(t *testing.T) {
 }
 
 // Each file has the reason in its first line, a part of the error in its second, and JSON in the third. Apart from the JSON the header is genuine, with
-// right checksums.
+// right checksums (B5).
 func TestHostileJSONIsRefused(t *testing.T) {
 	files, err := filepath.Glob("testdata/refused/*.txt")
 	if err != nil || len(files) < 60 {
@@ -142,6 +142,7 @@ func put(at int, text string, size int) func(m []byte) {
 	}
 }
 
+// Invariant B5.
 func TestHostileBinaryHeadersAreRefused(t *testing.T) {
 	for name, tt := range map[string]struct {
 		change func(b []byte)

@@ -45,6 +45,7 @@ func TestASuperblockAsLinuxWritesItIsAccepted(t *testing.T) {
 	}
 }
 
+// Invariant B5.
 func TestAHostileSuperblockIsRefused(t *testing.T) {
 	put32 := func(at int, v uint32) func([]byte) {
 		return func(b []byte) { binary.LittleEndian.PutUint32(b[at:], v) }

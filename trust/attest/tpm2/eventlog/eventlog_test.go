@@ -130,6 +130,7 @@ func at(all []entry, pcr int, typ eventlog.Type) int {
 	return slices.IndexFunc(all, func(e entry) bool { return e.pcr == pcr && e.typ == typ })
 }
 
+// Invariant A9.
 func TestFirmware(t *testing.T) {
 	sep7 := entry{pcr: 7, typ: eventlog.Separator, data: separator}
 	other := bytes.Repeat([]byte{7}, 32)
@@ -414,6 +415,7 @@ func TestWhatIsWrittenIsRead(t *testing.T) {
 	})
 }
 
+// Invariant A9.
 func FuzzReplay(f *testing.F) {
 	full, _ := attesttest.BootLog(f, attesttest.Options{SecureBoot: true}, tpm.SHA256)
 	f.Add(full)

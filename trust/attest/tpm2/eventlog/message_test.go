@@ -12,6 +12,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
+// Invariant A9.
 func TestASentLogIsRefused(t *testing.T) {
 	good := func() *attestv1.EventLog {
 		return &attestv1.EventLog{Events: []*attestv1.MeasuredEvent{{Pcr: 15, Type: 13, Digest: make([]byte, 32), Data: make([]byte, 256)}}, StartupLocality: 3}
