@@ -37,7 +37,7 @@ func main() {
 	}
 }
 
-// run is the program. Changes are made to what its flags say.
+// run is the program; change is called with the configuration from the flags.
 func run(ctx context.Context, args []string, stderr io.Writer, changes ...func(*joinservice.Options)) error {
 	flags := flag.NewFlagSet("joinservice", flag.ContinueOnError)
 	flags.SetOutput(stderr)
