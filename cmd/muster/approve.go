@@ -315,7 +315,7 @@ func (a *app) agree(cmd *cobra.Command, yes bool, question string) error {
 		return err
 	}
 	if answer = strings.ToLower(answer); answer != "y" && answer != "yes" {
-		return errors.New("nothing was changed: the answer is not y; --yes skips the question")
+		return errors.New("nothing was changed: the answer is not y; --yes answers the question")
 	}
 	return nil
 }

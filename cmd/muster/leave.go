@@ -211,7 +211,7 @@ func (a *app) confirm(ctx context.Context, in io.Reader, name string) error {
 		return err
 	}
 	if answer != name {
-		return errors.New("nothing was changed: the answer is not the name; --yes skips the question")
+		return errors.New("nothing was changed: the answer is not the name; --yes answers the question")
 	}
 	return nil
 }

@@ -53,7 +53,7 @@ func listOf(t *attestv1.Tpm2Policy, name string) *[]string {
 	return nil
 }
 
-// Others says who else, beside the owner, has machines that an authority of a list certifies.
+// Others describes which other parties have machines that an authority of a list certifies.
 type Others string
 
 // The authority certifies the owner's machines alone, or those of all customers of a cloud, or all TPMs of a vendor.

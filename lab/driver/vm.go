@@ -170,7 +170,7 @@ func (l *Lab) WaitConsole(ctx context.Context, name, text string) (string, error
 	}
 	line, err := vm.WaitLine(ctx, path, s.Machines[i].Init.Alive, func(line string) bool { return strings.Contains(line, text) })
 	if err != nil {
-		return "", fmt.Errorf("%s has not said %q: %w", name, text, err)
+		return "", fmt.Errorf("%s has not written %q: %w", name, text, err)
 	}
 	return line, nil
 }

@@ -98,7 +98,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	b.init.Start(ctx)
 	rec := b.node.Lock.Record()
 	if moved {
-		b.node.Log.WarnContext(ctx, "the node on this disk had another TPM: joining anew", "node", rec.NodeName, "remedy", "If you exchanged it: `muster replace "+rec.NodeName+" --tpm "+b.node.MachineID.String()+"`")
+		b.node.Log.WarnContext(ctx, "the node on this disk had another TPM: joining as new", "node", rec.NodeName, "remedy", "If you exchanged it: `muster replace "+rec.NodeName+" --tpm "+b.node.MachineID.String()+"`")
 	}
 	b.node.Log.InfoContext(ctx, "bootstrapper is running", "step", rec.Step.String(), "lock", string(rec.Kind))
 	if rec.Step == journal.StepDone {

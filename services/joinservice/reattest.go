@@ -125,7 +125,7 @@ func verdictOf(err error, at time.Time) v1alpha1.Verdict {
 	return v
 }
 
-// byCandidate returns what the owner's next policy says of the claims; nil if there is none.
+// byCandidate returns the verdict of the owner's next policy on the claims; nil if there is none.
 func byCandidate(next *policy.Candidate, c attest.Claims, now time.Time, locks ...attest.Lock) *v1alpha1.CandidateVerdict {
 	if next == nil {
 		return nil

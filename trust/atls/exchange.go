@@ -211,7 +211,7 @@ func classify(err error) error {
 		return err
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded),
 		errors.As(err, &timeout) && timeout.Timeout():
-		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "the exchange was not over after %s", exchangeTimeout)
+		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "the exchange was not complete after %s", exchangeTimeout)
 	default:
 		return err
 	}

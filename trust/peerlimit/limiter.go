@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// ErrFull and ErrSourceFull say why a Limiter has no room: all of it is taken by sources that hold
-// no more than this one, or this source already holds its share.
+// ErrFull and ErrSourceFull are the reasons why a Limiter has no room: sources that hold no more
+// than this one hold all places, or this source already holds its share.
 var (
 	ErrFull       = errors.New("all places are taken")
 	ErrSourceFull = errors.New("the source holds its share")

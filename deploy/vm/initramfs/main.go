@@ -114,7 +114,7 @@ func (b *boot) run(ctx context.Context) error {
 	if err := mountState(device, sysroot); err != nil {
 		return fmt.Errorf("the state disk: %w", err)
 	}
-	// Before systemd starts anything of the disk; to open it anew takes a new boot.
+	// Before systemd starts any program of the disk; opening the disk again takes a new boot.
 	if err := b.inRoot(ctx, bootstrapper, "accepted"); err != nil {
 		return fmt.Errorf("the state disk was opened, and is not used: %w", err)
 	}
@@ -175,7 +175,7 @@ func (b *boot) root(ctx context.Context) error {
 // errNotYet is returned while a device is not there yet.
 var errNotYet = errors.New("it is not there")
 
-// await calls look until it returns something other than errNotYet, or the time is over.
+// await calls look until it returns something other than errNotYet, or until the timeout.
 func await[T any](ctx context.Context, most time.Duration, look func() (T, error)) (T, error) {
 	const pause = 20 * time.Millisecond
 	ctx, cancel := context.WithTimeout(ctx, most)

@@ -78,7 +78,7 @@ func (k RotatedKey) CheckPublic(id, public string) error {
 	if err != nil {
 		return fmt.Errorf("the public part of a new %s: %w", k, err)
 	}
-	if is := sha256.Sum256(block.Bytes); hex.EncodeToString(is[:]) != id { // [KeyState] says what an ID is
+	if is := sha256.Sum256(block.Bytes); hex.EncodeToString(is[:]) != id { // [KeyState] defines the ID
 		return fmt.Errorf("the public part of the new %s has the ID %x, and the key has %s", k, is, id)
 	}
 	return nil

@@ -61,8 +61,8 @@ func idOf(key []byte) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// ID returns the key's ID, 64 hexadecimal digits: SHA-256 of a label and the key, which says nothing of a random key. It returns an error for a key of
-// another form.
+// ID returns the key's ID, 64 hexadecimal digits: SHA-256 of a label and the key, which reveals nothing about a random key. It returns an error for a
+// key of another form.
 func (k Key) ID() (string, error) {
 	b, err := base64.StdEncoding.DecodeString(k.Secret)
 	if err != nil || len(b) != keySize || !validName.MatchString(k.Name) {

@@ -58,7 +58,7 @@ type Entry struct {
 	Class string `json:"class,omitempty"`
 	// List is the field of the policy that would have to list the machine; empty if that is not why it was refused.
 	List string `json:"list,omitempty"`
-	// Differs says in words why the policy would refuse the machine although a list had it; empty if it would not.
+	// Differs describes why the policy would refuse the machine even if a list had it; empty if it would not.
 	Differs string `json:"differs,omitempty"`
 	// Since is when it was first refused for this reason, Last when it last was; rounded to about a minute.
 	Since time.Time `json:"since"`

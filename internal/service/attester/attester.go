@@ -144,6 +144,6 @@ func refusal(status string, body []byte) error {
 	}
 	return &attest.Refusal{
 		Reason: info.GetReason(), RetryAfter: max(info.GetRetryAfter().AsDuration(), 0),
-		Err: errors.New("the machine's attester refused; its log says why"),
+		Err: errors.New("the machine's attester refused; its log shows why"),
 	}
 }

@@ -85,7 +85,7 @@ type Store struct {
 	noted    string        // the annotation that next was read from
 }
 
-// Candidate is a policy that the owner has signed but not put in force. It accepts nobody.
+// Candidate is a policy that the owner has signed but not put in force. It accepts no machine.
 type Candidate struct {
 	Policy *attest.Policy
 	// Digest is the SHA-256 of its text, in hexadecimal digits.

@@ -173,7 +173,7 @@ func (c *Client) RebootNode(ctx context.Context, name string) (m Machine, err er
 	return m, c.call(ctx, http.MethodPost, "/machines/"+name+"/reboot", nil, &m)
 }
 
-// KillNode cuts a machine's power. Its disk stays, and the load balancer goes on asking for it.
+// KillNode cuts a machine's power. Its disk stays, and the load balancer keeps connecting to it.
 func (c *Client) KillNode(ctx context.Context, name string) error {
 	return c.call(ctx, http.MethodPost, "/machines/"+name+"/kill", nil, nil)
 }

@@ -43,7 +43,7 @@ const FirmwareTimeout = 2 * time.Minute
 // ErrFirmware is returned if firmware was silent, or QEMU ended, before anything had booted, twice.
 var ErrFirmware = errors.New("the firmware has not started what is on the boot disk")
 
-// ErrNothingBoots is returned if firmware has looked at all there is to start, and started none: the console says why.
+// ErrNothingBoots is returned if firmware has tried all boot options without success: the console shows why.
 var ErrNothingBoots = errors.New("the firmware found nothing that it may start")
 
 // A Config describes a machine. Dir, Image, CA, Spawn and Log are required.
@@ -97,9 +97,8 @@ func VariablesPath(dir string) string { return filepath.Join(dir, variablesFile)
 // tpmOf is the TPM of the machine in dir.
 func tpmOf(dir string) vtpm.TPM { return vtpm.TPM{Dir: filepath.Join(dir, "tpm")} }
 
-// Start powers a machine on. It first makes what the machine does not have yet: a TPM, firmware variables, a
-// state disk. It returns when something other than firmware has written to the console. Firmware that
-// hangs is given one more chance, and the log says so.
+// Start powers a machine on. It first creates a missing TPM, firmware variables and state disk. It returns when a program
+// other than firmware has written to the console. If firmware hangs, it retries once, and logs that.
 func Start(ctx context.Context, c Config) (*VM, error) {
 	if c.Dir == "" || c.Image == "" || c.Spawn == nil || c.Log == nil {
 		return nil, errors.New("vm: Dir, Image, Spawn and Log are required")

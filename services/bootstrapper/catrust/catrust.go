@@ -164,7 +164,7 @@ func Watch(ctx context.Context, cfg Config) error {
 		switch {
 		case err == nil:
 			last = ""
-		case ctx.Err() == nil && err.Error() != last: // it is the same until somebody does something
+		case ctx.Err() == nil && err.Error() != last: // the error stays the same until an administrator acts
 			last = err.Error()
 			cfg.Log.ErrorContext(ctx, "the authorities that this node trusts are not brought up to date", "err", err)
 		}

@@ -74,7 +74,7 @@ func WriteCross(dir string, next *x509.Certificate) error {
 		return err
 	}
 	if old.cert.Equal(next) {
-		return fmt.Errorf("%s is missing or damaged, and the key that could sign it anew is replaced: reset this control plane, which then joins with the new authority", CrossFile)
+		return fmt.Errorf("%s is missing or damaged, and its signing key is already replaced: reset this control plane, which then joins with the new authority", CrossFile)
 	}
 	c, err := old.CrossSign(next)
 	if err != nil {

@@ -93,7 +93,7 @@ type Wait struct {
 	By string
 	// Also is a sentence that is always true while it waits; empty: none.
 	Also string
-	// Was reports that the machine was a node: NOT_ENROLLED then says that its enrollment has ended.
+	// Was reports that the machine was a node: NOT_ENROLLED then means that its enrollment has ended.
 	Was bool
 	// Next is the pause before the next attempt.
 	Next time.Duration
@@ -138,7 +138,7 @@ func (w Wait) theirs(r attestv1.Reason) string {
 }
 
 // forgotten explains NOT_ENROLLED to a machine that was a node.
-const forgotten = "this machine is enrolled no longer, as after muster forget: it starts over with an empty state disk, or goes on with this one if the owner enrolls it again with its disk"
+const forgotten = "this machine is no longer enrolled, for example after muster forget: it joins as new with an empty state disk, or continues with this one if the owner enrolls it again with its disk"
 
 // ownStep are the reasons of steps that this machine takes by itself, with its disk, its configuration and the listed files and images. They do not
 // include kubeadm, whose text may name a token: the infrastructure provider reads the console.

@@ -113,7 +113,8 @@ func split(endpoints []string) (static, names []string) {
 	return static, names
 }
 
-// at returns the endpoints at addresses by the first ports, at most so many; all addresses by one port are before those by the next.
+// at returns the endpoints at addresses with the first ports, up to the given limit; all addresses with one port come before
+// those with the next port.
 func at(addresses []netip.Addr, ports []string, most int) (out []string) {
 	ports = unique(ports)
 	for _, port := range ports[:min(len(ports), most)] {

@@ -150,7 +150,7 @@ func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 // StateFolder holds the journal and the state disk's folder.
 const StateFolder = "/var/lib/muster"
 
-// StartOver is how a machine loses its journal, and what else is on its state disk, where nobody can log in.
+// StartOver is the remedy that erases a machine's journal, with its whole state disk, without a login.
 const StartOver = "run `muster reset NODE` if it is a node, or erase the first MiB of its state disk and boot it (docs/state-disk.md)"
 
 // NotOlder returns an error if p is older than the newest known policy of the same owner, who has the keys; nil: none is known.

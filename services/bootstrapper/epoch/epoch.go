@@ -203,7 +203,7 @@ func (v verdict) refusal(r *Record, counter uint64) error {
 		return refuse("the state disk was written at %d of a counter, and the TPM's is at %d: it was another one", r.Counter, counter)
 	case interrupted:
 	}
-	return refuse("the TPM's counter does not go on") // it was incremented and does not have the right value
+	return refuse("the TPM's counter does not increase") // it was incremented and does not have the right value
 }
 
 // Advance writes a newer record and increments the counter. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.

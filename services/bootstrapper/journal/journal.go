@@ -65,7 +65,7 @@ type Step int
 // These are the steps, in order. Each is written after its work, except Locking and Kubeadm, which are written before, since their work can't be
 // repeated.
 const (
-	StepWaiting    Step = iota // nothing has begun
+	StepWaiting    Step = iota // nothing has started
 	StepLocking                // about to extend PCR 15 with the cluster ID
 	StepLocked                 // PCR 15 holds the cluster ID
 	StepDisk                   // the state disk has its key

@@ -235,7 +235,7 @@ func registration(img *Image, n Node, controlPlane bool) v1beta4.NodeRegistratio
 	}
 }
 
-// kubeletArgs returns the kubelet's flags that say what its Node is.
+// kubeletArgs returns the kubelet's flags that describe its Node.
 func kubeletArgs(n Node) []v1beta4.Arg {
 	args := []v1beta4.Arg{{Name: "node-ip", Value: nodeIP(n.Addresses)}}
 	if len(n.Labels) > 0 {

@@ -89,7 +89,7 @@ func (Real) Unit(ctx context.Context, verb, unit string) error {
 	return nil
 }
 
-// Oneshot runs a unit of Type=oneshot to its end; if it runs already, it waits for that end. The unit has a time limit of its own: if ctx ends, it goes on.
+// Oneshot runs a unit of Type=oneshot to its end, or waits for the end if the unit already runs. The unit has its own time limit: it continues if ctx ends.
 func Oneshot(ctx context.Context, unit string) error {
 	var out []string
 	if err := run(ctx, func(l string) { out = append(out, l) }, "systemctl", "start", unit); err != nil {
@@ -114,7 +114,7 @@ func Version(ctx context.Context, program string) (string, error) {
 	return version, nil
 }
 
-// Reboot tells systemd to restart the machine, without logind, which Muster's image does not have. It returns before the machine
+// Reboot makes systemd restart the machine, without logind, which Muster's image does not have. It returns before the machine
 // goes down.
 func Reboot(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, unitTimeout)

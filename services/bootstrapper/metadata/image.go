@@ -148,7 +148,7 @@ const (
 	MinBackupEvery = 10 * time.Minute
 	// MaxBackups bounds the backups on a state disk.
 	MaxBackups = 100
-	// backupsKept is how many stay unless the image says otherwise.
+	// backupsKept is the default number of kept backups.
 	backupsKept = 3
 )
 

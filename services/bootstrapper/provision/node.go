@@ -122,7 +122,7 @@ type Node struct {
 	metrics  metrics
 	renewing atomic.Bool // the kubelet's certificates
 	older    atomic.Bool // the state disk is not the newest
-	newest   atomic.Bool // since this process started, the state disk was found to be the newest, or a new record was begun
+	newest   atomic.Bool // set after this process has checked that the state disk is the newest, or has started a new record
 }
 
 // New reads the journal and checks the disk and the TPM. It returns an error that names the fields of cfg that are missing or wrong, or the reason why

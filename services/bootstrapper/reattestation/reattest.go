@@ -115,7 +115,7 @@ func New(cfg Config) (*Attester, error) {
 		}),
 	}
 	changed := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "muster_state_disk_findings", Help: "Files of the state disk that were removed or written anew in this boot, since the cluster does not list them.",
+		Name: "muster_state_disk_findings", Help: "Files of the state disk that were removed or rewritten in this boot, since the cluster does not list them.",
 	}, func() float64 { return machine.Findings(cfg.Root) })
 	for _, c := range []prometheus.Collector{r.total, r.last, changed} {
 		if err := cfg.Metrics.Register(c); err != nil {

@@ -232,7 +232,8 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 	if b.by, b.err = a.endorse(ctx, top); b.err != nil {
 		return
 	}
-	// Public evidence has no report: no session accepts it, so nobody verifies one, and any client may ask.
+	// Public evidence has no report, because no session accepts such evidence or verifies its report, and any
+	// client may request it.
 	if b.quote, b.err = a.cfg.TPM.Quote(ctx, top, a.cfg.Bank); b.err != nil || a.cfg.Hardware == nil || a.cfg.Purpose == attest.PurposePublic {
 		return
 	}

@@ -44,7 +44,7 @@ type RecoverConfig struct {
 	AcceptEpoch *uint64
 	// ReplaceSoftware makes the machine use the folder's lists of software even if its disk lists other software.
 	ReplaceSoftware bool
-	// Uncompared makes the machine skip the comparison of its disk: it gets no lists of software (B8).
+	// Uncompared makes the machine start without a comparison of its disk: it gets no lists of software (B8).
 	Uncompared bool
 	// Ask lets the owner decide whether a machine continues with the state of its disk; nil: there is no interactive
 	// user.

@@ -68,8 +68,8 @@ func unordered(n *v1alpha1.AttestedNode, now time.Time) string {
 // Err returns why no machine gets orders now; nil if all machines with an empty Silent get them.
 func (r *Rollout) Err() error { return r.err }
 
-// Outdated returns the nodes that run an image: those that can be restarted, and those whose machines get no orders (skipped). held are nodes with
-// another image that an interrupted rollout restarted and left cordoned.
+// Outdated returns the nodes that run an image: those that can be restarted, and those whose machines get no orders. held are nodes with another
+// image that an interrupted rollout restarted and left cordoned.
 func (r *Rollout) Outdated(image string) (restart, skipped, held []NodeImage) {
 	for _, n := range r.Nodes {
 		switch {

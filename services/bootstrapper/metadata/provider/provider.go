@@ -4,8 +4,8 @@
 // returns is only text for package metadata, which refuses what it does not know. False metadata can give the machine another name or keep it from joining,
 // and nothing else (docs/threat-model.md).
 //
-// The first source that is there decides. One that is malformed is an error, not a reason to look at the next: the machine would otherwise start with the
-// metadata of a source that nobody meant.
+// The first existing source decides. A malformed one is an error, and the next one is not tried: otherwise the machine could start with metadata that
+// its operator did not intend.
 package provider
 
 import (
