@@ -63,7 +63,7 @@ const (
 	OthersTPMBuyers      Others = "buyers of such a TPM"
 )
 
-// OthersOf returns who else could have a machine that lacks only its place in a list. root certifies its endorsement key; nil: it is not known.
+// OthersOf returns who else could have a machine that lacks only its place in a list. root certifies its endorsement key; nil if it is not known.
 func OthersOf(text []byte, list string, root *x509.Certificate) (Others, error) {
 	m, err := message(text)
 	if err != nil {

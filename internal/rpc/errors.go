@@ -225,7 +225,7 @@ func RemedyFrom(err error) string {
 // RemedyOf returns what a client that gets the reason can do, one sentence; empty if only the owner of the cluster can.
 func RemedyOf(r attestv1.Reason) string { return reasons[r].remedy }
 
-// RemedyFor returns what the owner can do about a machine that was refused with the reason, and wants to be a node of that role; empty: it is not known.
+// RemedyFor returns what the owner can do about a machine that was refused with the reason, and wants to be a node of that role; empty if it is not known.
 func RemedyFor(r attestv1.Reason, role string) string {
 	if r == attestv1.Reason_REASON_NOT_ENROLLED && role == "worker" { // workers are not enrolled beforehand
 		return "It is no longer enrolled, for example after `muster forget`. Erase the first MiB of its state disk (docs/state-disk.md), and it joins as new. To keep its data: `muster enroll NAME --role worker --machine-id ID --disk-id UUID` (its console shows both)."

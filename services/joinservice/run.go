@@ -34,7 +34,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Timing are waits of a joinservice; 0: the default.
+// Timing are waits of a joinservice; 0 for the default.
 type Timing struct {
 	// Sign bounds the wait for Kubernetes' signer, see [certificates.Requests].
 	Sign time.Duration

@@ -38,7 +38,7 @@ type Policy struct {
 	bank        crypto.Hash
 	rules       registry.Rules // of the endorsements
 	hardware    hwreport.Rules // of hardware reports
-	servers     []MachineID    // control planes; empty: none
+	servers     []MachineID    // control planes; empty if there is none
 	revoked     revoked
 	images      []boot
 	classes     []boot

@@ -27,7 +27,7 @@ type Queue struct {
 	waiting []*waiter
 	count   map[Source]int // callers that wait or work
 	served  map[Source]time.Time
-	usual   time.Duration // how long work has kept a slot lately, with its rest; 0: there was none
+	usual   time.Duration // how long work has kept a slot lately, with its rest; 0 if there was none
 }
 
 // waiter receives nil when it may work, or ErrBusy if its place goes to another source.

@@ -150,7 +150,7 @@ type TPM struct {
 	mu       sync.Mutex // guards the following fields; never held during commands
 	ek       *knownEK
 	platform *knownPlatform
-	nitro    *bool // whether it is a NitroTPM; nil: not known yet
+	nitro    *bool // whether it is a NitroTPM; nil if not known yet
 	keys     map[keyID]savedKey
 }
 

@@ -66,7 +66,7 @@ type boot struct {
 	settle time.Duration
 	// connect configures the network by DHCP; nil: [boot.up] does.
 	connect func(ctx context.Context) error
-	// servers are what the network's configuration names; nil: the network is not up.
+	// servers are what the network's configuration names; nil if the network is not up.
 	servers *servers
 }
 

@@ -36,7 +36,7 @@ func RotatedKeys() []RotatedKey {
 }
 
 // PublicFile returns the file below /etc/kubernetes/pki with the accepted keys' public parts, which a machine that reboots compares with the cluster's
-// (B8); empty: the key has none.
+// (B8); empty if the key has none.
 func (k RotatedKey) PublicFile() string {
 	switch k {
 	case ServiceAccountKey:
@@ -166,7 +166,7 @@ type KeyState struct {
 // KeyStates are a control plane's.
 type KeyStates map[RotatedKey]KeyState
 
-// ParseKeyStates reads the value of [KeysAnnotation]; nil: there is none, or it is damaged. Root on the machine can have written anything.
+// ParseKeyStates reads the value of [KeysAnnotation]; nil if there is none, or it is damaged. Root on the machine can have written anything.
 func ParseKeyStates(value string) KeyStates {
 	var s KeyStates
 	if err := json.Unmarshal([]byte(value), &s); err != nil {

@@ -97,7 +97,7 @@ func (e Entry) Encode() (string, error) {
 }
 
 // Room reports whether an entry for one more machine has room beside those that are listed, by machine. evict is the machine
-// whose entry must be removed for it; empty: none.
+// whose entry must be removed for it; empty if there is none.
 //
 // Entries stay, so that many machines can't displace the one that the owner looks for. But of machines that a list of the
 // policy lacks, a source with more entries loses its newest to one that would still have fewer.

@@ -59,7 +59,7 @@ type VMRequest struct {
 	ControlPlane bool              `json:"controlPlane"` // the load balancer sends it connections
 	Image        string            `json:"image"`        // path of the raw disk image that it boots
 	Medium       map[string][]byte `json:"medium"`       // files of its config medium
-	StateMiB     int               `json:"stateMiB"`     // size of its state disk; 0: vm.DefaultState
+	StateMiB     int               `json:"stateMiB"`     // size of its state disk; 0 for vm.DefaultState
 	MemoryMiB    int               `json:"memoryMiB"`    // 0: vm.DefaultMemory
 	ForeignEK    bool              `json:"foreignEK"`    // its TPM comes from the other CA
 	SecureBoot   bool              `json:"secureBoot"`   // its firmware starts only what vm.SecureBootKey signed

@@ -51,11 +51,11 @@ type Config struct {
 	Dir    string            // its folder
 	Image  string            // the raw disk image that it boots; it is not written to
 	CA     vtpm.CA           // where its TPM's certificates come from, when it gets power first
-	Medium map[string][]byte // files of its config medium; nil: it has none
-	State  int               // size of its state disk in MiB, when it gets power first; 0: DefaultState
-	Memory int               // MiB; 0: DefaultMemory
+	Medium map[string][]byte // files of its config medium; nil if it has none
+	State  int               // size of its state disk in MiB, when it gets power first; 0 for DefaultState
+	Memory int               // MiB; 0 for DefaultMemory
 	MAC    net.HardwareAddr  // of its network card
-	Tap    string            // the tap device that its network card is plugged into; empty: it has no card
+	Tap    string            // the tap device that its network card is plugged into; empty if it has no card
 	// SecureBoot gives it firmware that starts what [SecureBootKey] signed, and nothing else. It is for the whole
 	// life of the machine: its variables hold the key.
 	SecureBoot bool

@@ -282,7 +282,7 @@ func (m *Maker) Run(ctx context.Context, every time.Duration) error {
 	}
 }
 
-// Latest returns the newest backup on a machine; zero: there is none.
+// Latest returns the newest backup on a machine; zero if there is none.
 func Latest(root string) (backup.Stored, error) {
 	var s backup.Stored
 	path := filepath.Join(root, Folder, backup.Latest)

@@ -83,7 +83,7 @@ func WriteCross(dir string, next *x509.Certificate) error {
 	return machine.WriteFile(filepath.Join(dir, CrossFile), pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw}), 0o644, 0o755)
 }
 
-// Cross returns the cross certificate for the authority that signs in a folder, the first of ca.crt; nil: there is none, it is another's, or the authority
+// Cross returns the cross certificate for the authority that signs in a folder, the first of ca.crt; nil if there is none, it is another's, or the authority
 // that signed it is not trusted any more.
 func Cross(dir string) (*x509.Certificate, error) {
 	list, err := authorities(dir)

@@ -58,7 +58,7 @@ type Installer struct {
 	client *http.Client
 	limits Limits
 	log    *slog.Logger
-	staged string // the folder of [Installer.Stage]; empty: there is none
+	staged string // the folder of [Installer.Stage]; empty if there is none
 
 	leastTime time.Duration // the constant, or less in tests
 }

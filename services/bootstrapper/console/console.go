@@ -89,9 +89,9 @@ type Wait struct {
 	Err error
 	// Asked lists the endpoints, HOST:PORT.
 	Asked []string
-	// By is the endpoint that refused, or was refused, HOST:PORT; empty: none answered.
+	// By is the endpoint that refused, or was refused, HOST:PORT; empty if none answered.
 	By string
-	// Also is a sentence that is always true while it waits; empty: none.
+	// Also is a sentence that is always true while it waits; empty if there is none.
 	Also string
 	// Was reports that the machine was a node: NOT_ENROLLED then means that its enrollment has ended.
 	Was bool

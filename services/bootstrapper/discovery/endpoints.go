@@ -38,7 +38,7 @@ type Order struct { // a copy is independent: no slice is changed in place
 	failed []string // of named, the latest at the end
 	ofDNS  bool     // the latest that failed was of DNS, which may not name it again
 	list   []string // named, in the order of the next attempt
-	served string   // the one that served last; empty: none
+	served string   // the one that served last; empty if there is none
 }
 
 // List returns the endpoints of the next attempt, at most [metadata.MaxEndpoints].

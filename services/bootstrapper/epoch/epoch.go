@@ -54,15 +54,15 @@ type Record struct {
 	Version int `json:"version"`
 	// Counter is the value of the TPM's counter for this record.
 	Counter uint64 `json:"counter"`
-	// Epoch is the cluster's epoch; 0: the machine has not asked the cluster yet.
+	// Epoch is the cluster's epoch; 0 if the machine has not asked the cluster yet.
 	Epoch uint64 `json:"epoch"`
 	// PolicySerial is the policy's serial.
 	PolicySerial uint64 `json:"policySerial"`
 	// Bans are the names of banned nodes, in order, at most [MaxBans].
 	Bans []string `json:"bans,omitempty"`
-	// BannedMachines are their machine IDs, in the same order; empty: an earlier version wrote the record.
+	// BannedMachines are their machine IDs, in the same order; empty if an earlier version wrote the record.
 	BannedMachines []string `json:"bannedMachines,omitempty"`
-	// EpochID distinguishes this epoch from others with the same number, in another history of the cluster; empty: it has none yet.
+	// EpochID distinguishes this epoch from others with the same number, in another history of the cluster; empty if it has none yet.
 	EpochID string `json:"epochID,omitempty"`
 	// Written is the time of writing, by the machine's clock.
 	Written time.Time `json:"written"`
@@ -78,15 +78,15 @@ type Keeper struct {
 
 // Standing is the state of disk and TPM.
 type Standing struct {
-	// Record is the disk's record; nil: it has none.
+	// Record is the disk's record; nil if it has none.
 	Record *Record
-	// Counter is the TPM's counter; 0: it has none.
+	// Counter is the TPM's counter; 0 if it has none.
 	Counter uint64
 	// Err is why the disk is not the newest; nil if it is.
 	Err error
 }
 
-// Load reads the record; nil: there is none.
+// Load reads the record; nil if there is none.
 func (k Keeper) Load() (*Record, error) {
 	path := filepath.Join(k.Dir, fileName)
 	b, err := os.ReadFile(path)

@@ -29,7 +29,7 @@ type Waiting struct {
 	// Cluster and Machine identify the machine.
 	Cluster keys.ClusterID
 	Machine attest.MachineID
-	// Owner has the owner's public keys; nil: the image has none, and no order is accepted.
+	// Owner has the owner's public keys; nil if the image has none, and no order is accepted.
 	Owner attest.OwnerKeys
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester

@@ -354,7 +354,7 @@ func (l verified) manifest(digest string, m document) ([]string, bool) {
 	return blobs, true
 }
 
-// hexOf returns the name of a blob by its digest; empty: it is not by SHA-256.
+// hexOf returns the name of a blob by its digest; empty if it is not by SHA-256.
 func hexOf(digest string) string {
 	name, ok := strings.CutPrefix(digest, "sha256:")
 	if !ok {

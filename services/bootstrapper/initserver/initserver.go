@@ -52,7 +52,7 @@ type Server struct {
 
 	mu    sync.Mutex // guards the fields below
 	wrong int        // wrong init secrets so far, at most maxAttempts
-	run   *initRun   // the running or finished init; nil: none
+	run   *initRun   // the running or finished init; nil if there is none
 }
 
 // New returns a Server, which handles calls after Start.

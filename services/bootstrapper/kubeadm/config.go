@@ -73,7 +73,7 @@ type Image struct {
 	proxy        *kubeproxyv1.KubeProxyConfiguration
 }
 
-// ParseImage parses an image's fragments (JSON, without apiVersion and kind; nil: none). Unknown fields are errors.
+// ParseImage parses an image's fragments (JSON, without apiVersion and kind; nil if there is none). Unknown fields are errors.
 func ParseImage(criSocket string, ignoreChecks []string, cluster, kubelet, proxy []byte) (*Image, error) {
 	img := &Image{criSocket: criSocket, ignoreChecks: ignoreChecks}
 	if err := strict(cluster, &img.cluster); err != nil {

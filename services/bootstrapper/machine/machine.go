@@ -155,7 +155,7 @@ func run(ctx context.Context, line func(string), name string, args ...string) er
 	return feed(ctx, nil, line, name, args...)
 }
 
-// feed runs a program with in as its standard input; nil: it has none.
+// feed runs a program with in as its standard input; nil if it has none.
 func feed(ctx context.Context, in io.Reader, line func(string), name string, args ...string) error {
 	path, err := LookPath(name)
 	if err != nil {

@@ -96,7 +96,7 @@ type Config struct {
 	Calls *rpc.Metrics
 	// Log receives all records, also details that a caller does not get.
 	Log *slog.Logger
-	// Console shows the progress on the machine's screen; nil: it has none.
+	// Console shows the progress on the machine's screen; nil if it has none.
 	Console *console.Console
 	// Now returns the time for checks of certificates; nil means [time.Now].
 	Now func() time.Time
@@ -112,7 +112,7 @@ type Node struct {
 	Disk      disk.Disk
 	DiskID    keys.DiskID
 	MachineID attest.MachineID
-	// OwnerKeys verify the owner's signatures; nil: the owner is not known.
+	// OwnerKeys verify the owner's signatures; nil if the owner is not known.
 	OwnerKeys attest.OwnerKeys
 	// Attempts records the machine's calls to joinservices, for its status.
 	Attempts discovery.Attempts

@@ -36,7 +36,7 @@ type file struct {
 	certificate, key string
 	// ca is the authority's certificate.
 	ca string
-	// component is the static pod that has to restart to use it; empty: none.
+	// component is the static pod that has to restart to use it; empty if there is none.
 	component string
 }
 

@@ -239,7 +239,7 @@ func (c *cluster) ShutOut(ctx context.Context) (bool, error) {
 	return n != nil && n.ShutOut(), err
 }
 
-// enrollment returns the enrollment of a node; nil: it has none.
+// enrollment returns the enrollment of a node; nil if it has none.
 func (c *cluster) enrollment(ctx context.Context, node string) (*v1alpha1.AttestedNode, error) {
 	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestednodes", node).DoRaw(ctx)
 	if apierrors.IsNotFound(err) {

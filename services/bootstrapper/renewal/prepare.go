@@ -181,7 +181,7 @@ func (p plane) follow() error {
 	return nil
 }
 
-// trusts returns the authorities that a kubeconfig trusts, and those that it has to trust, which are all of ca.crt; nil: it has none of them, and leads to
+// trusts returns the authorities that a kubeconfig trusts, and those that it has to trust, which are all of ca.crt; nil if it has none of them, and leads to
 // something else than the cluster's API servers.
 func (p plane) trusts(c *clientcmdapi.Config) (is, right []byte, err error) {
 	cluster := c.Clusters[c.Contexts[c.CurrentContext].Cluster]

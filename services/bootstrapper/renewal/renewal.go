@@ -45,7 +45,7 @@ type Config struct {
 	Kubeadm kubeadmapi.ClusterConfiguration
 	// Cluster is the ID of the cluster that the machine is locked to.
 	Cluster keys.ClusterID
-	// Owner has the owner's public keys in the image; nil: there is none, and no order is accepted.
+	// Owner has the owner's public keys in the image; nil if there is none, and no order is accepted.
 	Owner attest.OwnerKeys
 	// Epoch keeps what this machine knows of the cluster's epoch.
 	Epoch Keeper

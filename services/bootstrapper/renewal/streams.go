@@ -68,7 +68,7 @@ func (r *Renewer) RunStreams(ctx context.Context) error {
 
 // endStreams restarts the API server if a node that was seen banned before is evicted, or its eviction is overdue; an enrollment that `muster forget`
 // bans is gone by the next check. It returns since when each ban is seen, by its ID, and whether nothing is left to do. wanted is since when a restart
-// is due; zero: none was.
+// is due; zero if none was.
 func (r *Renewer) endStreams(ctx context.Context, seen map[string]time.Time, wanted time.Time) (map[string]time.Time, bool, error) {
 	c, err := r.Connect()
 	if err != nil {

@@ -72,7 +72,7 @@ func pause(ctx context.Context, p plane, every time.Duration, over bool) (unlock
 	}
 }
 
-// NoteOf returns the value of [Annotation] in a static pod's manifest; empty: it has none.
+// NoteOf returns the value of [Annotation] in a static pod's manifest; empty if it has none.
 func NoteOf(root, component string) (string, error) {
 	text, err := os.ReadFile(filepath.Join(root, manifests, component+".yaml"))
 	if errors.Is(err, fs.ErrNotExist) {

@@ -403,7 +403,7 @@ func KubeletHealthy(ctx context.Context) error {
 	return nil
 }
 
-// read returns a file; nil: it does not exist.
+// read returns a file; nil if it does not exist.
 func read(path string) ([]byte, error) {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {

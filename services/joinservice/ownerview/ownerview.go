@@ -42,7 +42,7 @@ type Records struct {
 	enrollments *enroll.Enrollments
 
 	mu    sync.Mutex
-	wait  map[string]*waiting.Entry // by machine; nil: the machine was admitted
+	wait  map[string]*waiting.Entry // by machine; nil if the machine was admitted
 	certs map[string]enroll.Expiry  // by node
 }
 

@@ -28,7 +28,7 @@ type Config struct {
 	// /sys/kernel/security/tpm0/binary_bios_measurements. Empty: the machine has none, and none is
 	// sent.
 	EventLog string
-	// Hardware makes hardware reports; nil: the machine has none.
+	// Hardware makes hardware reports; nil if the machine has none.
 	Hardware Hardware
 }
 
@@ -46,7 +46,7 @@ type Attester struct {
 	next   time.Time     // when the next quote may begin; owned by the token's holder
 
 	mu      sync.Mutex
-	waiting *batch // takes statements until its quote begins; nil: none
+	waiting *batch // takes statements until its quote begins; nil if there is none
 }
 
 // publicInterval is the interval between quotes for the public. Any client may ask for one, and a

@@ -65,7 +65,7 @@ const (
 type Config struct {
 	// Folder is the path of the owner's folder.
 	Folder string
-	// DialContext opens the connections to joinservices; nil: a [net.Dialer].
+	// DialContext opens the connections to joinservices; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 	// Now returns the time; nil: time.Now.
 	Now func() time.Time

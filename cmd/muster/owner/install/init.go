@@ -51,7 +51,7 @@ type InitConfig struct {
 	Report progress.Reporter
 	// Log receives the output of helm and client-go.
 	Log *slog.Logger
-	// DialContext opens TCP connections to machines; nil: a [net.Dialer].
+	// DialContext opens TCP connections to machines; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 

@@ -34,7 +34,7 @@ type Target struct {
 	// Only is the one acceptable machine; nil for any that the policy accepts. After a session has accepted a machine, it
 	// accepts only that one, because the following requests are meant for it.
 	Only *attest.MachineID
-	// DialContext opens the TCP connection; nil: a [net.Dialer].
+	// DialContext opens the TCP connection; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 

@@ -65,7 +65,7 @@ type ApproveConfig struct {
 	AnyAccount bool
 	// AnyTPM also approves machines that are not named, and whose TPM any buyer of such a TPM could own.
 	AnyTPM bool
-	// Port is that of waiting machines; 0: 9000. DialContext opens connections to them; nil: a [net.Dialer].
+	// Port is that of waiting machines; 0: 9000. DialContext opens connections to them; nil for a [net.Dialer].
 	Port        int
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }

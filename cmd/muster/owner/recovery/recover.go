@@ -51,7 +51,7 @@ type RecoverConfig struct {
 	Ask func(Revival) (bool, error)
 	// Report receives each step.
 	Report progress.Reporter
-	// DialContext opens TCP connections; nil: a [net.Dialer].
+	// DialContext opens TCP connections; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 

@@ -44,7 +44,7 @@ type Found struct {
 	metadata.Platform
 	// Document is the operator's MachineMetadata (YAML).
 	Document []byte
-	// Network is the operator's MachineNetwork (YAML); nil: there is none.
+	// Network is the operator's MachineNetwork (YAML); nil if there is none.
 	Network []byte
 }
 
