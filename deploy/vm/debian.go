@@ -29,7 +29,7 @@ const (
 	suite         = "bookworm"
 	architecture  = "amd64"
 	kernelPackage = "linux-image-cloud-amd64"
-	kernelPrefix  = "linux-image-" // what the package above depends on
+	kernelPrefix  = "linux-image-" // a dependency of the package above
 	loaderPackage = "systemd-boot-efi"
 	mergedPackage = "usr-is-merged" // mmdebstrap's hook installs it
 	keyring       = "/usr/share/keyrings/debian-archive-keyring.gpg"

@@ -6,7 +6,7 @@
 //	backup.sig   signature of the manifest with the key of the cluster's certificate authority
 //	…            the files of the manifest, in its order
 //
-// Whoever has the owner's public key can encrypt to it, so the encryption does not prove where a file comes from: the signature does. Only control planes
+// Whoever has the owner's public key can encrypt to it, so the encryption does not prove a file's origin: the signature does. Only control planes
 // have the authority's key. The owner's folder has the authority's certificate.
 package backup
 

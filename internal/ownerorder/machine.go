@@ -103,7 +103,7 @@ type MachineOrder struct {
 	NotAfter time.Time `json:"notAfter"`
 }
 
-// Addressee is the machine that an order is verified for.
+// Addressee is the machine for which an order is verified.
 type Addressee struct {
 	Cluster keys.ClusterID
 	Node    string

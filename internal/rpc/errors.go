@@ -121,8 +121,8 @@ func Error(err error) error {
 	if err == nil {
 		return nil
 	}
-	// An error made here by connect or by a generic handler, as health's NotFound, is correct already. One that was
-	// received from another server is not passed on.
+	// An error made here by connect or by a generic handler, as health's NotFound, is correct already. An error from another
+	// server is not passed on.
 	if ce, ok := err.(*connect.Error); ok && !connect.IsWireError(err) { //nolint:errorlint // outermost only
 		if ce.Code() != connect.CodeInternal {
 			return ce

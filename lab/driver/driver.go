@@ -85,7 +85,7 @@ type (
 	Machine = daemon.Machine
 	// Status is everything that a lab runs.
 	Status = daemon.Status
-	// Measurements are the PCR values that a policy is made of.
+	// Measurements are the PCR values for a policy.
 	Measurements = firmware.Measurements
 	// Process identifies one process: a reused pid is another Process.
 	Process = host.Process

@@ -70,7 +70,7 @@ func (c *Cluster) Init(t *testing.T, name string) {
 	c.Muster(t, c.InitArgs(name)...)
 }
 
-// InitArgs is what [Cluster.Init] calls the owner's program with.
+// InitArgs are the arguments of the owner's program in [Cluster.Init].
 func (c *Cluster) InitArgs(name string) []string {
 	return []string{
 		"init", "--name", name, "--endpoint", "192.168.77.11:9000", "--init-secret-file", "init-secret.hex", "--owner-key-file", driver.OwnerKeyFile, "--policy", "policy.yaml",

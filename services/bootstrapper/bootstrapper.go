@@ -83,7 +83,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	if err := b.recall(); err != nil {
 		return err
 	}
-	// PCR 15 is zero after a reboot; services use it to prove which cluster they belong to.
+	// PCR 15 is zero after a reboot; services use it to prove their cluster.
 	if err := b.node.Lock.Relock(ctx); err != nil {
 		return err
 	}

@@ -91,7 +91,7 @@ type Options struct {
 // charged three times as much, so a replica serves 256 at the same time.
 const maxRequest = 16 << 10
 
-// Limits are the defaults, except for as many sessions without evidence as its memory has room for.
+// Limits are the defaults, except the number of sessions without evidence, which depends on its memory.
 var Limits = atls.Limits{Open: 112}
 
 // Run serves until ctx ends. It closes both listeners.

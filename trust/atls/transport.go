@@ -359,7 +359,7 @@ func (t *Transport) gone(c *tracked) {
 	delete(t.conns, c)
 }
 
-// noteVerdict records the age of a verdict for the pool that it belongs to.
+// noteVerdict records the age of a verdict for its pool.
 func (t *Transport) noteVerdict(ac *Conn, pool *http.Transport) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

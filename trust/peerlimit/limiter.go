@@ -61,9 +61,9 @@ func NewLimiter[K comparable](capacity, perSource int64) *Limiter[K] {
 }
 
 // Take takes weight units for a source. If they are not free, it evicts places of sources that hold
-// more than this one would, the oldest first, and then the oldest place of a source that holds as
-// much, if it is 2 s old. evict is called once, without a lock, if the new place itself is evicted
-// later; it must not block. The error is [ErrFull] or [ErrSourceFull].
+// more than this one would, the oldest first. After that, it evicts the oldest place of a source
+// that holds as much, if it is 2 s old. evict is called once, without a lock, if the new place
+// itself is evicted later; it must not block. The error is [ErrFull] or [ErrSourceFull].
 func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], error) {
 	p := &Place[K]{limiter: l, source: source, weight: weight, evict: evict}
 	l.mu.Lock()

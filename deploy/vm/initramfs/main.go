@@ -2,7 +2,7 @@
 // command line names, unlocks the state disk, and starts systemd.
 //
 // Everything that it trusts was measured: itself, the command line, and by its hash the root. The config medium is
-// not authenticated. It shows on the console what it does and waits for.
+// not authenticated. It shows on the console what it is doing, and what it is waiting for.
 package main
 
 import (

@@ -76,7 +76,7 @@ const (
 	// oneSource is the number of new connections per second that one source opens, and allSources that of all
 	// together.
 	oneSource, allSources = 16, 200
-	// oneBurst and allBurst are the numbers that they begin with.
+	// oneBurst and allBurst are their initial numbers.
 	oneBurst, allBurst = 64, 400
 	// oneOpen and allOpen are the numbers that they keep open, somewhat more than any listener allows.
 	oneOpen, allOpen = 600, 4400

@@ -91,8 +91,8 @@ resources:
       keys:
 `
 
-// Parse returns the keys of a file that has the form of [Format], in any notation of YAML. It refuses all other files, such as those with further
-// resources or providers, which only their author can change.
+// Parse returns the keys of a file in the form of [Format], in any notation of YAML. It refuses all other files, such as those with further
+// resources or providers, because only their author can change them.
 func Parse(text []byte) ([]Key, error) {
 	var c struct {
 		APIVersion string `json:"apiVersion"`

@@ -48,7 +48,7 @@ type InForce struct {
 
 // Report is the result for the newest version of the AttestationPolicy.
 type Report struct {
-	// Observed is the version that the report is about; nil if there is none.
+	// Observed is the reported version; nil if there is none.
 	Observed *v1alpha1.AttestationPolicy
 	// InForce is the policy that is applied now; nil if there is none.
 	InForce *InForce

@@ -26,7 +26,7 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/vm"
 )
 
-// A Config is what the daemon starts from: lab.json in the lab's folder.
+// A Config is the daemon's initial configuration: lab.json in the lab's folder.
 type Config struct {
 	Dir     string            `json:"dir"`
 	Source  string            `json:"source"`  // the checkout that the lab was built from

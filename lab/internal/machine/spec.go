@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/host"
 )
 
-// A Spec is all that a machine is started from: machine.json in its folder.
+// A Spec has all parameters of a machine's start: machine.json in its folder.
 type Spec struct {
 	Name      string       `json:"name"`
 	Address   string       `json:"address"`

@@ -39,7 +39,7 @@ const (
 	Inbox = "/var/lib/muster/attester/authorities"
 	// begun exists while the kubelet may run with an earlier kubeconfig.
 	begun = "/var/lib/muster/renewal/authorities-begun"
-	// caFile is what the kubelet verifies clients with.
+	// caFile has the authorities by which the kubelet verifies clients.
 	caFile = machine.PKIFolder + "/ca.crt"
 	// maxList bounds the authorities of a cluster, maxBytes their certificates.
 	maxList, maxBytes = 4, 64 << 10

@@ -81,7 +81,7 @@ func (c *Console) print(sense, line string) {
 	_, _ = c.f.WriteString("muster: " + printable.ASCII(line, maxLine) + "\r\n")
 }
 
-// Wait describes what a machine waits for.
+// Wait describes the reason why a machine waits.
 type Wait struct {
 	// For is the phase in words: "waiting for the key of the state disk".
 	For string

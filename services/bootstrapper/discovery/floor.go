@@ -12,9 +12,9 @@ import (
 // Accepted compares the policy that the state disk was opened under, below root, with the newest one that this machine had accepted before, by its
 // journal and its attester. An older one is refused with POLICY_INVALID; files that can't be read are NODE_LOCKED.
 //
-// The initramfs can't read the journal before the disk is open, so it may have accepted an old policy that the owner signed, and with it a joinservice
-// that the owner has removed since. The initramfs calls this function too, before anything of the disk runs: later the attester may accept newer
-// policies. owner has the keys of the image.
+// The initramfs can't read the journal before the disk is open, so it may have accepted an old policy of the owner, and with it a removed
+// joinservice. The initramfs calls this function too, before anything of the disk runs: later the attester may accept newer policies. owner has the
+// keys of the image.
 func Accepted(root string, journaled *journal.Policy, owner attest.OwnerKeys) error {
 	attested, err := policyIn(root, journal.AttesterPolicy)
 	if err != nil {

@@ -233,10 +233,10 @@ func (k Keeper) onNewest(ctx context.Context, do func(Standing) error) error {
 
 // Begin is for a machine that becomes a control plane, or whose owner has accepted its disk: the earlier state of disk and TPM is ignored.
 //
-// Unlike a change of the record, which is made on the newest disk, it first increments the counter past every value that a disk may have, also one from
-// a crash before the last increment, and then writes the file. In the other order, an attacker could cut the power in between, restore the newest disk,
-// which is still valid, and replace it by the accepted one once the counter reaches its value: in another boot than the order is for (B7). After a crash
-// here no disk is the newest, and the caller begins again.
+// A change of the record is made on the newest disk. In contrast, this first increments the counter past every value that a disk may have, also one
+// from a crash before the last increment, and then writes the file. In the other order, an attacker could cut the power in between, restore the
+// newest disk, which is still valid, and replace it with the accepted one after the counter has reached its value: in another boot than the order
+// is for (B7). After a crash here no disk is the newest, and the caller begins again.
 func (k Keeper) Begin(ctx context.Context, r Record) error {
 	return k.exclusive(func() error {
 		counter, err := k.TPM.Counter(ctx)

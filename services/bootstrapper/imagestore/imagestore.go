@@ -285,7 +285,7 @@ type verified struct {
 	have   map[string]bool
 }
 
-// content is an image: its descriptor, with each of its names, and the blobs that it consists of.
+// content is an image: its descriptor, with each of its names, and its blobs.
 type content struct {
 	descriptor v1.Descriptor
 	names      []v1.Descriptor

@@ -1,4 +1,5 @@
-// Package initserver serves init.v1: the machine's owner makes it the first node of a new cluster, or adopts the cluster that it is a control plane of.
+// Package initserver serves init.v1: the machine's owner makes it the first node of a new cluster, or adopts the existing
+// cluster of this control plane.
 //
 // It competes with package joinclient for the node lock. An init continues without its callers, which may disconnect and call again.
 package initserver

@@ -1,4 +1,4 @@
-// Package machine changes the machine that the bootstrapper runs on: it starts and stops units, runs kubeadm, and places files.
+// Package machine changes the bootstrapper's own machine: it starts and stops units, runs kubeadm, and places files.
 //
 // Programs run with a fixed environment and path, which have no secret (K3): secrets are only in files with mode 0600.
 package machine
@@ -68,7 +68,7 @@ const (
 // disk (B8).
 var environment = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin", "HOME=/root", "LANG=C.UTF-8"}
 
-// Real is the machine that this process runs on.
+// Real is this process's machine.
 type Real struct{}
 
 // Unit implements [Machine].

@@ -45,7 +45,7 @@ type Machine struct {
 	// Labels and Taints are those with which the kubelet registers the Node; at most [maxLabels] and [maxTaints].
 	Labels map[string]string
 	Taints []Taint
-	// Source is where the metadata are from; nil: from a file that the operator wrote.
+	// Source is the origin of the metadata; nil: from a file that the operator wrote.
 	Source *Source
 }
 

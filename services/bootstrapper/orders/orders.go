@@ -81,7 +81,7 @@ var wireStates = map[State]joinv1.OrderState{
 
 // record is the content of [Journal].
 type record struct {
-	// Begun is the latest time of signature of the genuine orders that this machine has decided on: none signed before begins.
+	// Begun is the latest signature time of the genuine orders that this machine has started or refused. No order that was signed earlier starts.
 	Begun time.Time `json:"begun"`
 	// Last is the latest started order, Refused the latest refused one, kept separately so that forged orders do not replace a result.
 	Last    entry `json:"last"`

@@ -43,7 +43,7 @@ type Config struct {
 	Root string
 	// Kubeadm is the image's configuration of certificates: [kubeadm.Image.Certificates].
 	Kubeadm kubeadmapi.ClusterConfiguration
-	// Cluster is the ID of the cluster that the machine is locked to.
+	// Cluster is the ID of the machine's cluster, by its lock.
 	Cluster keys.ClusterID
 	// Owner has the owner's public keys in the image; nil if there is none, and no order is accepted.
 	Owner attest.OwnerKeys

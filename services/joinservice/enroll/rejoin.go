@@ -74,7 +74,7 @@ func (es *Enrollments) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) 
 	return &Rejoining{enrollments: es, node: own, claim: c, Salt: salt}, nil
 }
 
-// readTicketed reads the enrollment of a name from the API; nil if there is none that a ticket was issued for.
+// readTicketed reads the enrollment of a name from the API; nil if there is none with an issued ticket.
 func (es *Enrollments) readTicketed(ctx context.Context, node string) (*v1alpha1.AttestedNode, error) {
 	n := &v1alpha1.AttestedNode{}
 	err := es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n)

@@ -69,7 +69,7 @@ func KindOf(r *attestv1.HardwareReport) (Kind, error) {
 	return "", nil
 }
 
-// Evidence is a report with what it must be bound to. All of it but the report is proven.
+// Evidence is a report with the value to which it must be bound. All of it but the report is proven.
 type Evidence struct {
 	// Report has passed [KindOf]; nil: the machine sent none.
 	Report *attestv1.HardwareReport

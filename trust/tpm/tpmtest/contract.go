@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Contract checks the behavior that callers of a TPM rely on. Every [tpm.Device] passes it: the
+// Contract checks the behavior on which callers of a TPM rely. Every [tpm.Device] passes it: the
 // simulator, swtpm, and the software TPM of attesttest, so that all of them behave like a real TPM.
 // open is called once.
 func Contract(t *testing.T, open func(testing.TB) tpm.Device) { contract(t, open, false) }

@@ -60,7 +60,7 @@ type Machine struct {
 	Timeout time.Duration
 }
 
-// This returns the sources of the machine that this program runs on. Volumes are mounted at the folder at.
+// This returns the sources of this program's machine. Volumes are mounted at the folder at.
 func This(at string) Machine {
 	return Machine{
 		Sys: "/sys", Dev: "/dev", Credentials: systemCredentials, Timeout: Timeout, Clouds: clouds(),
