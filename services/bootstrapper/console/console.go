@@ -122,7 +122,7 @@ func (w Wait) why() string {
 	case w.By == "":
 		return name + words(ours, reason)
 	case atls.UnprovenRefusal(w.Err):
-		return name + " by " + w.By + w.theirs(reason) + ", which has not proven to be a joinservice"
+		return name + " by " + w.By + w.theirs(reason) + ", which was not attested as a joinservice"
 	case remote(w.Err):
 		return name + " by " + w.By + w.theirs(reason)
 	}

@@ -25,7 +25,7 @@ var (
 	ErrUnreachable   = errors.New("no joinservice can be reached")
 )
 
-// maxDialPause bounds the pause while no joinservice answers, and after an answer by a peer that has not proven to be a joinservice.
+// maxDialPause bounds the pause while no joinservice answers, and after an answer by a peer that was not attested as a joinservice.
 const maxDialPause = 5 * time.Second
 
 // Pauses are the waits between the attempts of one series. The zero value is not useful.

@@ -165,7 +165,7 @@ var refusesNode = map[attestv1.Reason]bool{
 }
 
 // labelOf returns the metric's reason. Alerts take a plain name of [refusesNode] as the cluster's refusal of this machine, so no other peer may cause
-// one: a refusal by a peer that has not proven to be a joinservice has the prefix UNPROVEN_, and a refusal by this machine of the peer has the prefix
+// one: a refusal by a peer that was not attested as a joinservice has the prefix UNPROVEN_, and a refusal by this machine of the peer has the prefix
 // JOINSERVICE_.
 func labelOf(err error) string {
 	reason := discovery.ReasonOf(err)
