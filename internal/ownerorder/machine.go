@@ -99,7 +99,7 @@ type MachineOrder struct {
 	Args map[string]string `json:"args,omitempty"`
 	// SignedAt is when the owner signed it. A machine starts no order that was signed earlier than one that it has started.
 	SignedAt time.Time `json:"signedAt"`
-	// NotAfter is when the machine may begin at the latest.
+	// NotAfter is the latest time at which the machine may start it.
 	NotAfter time.Time `json:"notAfter"`
 }
 
@@ -158,7 +158,7 @@ func (s SignedMachineOrder) Genuine(owner attest.OwnerKeys, on Addressee) (Machi
 	return o, nil
 }
 
-// Timely returns nil if the order may begin now, by the clock of its machine. It refuses with REQUEST_INVALID and CLOCK_SKEW.
+// Timely returns nil if the order may start now, by the clock of its machine. It refuses with REQUEST_INVALID and CLOCK_SKEW.
 func (o MachineOrder) Timely(now time.Time) error {
 	switch {
 	case !o.NotAfter.After(o.SignedAt) || o.NotAfter.Sub(o.SignedAt) > MaxMachineLife:

@@ -341,7 +341,7 @@ func addressee(image *metadata.Image, load func() (journal.Record, error)) (atte
 	return discovery.OwnerKeys(image, rec), ownerorder.Addressee{Cluster: keys.ClusterID(rec.ClusterID), Node: rec.NodeName, Machine: id, Disk: rec.DiskID}, nil
 }
 
-// may returns nil if a genuine order may begin now.
+// may returns nil if a genuine order may start now.
 func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 	if err := o.Timely(e.cfg.Now()); err != nil {
 		return err
@@ -426,7 +426,7 @@ func (e *Executor) execute(ctx context.Context, rec record, run func(context.Con
 		rec.Last.State, rec.Last.Boot = Running, boot
 	}
 	rec.Last.Tries++
-	if err := e.save(rec); err != nil { // B11: before it begins
+	if err := e.save(rec); err != nil { // B11: before it starts
 		return err
 	}
 	limit := e.cfg.ActionTime

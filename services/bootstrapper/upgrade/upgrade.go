@@ -241,7 +241,7 @@ func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) e
 	}
 	waiting, giveUp := context.WithCancelCause(ctx)
 	defer giveUp(nil)
-	late := fmt.Errorf("it could not begin within %s", u.Timing.Begin)
+	late := fmt.Errorf("it could not start within %s", u.Timing.Begin)
 	timer := time.AfterFunc(u.Timing.Begin, func() { giveUp(late) })
 	defer timer.Stop()
 	begin := func() error {

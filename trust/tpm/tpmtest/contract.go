@@ -115,7 +115,7 @@ func contract(t *testing.T, open func(testing.TB) tpm.Device, bare bool) {
 			}
 		}
 	})
-	t.Run("the clock goes on and the counters stay", func(t *testing.T) {
+	t.Run("the clock continues and the counters stay", func(t *testing.T) {
 		first := clock(t, must(dev.Quote(ctx, [32]byte{3}, tpm.SHA256))(t))
 		second := clock(t, must(dev.Quote(ctx, [32]byte{3}, tpm.SHA256))(t))
 		if second.Clock < first.Clock || second.ResetCount != first.ResetCount || second.RestartCount != first.RestartCount {

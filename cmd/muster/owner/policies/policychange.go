@@ -129,7 +129,7 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	if err != nil || due == nil {
 		return err
 	}
-	if err := signsForServices(d, kube); err != nil { // before the folder's policy is changed, too
+	if err := signsForServices(d, kube); err != nil { // also before the folder's policy is changed
 		return err
 	}
 	text, p, have := due.text, due.p, due.have
