@@ -123,7 +123,7 @@ func (k *kubeUpgrade) addons(ctx context.Context) error {
 		}
 		nodes = slices.DeleteFunc(nodes, func(n clusterapi.NodeRelease) bool { return !n.ControlPlane || !n.Takes() || n.Problem() != "" })
 		if len(nodes) == 0 {
-			return problem.WithRemedy(errors.New("no healthy control plane can set the images of kube-proxy and CoreDNS"), "muster status shows what is wrong with the control planes.")
+			return errors.New("no healthy control plane can set the images of kube-proxy and CoreDNS; muster status shows what is wrong with them")
 		}
 		last := nodes[len(nodes)-1].Name
 		if _, err := orders.Execute(ctx, k.Dir, last, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartLast), func(s string) { k.Report(last, s) }); err != nil {
