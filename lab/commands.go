@@ -182,7 +182,7 @@ func kubeBinariesCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&source, "source", "", "checkout of Muster (default: the one around the working directory)")
-	cmd.Flags().BoolVar(&pin, "pin", false, "build the programs anew and write their hashes into the module's sha256sums.json, after a change of versions or of the Go release")
+	cmd.Flags().BoolVar(&pin, "pin", false, "rebuild the programs and write their hashes into the module's sha256sums.json, after a change of versions or of the Go release")
 	cmd.Flags().BoolVar(&pinned, "pinned", false, "fail unless the module's sha256sums.json names the programs")
 	cmd.Flags().BoolVar(&previous, "previous", false, "the release that tests upgrade from (tools/kube-previous), instead of tools/kube")
 	cmd.MarkFlagsMutuallyExclusive("pin", "pinned")

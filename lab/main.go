@@ -1,9 +1,9 @@
-// Program lab makes a real Kubernetes cluster's machines on one Linux machine: namespaces
-// with containerd, a kubelet and a TPM 2.0 each, on a network of their own. README.md
-// beside it tells how.
+// Program lab makes a real Kubernetes cluster's machines on one Linux machine: namespaces with
+// containerd, a kubelet and a TPM 2.0 each, on their own network. README.md in this folder
+// describes how.
 //
-// It is several programs in one file, because a machine needs them where nothing else is
-// installed: PID 1, systemctl, and the daemon that everything hangs off.
+// It is several programs in one file, because a machine needs them where nothing else is installed:
+// PID 1, systemctl, and the daemon that runs all of them.
 package main
 
 import (

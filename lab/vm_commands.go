@@ -99,7 +99,7 @@ func vmConsoleCommand(open opener) *cobra.Command {
 			return printConsole(ctx, cmd.OutOrStdout(), path, follow)
 		})
 	f := cmd.Flags()
-	f.BoolVarP(&follow, "follow", "f", false, "go on with what it writes from now on, until interrupted")
+	f.BoolVarP(&follow, "follow", "f", false, "also print further output, until interrupted")
 	f.StringVar(&wait, "wait", "", "wait until a line has this text, and print that line only")
 	f.DurationVar(&timeout, "timeout", 5*time.Minute, "how long --wait waits")
 	return cmd

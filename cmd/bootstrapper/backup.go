@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// backupMaker returns what makes backups on this control plane.
+// backupMaker returns the function that makes backups on this control plane.
 func backupMaker(img *metadata.Image, record string, log *slog.Logger) (*backups.Maker, error) {
 	rec, err := journal.Open(record).Load()
 	if err != nil {
@@ -25,15 +25,15 @@ func backupMaker(img *metadata.Image, record string, log *slog.Logger) (*backups
 	}
 	var id keys.ClusterID
 	if copy(id[:], rec.ClusterID) != len(id) || rec.NodeName == "" {
-		return nil, errors.New("this machine is no node of a cluster")
+		return nil, errors.New("this machine is not a node of a cluster")
 	}
 	if is, err := renewal.IsControlPlane("/"); err != nil {
 		return nil, err
 	} else if !is {
-		return nil, errors.New("this machine is no control plane")
+		return nil, errors.New("this machine is not a control plane")
 	}
 	if len(img.OwnerKeys) == 0 {
-		return nil, errors.New("backups are encrypted for the owner's key, and the image has none: write ownerKeys into image.yaml")
+		return nil, errors.New("backups are encrypted to the owner's key, but the image has none: write ownerKeys into image.yaml")
 	}
 	return backups.New(backups.Config{
 		Root: "/", Cluster: id, Node: rec.NodeName, Keep: img.Backup.Keep, Now: time.Now, Log: log,

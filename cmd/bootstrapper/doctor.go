@@ -16,8 +16,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 )
 
-// kubernetesPorts are those that kubeadm's preflight requires to be free: kubelet, API server, controller manager,
-// scheduler and etcd.
+// kubernetesPorts are the ports that kubeadm's preflight requires to be free: kubelet, API server, controller
+// manager, scheduler and etcd.
 var kubernetesPorts = []int{10250, 6443, 10257, 10259, 2379, 2380}
 
 // doctorTime bounds all checks together.
@@ -37,7 +37,7 @@ func doctorConfig(image, meta, record, lock string) doctor.Config {
 	return cfg
 }
 
-// runDoctor looks for problems of this machine. The error has the number of failed checks.
+// runDoctor checks this machine for problems. The error has the number of failed checks.
 func runDoctor(ctx context.Context, image, meta, record, lock, roots string, asJSON bool, stdout io.Writer) error {
 	cfg := doctorConfig(image, meta, record, lock)
 	if roots != "" {

@@ -1,5 +1,5 @@
-// Command bootstrapper runs on every machine: it makes the machine a node (run), and then gives the services on it evidence
-// of the machine (attester).
+// Command bootstrapper runs on every machine: it makes the machine a node (run), and then provides the node's services with
+// evidence of the machine (attester).
 package main
 
 import (
@@ -39,15 +39,15 @@ const usage = `usage: bootstrapper COMMAND [flags]
 
   unlock    open this machine's state disk, in the initramfs
   run       make this machine a node: the first one of a cluster, or one more
-  attester  give the services on this machine evidence of it, and its cluster too
-  accepted  check that this machine's state disk was opened under no older policy than its journal knows
-  renew     keep the certificates of this node alive
-  orders    execute what the owner orders this machine to do
+  attester  provide the services on this machine, and its cluster, with evidence of it
+  accepted  check that this machine's state disk was opened under a policy not older than its journal's
+  renew     renew the certificates of this node
+  orders    execute the owner's orders to this machine
   reset     erase the header of this machine's state disk, if its owner has ordered it
-  upgrade   bring this node to another release of Kubernetes, if its owner has ordered it
+  upgrade   upgrade this node to another release of Kubernetes, if its owner has ordered it
   rotate    do a phase of a key's rotation on this control plane, if its owner has ordered it
-  doctor    look for what keeps this machine from becoming a node, and say what to do
-  version   print which build this is
+  doctor    find what prevents this machine from becoming a node, with remedies
+  version   print the version of this build
 
 bootstrapper COMMAND -h lists a command's flags.
 `
@@ -73,10 +73,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags := flag.NewFlagSet("bootstrapper "+args[0], flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	image := flags.String("image", metadata.ImagePath, "the image's measured configuration")
-	lock := flags.String("tpm-lock", tpm.DefaultLock, "file whose lock serialises all that use the TPM")
+	lock := flags.String("tpm-lock", tpm.DefaultLock, "file whose lock serializes the users of the TPM")
 	meta := flags.String("metadata", metadata.MachinePath, "the machine's metadata")
 	record := flags.String("journal", journal.DefaultPath, "the machine's journal")
-	screen := flags.String("console", console.DefaultPath, "terminal that shows what the machine waits for; nothing if there is none")
+	screen := flags.String("console", console.DefaultPath, "terminal that shows what the machine waits for, if there is one")
 	dir, output, roots := attester.Dir, "plain", ""
 	commands := map[string]func() error{
 		"unlock":   func() error { return runUnlock(ctx, *image, *meta, *lock, *screen, logger(stderr)) },
@@ -149,14 +149,14 @@ func newAttester(img *metadata.Image, device *tpm.TPM, p attest.Purpose) (*tpm2.
 	}
 	azure := provider.This("").Cloud() == metadata.ProviderAzure
 	cfg := tpm2.Config{TPM: device, Purpose: p, Bank: bank, Hardware: hwreport.New(device, azure)}
-	// A machine without the file has no event log; policies check PCRs, not logs.
+	// A machine without the file has no event log, which policies do not need: they check PCRs.
 	if _, err := os.Stat(img.TPM.EventLog); err == nil {
 		cfg.EventLog = img.TPM.EventLog
 	}
 	return tpm2.NewAttester(cfg)
 }
 
-// openConsole returns the machine's console. If it can't be opened, the machine works without it.
+// openConsole returns the machine's console. If it can't be opened, the machine works without one.
 func openConsole(path string, log *slog.Logger) (c *console.Console, done func()) {
 	c, err := console.Open(path)
 	if err != nil {

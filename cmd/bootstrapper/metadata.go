@@ -21,12 +21,13 @@ const mediumFolder = "/run/muster/medium"
 // lookAgain is the pause between two searches for metadata.
 const lookAgain = 30 * time.Second
 
-// sources finds this machine's metadata if it has no file of them, once in a boot. Muster's own initramfs writes the file, so its machines have one.
+// sources finds this machine's metadata once in a boot, if there is no metadata file. Muster's own initramfs writes that file.
 //
-// One goroutine searches, and nothing that a peer sends starts a search: each reads all disks and may ask a cloud for [provider.Timeout].
+// Only one goroutine searches, and no request of a peer starts a search, because each search reads all disks and may query a
+// cloud for [provider.Timeout].
 type sources struct {
 	image   *metadata.Image
-	file    string // the operator's
+	file    string // written by the operator
 	found   string // what was found in this boot
 	machine provider.Machine
 	log     *slog.Logger
@@ -36,11 +37,11 @@ type sources struct {
 }
 
 func newSources(img *metadata.Image, file string, log *slog.Logger) *sources {
-	return &sources{image: img, file: file, found: metadata.RunPath, machine: provider.This(mediumFolder), log: log, failed: errors.New("the machine looks for its metadata")}
+	return &sources{image: img, file: file, found: metadata.RunPath, machine: provider.This(mediumFolder), log: log, failed: errors.New("the machine searches for its metadata")}
 }
 
-// start searches once, so that a machine that has metadata starts with them, and then every 30 seconds until ctx ends. It returns a function that returns the
-// metadata, or the error of the latest search, at once.
+// start searches once, so that a machine with metadata starts with them, and then every 30 seconds until ctx ends. It returns a function that returns
+// the metadata, or the error of the latest search, without waiting.
 func (s *sources) start(ctx context.Context) func() (*metadata.Machine, error) {
 	s.look(ctx)
 	go func() {
@@ -62,7 +63,7 @@ func (s *sources) load() (*metadata.Machine, error) {
 	return m, err
 }
 
-// look searches, if there is no file: one that is malformed is for the operator to correct.
+// look searches only if there is no file: the operator has to correct a malformed one.
 func (s *sources) look(ctx context.Context) {
 	if _, err := metadata.LoadMachine(s.file, s.found); !errors.Is(err, fs.ErrNotExist) {
 		return
@@ -73,7 +74,7 @@ func (s *sources) look(ctx context.Context) {
 	s.failed = err
 }
 
-// search writes the file of what it finds.
+// search writes the metadata that it finds to the file.
 func (s *sources) search(ctx context.Context) error {
 	local, cloud := s.machine.Choose(s.image.Metadata)
 	f, err := s.machine.Find(ctx, append(local, cloud...))

@@ -23,13 +23,13 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// recordedTime is how long a reset waits until the cluster knows that it runs. The attester attests again 15 s after it got an order.
+// recordedTime is how long a reset waits until the cluster has recorded its start. The attester attests again 15 s after it got an order.
 const recordedTime = 5 * time.Minute
 
-// bootID is where the kernel names this boot: random(4).
+// bootID is the file with the kernel's ID of this boot: random(4).
 const bootID = "/proc/sys/kernel/random/boot_id"
 
-// loopback is where this machine's etcd listens for its own.
+// loopback is the address at which this machine's etcd listens for local clients.
 var loopback = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 
 // etcdAuthority reads the authority of this machine's etcd, PEM.
@@ -37,7 +37,7 @@ func etcdAuthority() (caCert, caKey []byte, err error) {
 	for name, to := range map[string]*[]byte{"etcd/ca.crt": &caCert, "etcd/ca.key": &caKey} {
 		*to, err = os.ReadFile(filepath.Join(machine.PKIFolder, name))
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil, nil, errors.New("this machine is no control plane with an etcd of its own")
+			return nil, nil, errors.New("this machine is not a control plane with its own etcd")
 		} else if err != nil {
 			return nil, nil, err
 		}
@@ -45,7 +45,7 @@ func etcdAuthority() (caCert, caKey []byte, err error) {
 	return caCert, caKey, nil
 }
 
-// removeMember asks this machine's etcd to remove the member of another node.
+// removeMember removes another node's member through this machine's etcd.
 func removeMember(ctx context.Context, member string) ([]string, error) {
 	caCert, caKey, err := etcdAuthority()
 	if err != nil {
@@ -59,7 +59,7 @@ func removeMember(ctx context.Context, member string) ([]string, error) {
 	return out, err
 }
 
-// runOrders executes what the owner orders this machine to do, until ctx ends.
+// runOrders executes the owner's orders to this machine, until ctx ends.
 func runOrders(ctx context.Context, image, meta, record, lock string, log *slog.Logger) error {
 	img, err := metadata.LoadImage(image)
 	if err != nil {

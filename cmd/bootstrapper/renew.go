@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// runRenewal renews the certificates of this node until ctx ends, and those of kubeadm if it is a control plane.
+// runRenewal renews this node's certificates until ctx ends, on a control plane also those of kubeadm.
 func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logger) error {
 	const root = "/"
 	rec, err := journal.Open(record).Load()
@@ -27,7 +27,7 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 		return err
 	}
 	if rec.NodeName == "" {
-		return errors.New("this machine is no node: it has no certificates to renew")
+		return errors.New("this machine is not a node, so it has no certificates to renew")
 	}
 	parts := []serve.Part{{Name: "kubelet", Run: func(ctx context.Context) error {
 		return kubelet.Watch(ctx, kubelet.WatchConfig{Root: root, Machine: machine.Real{}, Interval: kubelet.WatchInterval, Now: time.Now, Log: log})
@@ -53,7 +53,7 @@ func runRenewal(ctx context.Context, image, record, lock string, log *slog.Logge
 	}
 	var id keys.ClusterID
 	if copy(id[:], rec.ClusterID) != len(id) {
-		return errors.New("the journal names no cluster, so this control plane renews nothing: look at what bootstrapper doctor says of it")
+		return errors.New("the journal names no cluster, so this control plane renews nothing: run bootstrapper doctor")
 	}
 	device, err := openTPM(img, lock)
 	if err != nil {

@@ -24,8 +24,8 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// runRotate does a phase of the rotation of a key on this control plane, if its owner has ordered that (B11). Its end is for the process that takes
-// orders.
+// runRotate does a phase of the rotation of a key on this control plane, if its owner has ordered that (B11). The process that executes orders
+// reports its end.
 func runRotate(ctx context.Context, image, meta, record, lock string, log *slog.Logger) error {
 	const root = "/"
 	img, err := metadata.LoadImage(image)
@@ -41,7 +41,7 @@ func runRotate(ctx context.Context, image, meta, record, lock string, log *slog.
 		return err
 	}
 	output, err := rotateKey(ctx, root, img, meta, lock, load, order, digest, log)
-	if ctx.Err() != nil { // stopped: it goes on after the machine's next start
+	if ctx.Err() != nil { // stopped: it continues after the machine's next start
 		return err
 	}
 	return errors.Join(err, orders.WriteResult(root, order.Action, output, err))
@@ -51,7 +51,7 @@ func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock
 	if is, err := renewal.IsControlPlane(root); err != nil {
 		return "", err
 	} else if !is {
-		return "", errors.New("this machine is no control plane with the cluster's authority on its disk")
+		return "", errors.New("this machine is not a control plane with the cluster's authority on its disk")
 	}
 	rec, err := load()
 	if err != nil {
@@ -99,7 +99,7 @@ func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock
 	return r.Run(ctx, digest, order.Args)
 }
 
-// oldSecrets asks this machine's etcd.
+// oldSecrets reads from this machine's etcd.
 func oldSecrets(ctx context.Context, prefix string) (int, error) {
 	cert, err := os.ReadFile(filepath.Join(machine.PKIFolder, "etcd", "ca.crt"))
 	if err != nil {

@@ -13,8 +13,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// runAccepted compares the policy under which the state disk was opened with the journal on it. It is for the initramfs,
-// when the disk is mounted and before anything of it runs; `bootstrapper run` checks again.
+// runAccepted compares the policy under which the state disk was opened with the journal on it. The initramfs runs it
+// after the disk is mounted and before any program on it starts; `bootstrapper run` checks again.
 func runAccepted(image, record string) error {
 	img, err := metadata.LoadImage(image)
 	if err != nil {
@@ -27,14 +27,14 @@ func runAccepted(image, record string) error {
 	return discovery.Accepted("/", rec.Policy, discovery.OwnerKeys(img, rec))
 }
 
-// runUnlock opens the state disk. It returns without an error when the disk is open, and never gives up by itself.
+// runUnlock opens the state disk. It returns without an error when the disk is open. Until then, it retries without limit.
 func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.Logger) error {
 	img, err := metadata.LoadImage(image)
 	if err != nil {
 		return err
 	}
 	if img.StateDisk.Mode == metadata.DiskPlain {
-		log.InfoContext(ctx, "the state is kept in a folder: there is nothing to unlock")
+		log.InfoContext(ctx, "the state is in a folder, so there is no disk to unlock")
 		return nil
 	}
 	volume, err := disk.OpenLUKS(img.StateDisk.Path, disk.WithIntegrity(img.StateDisk.Integrity))

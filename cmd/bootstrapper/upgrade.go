@@ -16,7 +16,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/upgrade"
 )
 
-// runUpgrade brings this node to another release of Kubernetes, if its owner has ordered that (B11). Its end is for the process that takes orders.
+// runUpgrade upgrades this node to another release of Kubernetes, if its owner has ordered that (B11). The process that
+// executes orders reports its end.
 func runUpgrade(ctx context.Context, image, record string, log *slog.Logger) error {
 	const root = "/"
 	img, err := metadata.LoadImage(image)
@@ -32,7 +33,7 @@ func runUpgrade(ctx context.Context, image, record string, log *slog.Logger) err
 		return err
 	}
 	output, err := upgradeNode(ctx, root, img, order, log)
-	if ctx.Err() != nil { // stopped: it goes on after the machine's next start
+	if ctx.Err() != nil { // stopped: it continues after the machine's next start
 		return err
 	}
 	return errors.Join(err, orders.WriteResult(root, order.Action, output, err))

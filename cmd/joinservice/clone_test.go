@@ -365,7 +365,7 @@ func TestALeaseThatIsAwayForAMomentLetsNoCopyIn(t *testing.T) {
 		refused := make(chan error, 1)
 		go func() { refused <- s.key(t, clone, s.join.Addr) }()
 		membertest.Eventually(t, func() error {
-			return membertest.Want(strings.Contains(string(s.join.Log.Bytes()), "waiting whether its kubelet still renews"), "it does not wait yet")
+			return membertest.Want(strings.Contains(string(s.join.Log.Bytes()), "checking whether the kubelet of its previous boot still renews"), "it does not wait yet")
 		})
 		s.runs(t)
 		return <-refused

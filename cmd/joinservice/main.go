@@ -1,5 +1,5 @@
-// Command joinservice admits machines to the cluster that it runs in. It runs in a pod on each control
-// plane; see deploy/charts/muster.
+// Command joinservice admits machines to its cluster. It runs in a pod on each control plane; see
+// deploy/charts/muster.
 package main
 
 import (
@@ -37,7 +37,7 @@ func main() {
 	}
 }
 
-// run is the program. Changes are made to what its flags say.
+// run is the program; change is called with the configuration from the flags.
 func run(ctx context.Context, args []string, stderr io.Writer, changes ...func(*joinservice.Options)) error {
 	flags := flag.NewFlagSet("joinservice", flag.ContinueOnError)
 	flags.SetOutput(stderr)
@@ -46,7 +46,7 @@ func run(ctx context.Context, args []string, stderr io.Writer, changes ...func(*
 	kmsToken := flags.String("kms-token", "/var/run/secrets/muster/kms/token", "file of the projected service-account token for the key service")
 	pki := flags.String("pki", "/etc/kubernetes/pki", "folder of the control plane's PKI files")
 	maxAge := flags.Duration("verdict-max-age", 15*time.Minute, "how old the last verdict on a node's machine may be when its certificates are renewed; nodes attest three times within this time, and at least every 5m")
-	credential := flags.String("join-credential", string(token.CredentialCertificate), "what tickets carry for kubeadm to discover the cluster by: certificate, or token in a cluster that Muster did not initialize")
+	credential := flags.String("join-credential", string(token.CredentialCertificate), "how kubeadm discovers the cluster with a ticket: by certificate, or by token in a cluster that Muster did not initialize")
 	life := flags.Duration("certificate-life", state.DefaultCertificateLife, "how long nodes' certificates live, 10m at least; not less than --cluster-signing-duration of kube-controller-manager")
 	vanished := flags.Duration("vanished-after", time.Hour, "how long a node may show no sign of life before it is reported as vanished, 5m at least")
 	release := flags.Duration("release-after", 25*time.Hour, "how much later the enrollment of a worker that enrolled itself, and whose Node is gone, is deleted; more than --certificate-life, or 0: never")

@@ -56,7 +56,9 @@ func TestACopyGetsNoKeyWhileTheAPIServerIsSlow(t *testing.T) {
 			if err := s.Client.Update(t.Context(), l); err != nil {
 				t.Fatal(err)
 			}
-			looks := func() int { return strings.Count(s.join.Log.String(), "waiting whether its kubelet still renews") }
+			looks := func() int {
+				return strings.Count(s.join.Log.String(), "checking whether the kubelet of its previous boot still renews")
+			}
 			s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", boots.address, runs.address, func() error {
 				before, refused := looks(), make(chan error, 1)
 				go func() { refused <- s.key(t, boots, s.join.Addr) }()

@@ -216,7 +216,7 @@ func TestAForgottenMachineIsToldAndTheWaysOutAreOpen(t *testing.T) {
 	i := s.unlock(t, m)
 	i.refused(attestv1.Reason_REASON_NOT_ENROLLED)
 	text, err := os.ReadFile(i.screen)
-	if err != nil || !strings.Contains(string(text), "(this machine is enrolled no longer, as after muster forget: it starts over with an empty state disk, or goes on with this one if the owner enrolls it again with its disk)") {
+	if err != nil || !strings.Contains(string(text), "(this machine is no longer enrolled, for example after muster forget: it joins as new with an empty state disk, or continues with this one if the owner enrolls it again with its disk)") {
 		t.Errorf("console %q, %v", text, err)
 	}
 	s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})

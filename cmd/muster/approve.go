@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// approving are the flags of muster approve.
+// approving has the flags of muster approve.
 type approving struct {
 	policies.ApproveConfig
 	allFrom, from string
@@ -37,26 +37,26 @@ func (a *app) approveCommand() *cobra.Command {
 
 With machine IDs or addresses, with --all-from, or with --count, it lists machines in the policy (tpm2.machineIds, bareMachineIds, or
 machineIds of platformRoots or nitroRoots, by their endorsement), increments serial, signs the policy and puts it in force. It shows the machines and asks
-first. Only a machine is approved that lacks nothing else: one that the policy refuses for what it booted is never approved.
+first. It approves only machines that the policy accepts otherwise: a machine that is refused for what it booted is never approved.
 
-This program verifies each machine itself, at port 9000 of its address. If it can't reach a machine, --trust-cluster believes the cluster's
+This program verifies each machine itself, at port 9000 of its address. If it can't reach a machine, --trust-cluster accepts the cluster's
 record of it, which an administrator of the cluster can write. A TPM without an EK certificate proves nothing over the network: name such a
-machine by its complete ID, once you have compared that with the one on its console. The same holds for machines of AWS and Azure, whose
-evidence does not say in whose account they are; for machines certified by a TPM vendor's root, since anybody can buy such a TPM; and for
-machines that were in the cluster before.
+machine by its complete ID, once you have compared that with the one on its console. The same applies to three other kinds: machines of AWS
+and Azure, because their evidence does not name the account; machines certified by a TPM vendor's root, because such TPMs are sold to the
+public; and machines that were in the cluster before.
 
-After an interruption, the same command finishes what it has begun.`,
+After an interruption, run the same command again to complete the approval.`,
 		RunE: func(cmd *cobra.Command, args []string) error { return a.approve(cmd, f, args) },
 	}
 	fl := cmd.Flags()
-	fl.StringVar(&f.allFrom, "all-from", "", "approve all machines that wait now and have an address in this network, like 10.0.0.0/24")
-	fl.IntVar(&f.count, "count", 0, "approve so many machines as they come, for an autoscaling group; needs --for")
+	fl.StringVar(&f.allFrom, "all-from", "", "approve all machines that wait now and have an address in this network, such as 10.0.0.0/24")
+	fl.IntVar(&f.count, "count", 0, "approve this number of machines as they appear, for an autoscaling group; needs --for")
 	fl.DurationVar(&f.wait, "for", 0, "with --count: how long to wait for them, such as 10m")
 	fl.StringVar(&f.from, "from", "", "with --count: only machines with an address in this network")
-	fl.BoolVar(&f.TrustCluster, "trust-cluster", false, "believe the cluster's record of machines that this computer can't reach")
+	fl.BoolVar(&f.TrustCluster, "trust-cluster", false, "accept the cluster's record of machines that this computer can't reach")
 	fl.BoolVar(&f.BareEK, "bare-ek", false, "also approve machines without an EK certificate that are not named by their ID: any program in the network can pose as one")
 	fl.BoolVar(&f.AnyAccount, "any-account", false, "also approve machines of AWS and Azure that are not named by their ID: any customer of the cloud can run one")
-	fl.BoolVar(&f.AnyTPM, "any-tpm", false, "also approve machines certified by a TPM vendor's root that are not named by their ID: anybody can buy one")
+	fl.BoolVar(&f.AnyTPM, "any-tpm", false, "also approve machines certified by a TPM vendor's root that are not named by their ID: such TPMs are sold to the public")
 	fl.BoolVar(&f.yes, "yes", false, "don't ask")
 	fl.BoolVar(&f.dryRun, "dry-run", false, "show what would be approved, and change nothing")
 	fl.DurationVar(&f.timeout, "timeout", 2*time.Minute, "how long to wait for the API server and the machines; --for is not part of it")
@@ -154,7 +154,7 @@ func (a *app) approve(cmd *cobra.Command, f approving, args []string) error {
 	return a.approveThese(cmd, f, dir, ap, machines, left)
 }
 
-// namedMachines returns the machines that the arguments name, each once. Those of an interrupted approval are left out: it is completed first.
+// namedMachines returns the machines that the arguments name, each once. It leaves out those of an interrupted approval, which is completed first.
 func namedMachines(ctx context.Context, ap *policies.Approver, args []string) (out []policies.Candidate, err error) {
 	seen := map[string]bool{}
 	for _, l := range ap.Unsent() {
@@ -202,7 +202,7 @@ func (a *app) approveThese(cmd *cobra.Command, f approving, dir *ownerdir.Dir, a
 		if err := a.approved(nil, unsent, left, 0); err != nil || len(left) == 0 {
 			return err
 		}
-		return &shown{fmt.Errorf("%s there, and none can be approved: each has its reason above", waits(len(left)))}
+		return &shown{fmt.Errorf("%s, but none can be approved: the reason for each is above", waits(len(left)))}
 	}
 	if f.dryRun {
 		if a.output == outputJSON {
@@ -239,7 +239,7 @@ func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.D
 		}
 		return a.showWaiting(policies.Within(all, from), unsent)
 	}
-	if err := a.agree(cmd, f.yes, fmt.Sprintf("Approve up to %s %s, as they come within %s, if they booted what the policy accepts?", problem.Count(f.count, "machine"), what, f.wait)); err != nil {
+	if err := a.agree(cmd, f.yes, fmt.Sprintf("Approve up to %s %s that appear within %s, if they booted what the policy accepts?", problem.Count(f.count, "machine"), what, f.wait)); err != nil {
 		return err
 	}
 	began := time.Now() // the time for the confirmation does not count
@@ -274,7 +274,7 @@ func (a *app) approveAsTheyCome(cmd *cobra.Command, f approving, dir *ownerdir.D
 	return err
 }
 
-// unfinished is the error of machines that did not come in time, or before an interruption. The command that goes on has the same limits.
+// unfinished is the error if fewer machines appeared in time, or before an interruption. The command to continue has the same limits.
 func (f *approving) unfinished(done int, after time.Duration) error {
 	next := []string{fmt.Sprintf("muster approve --count %d --for %s", f.count-done, f.wait)}
 	if f.from != "" {
@@ -292,7 +292,7 @@ func (f *approving) unfinished(done int, after time.Duration) error {
 	if f.count == 1 {
 		were = "was"
 	}
-	return fmt.Errorf("%d of %s %s approved within %s; to go on: %s", done, problem.Count(f.count, "machine"), were, after.Round(time.Second), strings.Join(next, " "))
+	return fmt.Errorf("%d of %s %s approved within %s; to continue: %s", done, problem.Count(f.count, "machine"), were, after.Round(time.Second), strings.Join(next, " "))
 }
 
 func waits(n int) string {
@@ -315,7 +315,7 @@ func (a *app) agree(cmd *cobra.Command, yes bool, question string) error {
 		return err
 	}
 	if answer = strings.ToLower(answer); answer != "y" && answer != "yes" {
-		return errors.New("nothing was changed: the answer is not y; --yes goes on without asking")
+		return errors.New("nothing was changed: the answer is not y; --yes answers the question")
 	}
 	return nil
 }
@@ -349,7 +349,7 @@ func (a *app) approved(machines []policies.Candidate, unsent []policyfile.Listin
 	return a.table(rows)
 }
 
-// verifier says who has verified the evidence of a machine.
+// verifier names the program that has verified a machine's evidence.
 func verifier(c policies.Candidate) string {
 	if c.Verified {
 		return "this computer"
@@ -363,7 +363,7 @@ func (a *app) showWaiting(all []policies.Candidate, unsent []policyfile.Listing)
 		return a.json(map[string]any{"waiting": append([]policies.Candidate{}, all...), "interrupted": append([]policyfile.Listing{}, unsent...)})
 	}
 	for _, l := range unsent {
-		fmt.Fprintf(a.stdout, "An approval was interrupted: the folder's policy lists machine %s in %s, and the cluster's does not. The next muster approve completes it.\n", l.Machine, l.Field)
+		fmt.Fprintf(a.stdout, "An approval was interrupted: the folder's policy lists machine %s in %s, but the cluster's does not. The next muster approve completes it.\n", l.Machine, l.Field)
 	}
 	if len(all) == 0 {
 		_, err := fmt.Fprintln(a.stdout, "No machine waits.")

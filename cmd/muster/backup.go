@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
-// backupFlags are those of `muster backup`.
+// backupFlags has the flags of `muster backup`.
 type backupFlags struct {
 	from, to string
 	latest   bool
@@ -26,20 +26,21 @@ func (a *app) backupCommand() *cobra.Command {
 		Use:   "backup [--latest] [--from NODE] [--to FOLDER]",
 		Short: "Make a backup of the cluster, and fetch it",
 		Long: `Orders a control plane, with the owner's signature, to make a backup: a snapshot of etcd, and the certificate authorities and keys of
-/etc/kubernetes/pki. The machine encrypts it for the owner's key and signs it with the cluster's certificate authority. It is then fetched
+/etc/kubernetes/pki. The machine encrypts it to the owner's key and signs it with the cluster's certificate authority. It is then fetched
 through the API server, decrypted and verified to its end. The machine gets the order with its next attestation, within five minutes.
 
-With --latest, no backup is made: the newest one is fetched that control planes have made by themselves (backup.every in image.yaml) or by
-an earlier order. This needs no signature. If a backup is refused, the next newest one is fetched, and the command fails with the reason.
+With --latest, no backup is made: the command fetches the newest one that a control plane has made, periodically (backup.every in
+image.yaml) or by an earlier order. This needs no signature. If a backup is refused, the next newest one is fetched, and the command fails
+with the reason.
 
-A backup is as good as the owner's folder beside it: without owner.key nobody can read it. Keep copies of both, in different places.`,
+A backup can be read only with owner.key from the owner's folder. Keep copies of both, in different places.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.backup(cmd.Context(), f) },
 	}
 	cmd.Flags().StringVar(&f.from, "from", "", "the control plane that makes it (default: one that is Ready; with --latest: the one that has the newest)")
 	cmd.Flags().StringVar(&f.to, "to", "", "the folder of the file (default: backups in the owner's folder)")
-	cmd.Flags().BoolVar(&f.latest, "latest", false, "fetch the newest one that there is")
-	cmd.Flags().DurationVar(&f.timeout, "timeout", time.Hour, "how long all of it may take")
+	cmd.Flags().BoolVar(&f.latest, "latest", false, "fetch the newest existing backup")
+	cmd.Flags().DurationVar(&f.timeout, "timeout", time.Hour, "time limit of the whole command")
 	_ = cmd.RegisterFlagCompletionFunc("from", a.completeNodes)
 	cmd.AddCommand(a.backupVerifyCommand())
 	return cmd
@@ -88,9 +89,9 @@ func (a *app) showBackup(info *backups.BackupInfo) error {
 func (a *app) backupVerifyCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "verify FILE",
-		Short: "Verify a backup, and show what it is of",
+		Short: "Verify a backup, and show its cluster, time and contents",
 		Long: `Decrypts the file with the owner's key and reads it to its end. It is refused if it is damaged, cut off, of another cluster, or not signed
-by this cluster's certificate authority. The command asks no machine. It names what the owner's folder knows to have changed since.`,
+by this cluster's certificate authority. The command connects to no machine. It lists the changes since the backup that the owner's folder records.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			return a.withFolder(func(d *ownerdir.Dir) error {

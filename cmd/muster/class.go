@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// classPCRs are the registers that a machine class without rules has values of.
+// classPCRs are the registers for which a machine class without rules has values.
 var classPCRs = []int{0, 2, 3, 7}
 
 func (a *app) addClassCommand() *cobra.Command {
@@ -27,15 +27,15 @@ func (a *app) addClassCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "add-class NAME --from MACHINE:9000 [--machine-id ID] [--policy FILE]",
 		Short: "Accept the firmware that a machine has, as a machine class of the policy",
-		Long: `Runs the exchange of attested TLS with a machine, shows its values of PCR 0, 2, 3 and 7 and in words what its firmware
-measured, and writes that into the policy as a machine class: these values, or with --event-log the drivers that it has now,
-and its Secure Boot keys if Secure Boot is on. So take the class from a machine that you trust: one that only you
-have handled, or whose values are those that its maker publishes. An address can lead to another machine of the same
-provider: --machine-id says which one must answer.
+		Long: `Runs the exchange of attested TLS with a machine, shows its values of PCR 0, 2, 3 and 7 and describes what its firmware
+measured. It writes these values into the policy as a machine class, or with --event-log its present drivers, and its Secure
+Boot keys if Secure Boot is on. So take the class from a machine that you trust: only you have handled it, or its maker
+publishes the same values. At an address, another machine of the same provider can answer: --machine-id names the expected
+one.
 
-TPM, image and node lock of the machine must be acceptable already. The policy's serial is incremented. Compare the values
-before muster init or muster policy apply puts the policy in force: until then no machine is accepted by the class. To
-discard the class, remove it from the file.`,
+The policy must already accept the machine's TPM, image and node lock. The policy's serial is incremented. Compare the values
+before muster init or muster policy apply puts the policy in force: until then the class accepts no machine. To discard the
+class, remove it from the file.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if from == "" {
@@ -58,7 +58,7 @@ discard the class, remove it from the file.`,
 	f.StringVar(&from, "from", "", "the machine: HOST, or HOST:PORT of its bootstrapper (default port 9000)")
 	f.StringVar(&machine, "machine-id", "", "the machine that must answer there, as the machine's console shows it (default: any that the policy's TPM roots certify)")
 	f.StringVar(&policy, "policy", "", "policy to change (default: that of the owner's folder)")
-	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: no drivers but those that it has now, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not checked")
+	f.BoolVar(&eventLog, "event-log", false, "make rules over the event log, for machines whose firmware changes often: only its present drivers, and Secure Boot on with its keys if it is on; the firmware's own code (PCR 0) is then not checked")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait")
 	return cmd
 }
@@ -73,7 +73,7 @@ func (a *app) addClass(ctx context.Context, name, from, path string, machine *at
 		return err
 	}
 	if got := claims.Machine(); machine != nil && got != *machine {
-		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%s is the machine %s, not %s: look whether the address is right; nothing is written", from, got, *machine)
+		return attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%s is the machine %s, not %s: check the address. Nothing was written", from, got, *machine)
 	}
 	c, err := policyfile.ClassOf(name, claims, eventLog)
 	if err != nil {

@@ -31,7 +31,7 @@ func (a *app) fetchCollateralCommand() *cobra.Command {
 		Short: "Fetch revocation lists and TCB data of processors from AMD and Intel, and check them",
 		Long: `Fetches AMD's revocation lists of the lines of processors, and Intel's TCB data of the models, its quoting enclave's identity and
 revocation lists. Nothing is written unless each part is signed by its vendor, valid, and what was requested. It needs no cluster:
-without a network at the site, run it elsewhere, and carry the file.
+if the site has no network, run it elsewhere and carry the file.
 
 The refusal HARDWARE_COLLATERAL names the FMSPC of a machine's processor.`,
 		Args: cobra.NoArgs,
@@ -95,28 +95,27 @@ func (a *app) applyCollateralCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "apply FILE [--dry-run] [--allow-worse] [--policy FILE]",
 		Short: "Put collateral into the policy of the owner's folder, sign it, and put it in force",
-		Long: `The policy of the owner's folder gets the collateral, and its serial is incremented. A vendor may have raised a TCB since: so first
-run it with --dry-run. Then nothing comes into force, and the joinservices appraise each running node by it as well, when its
-machine attests next, within five minutes. The output names the nodes that would be refused, and the exit code is 1 if there is
-one.
+		Long: `The policy of the owner's folder gets the collateral, and its serial is incremented. A vendor may have raised a TCB level, so run
+it with --dry-run first. Then nothing comes into force: the joinservices also appraise each running node by the new policy at its
+next attestation, within five minutes. The output names the nodes that would be refused; if there are any, the exit code is 1.
 
-The file takes the place of all collateral in the policy. A file is refused that lacks what the policy's rules need, or that has
-a document older than the policy's: a mirror can repeat documents that are signed and not yet ended. --allow-worse applies it
-with a warning, for instance when a model of processors is no longer used.
+The file replaces all collateral in the policy. The command refuses a file that lacks data which the policy's rules need, or
+that has a document older than the policy's: a mirror can serve old signed documents that have not expired. --allow-worse
+applies it with a warning, for instance when a model of processors is no longer used.
 
 Before there is a cluster, --policy names the policy that muster init will get. Then only that file changes.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if f.policy != "" && (f.dry || cmd.Flags().Changed("timeout")) {
-				return usagef("--policy changes that file only: --dry-run and --timeout are about a cluster")
+				return usagef("--policy changes only that file, so it can't be combined with --dry-run or --timeout")
 			}
 			return a.applyCollateral(cmd.Context(), args[0], f, time.Now())
 		},
 	}
 	cmd.Flags().BoolVar(&f.dry, "dry-run", false, "only show which running nodes would be refused")
-	cmd.Flags().BoolVar(&f.worse, "allow-worse", false, "apply it also if it lacks what the rules need, or has data older than the policy's")
+	cmd.Flags().BoolVar(&f.worse, "allow-worse", false, "apply it even if it lacks data that the rules need, or has data older than the policy's")
 	cmd.Flags().StringVar(&f.policy, "policy", "", "change only this policy, before there is a cluster (default: that of the owner's folder, which is put in force)")
-	cmd.Flags().DurationVar(&f.wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0: show the difference only")
+	cmd.Flags().DurationVar(&f.wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0 to show only the difference")
 	cmd.Flags().DurationVar(&f.timeout, "timeout", time.Minute, "how long to wait for the services")
 	return cmd
 }
@@ -168,7 +167,7 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	if f.dry {
 		return a.policyDiff(ctx, dir, policy, f.wait)
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("the services said nothing within %s: %w", f.timeout, context.DeadlineExceeded))
+	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("the services did not apply or refuse the policy within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
 	p, err := policies.ApplyPolicy(ctx, dir, policy, policies.Consent{})
 	if err != nil {
@@ -182,7 +181,7 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	return a.showEnds(ends)
 }
 
-// showEnds prints when each part ends, and the evaluation number of Intel's data: their dates do not tell how old they are.
+// showEnds prints each part's expiry, and the evaluation number of Intel's data, since their dates do not show their age.
 func (a *app) showEnds(ends []attest.CollateralEnd) error {
 	out, evaluations := map[string]time.Time{}, map[string]uint32{}
 	rows := [][]string{{"PART", "EVALUATION", "ENDS (UTC)"}}

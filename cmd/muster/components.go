@@ -18,7 +18,7 @@ import (
 )
 
 func (a *app) componentsCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "components", Short: "What nodes fetch, and what a mirror must have"}
+	cmd := &cobra.Command{Use: "components", Short: "List and pin the components and images that nodes fetch"}
 	cmd.AddCommand(a.componentsListCommand(), a.componentsPinCommand())
 	return cmd
 }
@@ -33,8 +33,8 @@ func (a *app) componentsListCommand() *cobra.Command {
 		Use:   "list [--components FILE] [--images FILE] [--check]",
 		Short: "List what a mirror must have: URL, SHA-256, and with --check the size",
 		Long: `Lists the components that nodes fetch (those of the owner's folder, or of a list that is not used yet) and, with
---images, the services' images by digest. With --check each component is fetched from its URL and compared: run it where
-the nodes will be.`,
+--images, the services' images by digest. With --check, each component is fetched from its URL and its SHA-256 compared:
+run it in the nodes' network.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			wanted, err := a.wanted(components, images)
@@ -65,13 +65,13 @@ func (a *app) componentsPinCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "pin --components FILE IMAGE…",
 		Short: "Write the digests of Kubernetes' images into a component list",
-		Long: `Asks each image's registry, once and from here, which digest its tag stands for, and prints the list with these images. The
-registry is believed this one time: from then on machines run what has the digest, whatever a registry or a mirror says. Compare with
-what others see, or with signatures, before you use the list.
+		Long: `Resolves each image's tag at its registry, once and from this computer, and prints the list with the digests. The registry is trusted
+only this time: afterwards machines run only images with these digests, also from a compromised registry or mirror. Compare the
+digests with those from other networks, or with signatures, before you use the list.
 
   muster components pin --components components.yaml $(kubeadm config images list --kubernetes-version v1.36.1) > pinned.yaml
 
-An IMAGE with tag and digest, NAME:TAG@sha256:DIGEST, is taken as it is. One with a digest and no tag is refused.`,
+An IMAGE with tag and digest, NAME:TAG@sha256:DIGEST, is not changed. One with a digest and no tag is refused.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			list, err := parseList(components, versions.ParseUnpinned)
@@ -167,7 +167,7 @@ func (a *app) showWanted(list []backups.Wanted) error {
 		err = a.table(rows)
 	}
 	if err == nil && bad > 0 {
-		err = errors.New(strconv.Itoa(bad) + " components are not at their URLs as they should be")
+		err = errors.New(strconv.Itoa(bad) + " components are missing at their URLs, or have another content")
 	}
 	return err
 }

@@ -20,15 +20,16 @@ func (a *app) doctorCommand() *cobra.Command {
 		timeout          time.Duration
 	)
 	cmd := &cobra.Command{
-		Use: "doctor", Short: "Look for what is wrong, and say what to do", Args: cobra.NoArgs,
-		Long: `Checks the owner's folder, its cluster and the way from here to there; with --endpoint one machine that should become
-a node. It changes nothing, but notes in known.json of the folder what the cluster says. Each check is ok, worth a word (warn) or failed (FAIL), with a remedy; the exit code is 1 if any failed.
+		Use: "doctor", Short: "Find problems, with remedies", Args: cobra.NoArgs,
+		Long: `Checks the owner's folder, its cluster and the connection to it; with --endpoint, one machine that should become a node. It changes nothing except
+known.json of the folder, where it records the cluster's state. Each check is ok, a warning (warn) or failed (FAIL), with a remedy; the exit code is 1
+if any failed.
 
-What can only be seen on a machine itself, "bootstrapper doctor" looks at there: on a running node by --node, which sends its machine a signed order.`,
+Some checks are only possible on the machine itself: "bootstrapper doctor" makes them there. For a running node, --node starts it by a signed order.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if node != "" {
 				if endpoint != "" || policy != "" {
-					return usagef("--node goes alone: its machine is a node already, and is looked at from within")
+					return usagef("--node can't be combined with --endpoint or --policy: the checks run on the node itself")
 				}
 				if !cmd.Flags().Changed("timeout") {
 					timeout = lifecycle.OrderTimeout
@@ -51,9 +52,9 @@ What can only be seen on a machine itself, "bootstrapper doctor" looks at there:
 			return a.showReport(doctor.Examine(ctx, doctor.Config{Folder: path}))
 		},
 	}
-	cmd.Flags().StringVar(&endpoint, "endpoint", "", "look at this machine, HOST[:PORT], that is in no cluster yet (default port 9000)")
+	cmd.Flags().StringVar(&endpoint, "endpoint", "", "check this machine, HOST[:PORT], which is not in a cluster yet (default port 9000)")
 	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to verify with (default: that of the owner's folder)")
-	cmd.Flags().StringVar(&node, "node", "", "have the machine of this node look at itself, and show what it found (default timeout 25m)")
+	cmd.Flags().StringVar(&node, "node", "", "run the checks on this node's machine, and show its findings (default timeout 25m)")
 	if err := cmd.RegisterFlagCompletionFunc("node", a.completeNodes); err != nil {
 		panic(err)
 	}
@@ -71,7 +72,7 @@ func (a *app) showReport(r *checkup.Report) error {
 	if err := a.table(r.Rows()); err != nil {
 		return err
 	}
-	fmt.Fprintf(a.stdout, "\n%d ok, %d worth a word, %d failed.\n", r.Count(checkup.OK), r.Count(checkup.Warn), r.Count(checkup.Fail))
+	fmt.Fprintf(a.stdout, "\n%d ok, %d warnings, %d failed.\n", r.Count(checkup.OK), r.Count(checkup.Warn), r.Count(checkup.Fail))
 	return failed(r)
 }
 

@@ -15,8 +15,8 @@ func (a *app) encryptionConfigCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "encryption-config FILE",
 		Short: "Write the API server's encryption configuration of this cluster into a new file",
-		Long: `Writes the file ` + etcdencryption.File + ` as the first machine made it at init, from the root
-secret in the owner's folder. Whoever restores etcd from a snapshot needs it on each control plane. It holds a key: only
+		Long: `Writes the file ` + etcdencryption.File + ` as the first machine created it at init, from the root
+secret in the owner's folder. A restore of etcd from a snapshot needs it on each control plane. It holds a key: only
 its owner can read the file.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -26,7 +26,7 @@ its owner can read the file.`,
 			}
 			defer func() { _ = dir.Close() }()
 			if dir.Cluster().EncryptionKeyRotated {
-				return errors.New("the key of this cluster's Secrets was rotated, so it can't be derived from the owner's folder: take encryption.yaml from a backup of the time of the snapshot (muster restore uses it)")
+				return errors.New("the key of this cluster's Secrets was rotated, so it can't be derived from the owner's folder: use encryption.yaml from a backup of the snapshot's time (muster restore does)")
 			}
 			s, err := dir.Secrets()
 			if err != nil {
@@ -36,7 +36,7 @@ its owner can read the file.`,
 			if err := ownerdir.NewFile(args[0], config); err != nil {
 				return err
 			}
-			_, err = fmt.Fprintf(a.stdout, "%s is written. It belongs at %s on control planes, mode 0600, and nowhere else.\n", args[0], etcdencryption.File)
+			_, err = fmt.Fprintf(a.stdout, "%s is written. Copy it only to %s on control planes, mode 0600.\n", args[0], etcdencryption.File)
 			return err
 		},
 	}

@@ -27,12 +27,12 @@ func (a *app) enrollCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "enroll NAME --role worker|control-plane --machine-id ID",
 		Short: "Give a node name to a machine before it joins; control planes need it",
-		Long: `A name belongs to one machine from then on. A worker enrolls itself by passing attestation; a control plane gets the
-cluster's keys, so you say which machine that is.
+		Long: `From then on, the name belongs to one machine. A worker enrolls itself by passing attestation. A control plane gets
+the cluster's keys, so you have to name its machine.
 
-A control plane is also listed in the policy, which is signed anew with the next serial: no machine believes a joinservice or
-kms on a machine that the policy does not list. The owner's folder records the name, too: enroll a control plane of a folder that lacks the
-record again. Take the ID from the machine's console, not from the cluster. After an interruption the same command finishes.`,
+The command also lists a control plane in the policy and signs the policy with the next serial, because machines trust joinservice and kms
+only on listed machines. The owner's folder also records the name: if the folder lacks the record of a control plane, enroll it again. Read
+the ID from the machine's console, not from the cluster. After an interruption, run the same command again to complete it.`,
 		Args:              cobra.ExactArgs(1),
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -51,7 +51,7 @@ record again. Take the ID from the machine's console, not from the cluster. Afte
 			defer func() { _ = dir.Close() }()
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
 			defer cancel()
-			if err := at.verify(ctx, a, spec.MachineID, false); err != nil { // in a cluster already, it is no new machine
+			if err := at.verify(ctx, a, spec.MachineID, false); err != nil { // already in a cluster, so it is not a new machine
 				return err
 			}
 			created, err := policies.Enroll(ctx, dir, args[0], spec, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", args[0], step) })
@@ -64,7 +64,7 @@ record again. Take the ID from the machine's console, not from the cluster. Afte
 			}
 			text := "%s is enrolled to machine %s as a %s.\n"
 			if !created {
-				text = "%s was enrolled to machine %s as a %s already.\n"
+				text = "%s was already enrolled to machine %s as a %s.\n"
 			}
 			_, err = fmt.Fprintf(a.stdout, text, args[0], spec.MachineID, spec.Role)
 			return err
@@ -73,8 +73,8 @@ record again. Take the ID from the machine's console, not from the cluster. Afte
 	f := cmd.Flags()
 	f.StringVar(&role, "role", "", "worker or control-plane")
 	f.StringVar(&machine, "machine-id", "", "the machine, as its console shows it")
-	f.StringVar(&disk, "disk-id", "", "UUID of its state disk; the one that it first comes with if left out")
-	f.StringSliceVar(&addresses, "address", nil, "address that its node may have; those that it first comes with if left out")
+	f.StringVar(&disk, "disk-id", "", "UUID of its state disk (default: the disk with which it joins first)")
+	f.StringSliceVar(&addresses, "address", nil, "address that its node may have (default: the addresses with which it joins first)")
 	f.DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the API server")
 	at.flag(f)
 	for _, name := range []string{"role", "machine-id"} {
@@ -92,14 +92,14 @@ func (e *expected) flag(f *pflag.FlagSet) {
 	f.StringVar(&e.endpoint, "endpoint", "", "address of the machine: first verify that this machine answers there, and that the policy accepts it")
 }
 
-// verify refuses another machine than the one with that ID, and one that the policy refuses. inCluster: it may be locked to the folder's cluster.
+// verify refuses a machine with another ID, and one that the policy refuses. With inCluster, it may be locked to the folder's cluster.
 func (e *expected) verify(ctx context.Context, a *app, machine string, inCluster bool) error {
 	if e.endpoint == "" {
 		return nil
 	}
 	id, err := attest.ParseMachineID(machine)
 	if err != nil {
-		return usagef("--endpoint: which machine? %w", err)
+		return usagef("--endpoint needs the machine's ID: %w", err)
 	}
 	cfg, err := a.target(e.endpoint, "", string(attest.PurposeMachine), "")
 	if err != nil {
@@ -139,7 +139,7 @@ func enrollment(name, role, machine, disk string, addresses []string) (v1alpha1.
 	for _, s := range addresses {
 		ip, err := netip.ParseAddr(s)
 		if err != nil || ip.Zone() != "" {
-			return spec, usagef("--address %q is no IP address", s)
+			return spec, usagef("--address %q is not an IP address", s)
 		}
 		spec.Addresses = append(spec.Addresses, ip.Unmap().String())
 	}

@@ -28,14 +28,14 @@ func (a *app) explainCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "explain ENDPOINT|NODE|MACHINE-ID|FILE [--image muster.raw] [--policy FILE]",
-		Short: "Say in words how what a machine booted differs from the policy, and from an image",
+		Short: "Describe how a machine's boot differs from the policy and from an image",
 		Long: `Shows the image and firmware of the policy that are closest to what a machine booted, which PCRs differ, and the machine's measurements
-in them. With --image it also compares the event log with what the disk image leads to, measurement by measurement: which file or command
-line is another one, is missing or was not expected.
+in them. With --image it also compares the event log with the disk image's expected measurements, one by one: which file or command line
+differs, is missing or was not expected.
 
 The machine is named by the address of one that waits, by its node, or by the complete ID of one that muster approve shows. A FILE is an event
-log (/sys/kernel/security/tpm0/binary_bios_measurements) or evidence (/var/log/muster-verify on a node); nothing of it is verified.
-The exit code is 1 if something differs, or if the machine is refused.`,
+log (/sys/kernel/security/tpm0/binary_bios_measurements) or evidence (/var/log/muster-verify on a node), which is not verified. The exit code
+is 1 if something differs, or if the machine is refused.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			path, err := a.policyPath(policy)
@@ -102,7 +102,7 @@ func expectedBoots(path string, bank crypto.Hash) (ways [][]explain.Step, err er
 	return ways, nil
 }
 
-// seen returns what is known of the boot of the machine that an argument names.
+// seen returns the data about the boot of the machine that an argument names.
 func (a *app) seen(cmd *cobra.Command, target, policyPath string, p *attest.Policy, timeout time.Duration) (*appraisal.Seen, error) {
 	if info, err := os.Stat(target); err == nil && info.Mode().IsRegular() {
 		return appraisal.SeenInFile(target, p.Bank())
@@ -150,14 +150,14 @@ func (a *app) waitingAt(ctx context.Context, id attest.MachineID, timeout time.D
 	if err != nil {
 		return "", err
 	}
-	fmt.Fprintf(a.stderr, "The cluster's record, which is not proven: refused with %s; image %s, firmware %s; %s\n", w.Reason, named(w.Image), named(w.Class), dash(w.Differs))
+	fmt.Fprintf(a.stderr, "The cluster's record, which is unverified: refused with %s; image %s, firmware %s; %s\n", w.Reason, named(w.Image), named(w.Class), dash(w.Differs))
 	return w.Address, nil
 }
 
-// Results of an explanation that has something to say.
+// Errors of an explanation that found a difference or a refusal.
 var (
 	errDiffers = errors.New("what the machine booted differs")
-	errRefused = errors.New("the machine is refused, and not for what it booted")
+	errRefused = errors.New("the machine is refused for another reason than its boot")
 )
 
 func (a *app) showExplanation(e *appraisal.Explanation) error {
@@ -177,7 +177,7 @@ func (a *app) showExplanation(e *appraisal.Explanation) error {
 	}
 	fmt.Fprintf(a.stdout, "From  %s\n", e.From)
 	if !e.Verified {
-		fmt.Fprintln(a.stdout, "      Nothing of it is verified: whoever wrote it chose it.")
+		fmt.Fprintln(a.stdout, "      It is not verified: the program that wrote it could choose its content.")
 	}
 	if r := e.Refusal; r != nil {
 		fmt.Fprintf(a.stdout, "      Refused with %s: %s\n", r.Reason, r.Message)
@@ -196,7 +196,7 @@ func (a *app) showExplanation(e *appraisal.Explanation) error {
 		fmt.Fprintf(a.stdout, "\nA rule over the event log is violated: %s\n", r)
 	}
 	if len(e.OtherImage) > 0 {
-		fmt.Fprintf(a.stdout, "\nThe file of --image is not the policy's image: it leads to other values in PCR %s. Name the image that the policy was made of.\n", strings.Trim(fmt.Sprint(e.OtherImage), "[]"))
+		fmt.Fprintf(a.stdout, "\nThe file of --image is not the policy's image: it gives other values in PCR %s. Name the image from which the policy was made.\n", strings.Trim(fmt.Sprint(e.OtherImage), "[]"))
 	}
 	if len(e.Differences) > 0 {
 		fmt.Fprintln(a.stdout, "\nCompared with the image, measurement by measurement:")
@@ -221,7 +221,7 @@ func (a *app) showExplanation(e *appraisal.Explanation) error {
 	switch r := e.Refusal; {
 	case differs:
 	case r != nil:
-		fmt.Fprintf(a.stdout, "\nNothing differs in what the machine booted. The refusal above is for something else. %s\n", r.Remedy)
+		fmt.Fprintf(a.stdout, "\nThe machine's boot does not differ. The refusal above has another reason. %s\n", r.Remedy)
 		if e.Hardware != "" {
 			fmt.Fprintf(a.stdout, "\nHardware  %s\n", e.Hardware)
 		}

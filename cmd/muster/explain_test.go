@@ -104,7 +104,7 @@ func TestARefusalIsExplainedByTheImage(t *testing.T) {
 		"the image":                  {way: plain, change: same, want: []string{"The PCRs are those of image image-0", "Nothing differs"}},
 		"the image with Secure Boot": {way: secure, change: same, want: []string{"Nothing differs"}},
 		"another command line": {way: plain, change: another("the content of section .cmdline"), differs: true,
-			want: []string{"The closest is image-0", "PCR 11", "another the content of section .cmdline, \"", "the log calls it EV_IPL \"as logged\"", "Nothing of it is verified"}},
+			want: []string{"The closest is image-0", "PCR 11", "another the content of section .cmdline, \"", "the log calls it EV_IPL \"as logged\"", "It is not verified"}},
 		"another initial RAM disk": {way: plain, change: another("the initial RAM disk"), differs: true, want: []string{"PCR 9 ", "another the initial RAM disk"}},
 		"another kernel file":      {way: plain, change: another("the unified kernel image"), differs: true, want: []string{"PCR 4 ", "another the unified kernel image, a file"}},
 		"one measurement too many": {way: plain, differs: true, want: []string{"not expected: EV_IPL"},
@@ -139,7 +139,7 @@ func TestARefusalIsExplainedByTheImage(t *testing.T) {
 		var out strings.Builder
 		changed := another("the initial RAM disk")(slices.Clone(plain))
 		_ = (&app{stdout: &out, stderr: &out}).run(t.Context(), []string{"explain", booted(t, plain, same), "--policy", accepting(t, changed), "--image", disk})
-		if !strings.Contains(out.String(), "is not the policy's image: it leads to other values in PCR 9.") {
+		if !strings.Contains(out.String(), "is not the policy's image: it gives other values in PCR 9.") {
 			t.Errorf("%s", out.String())
 		}
 	})
@@ -207,7 +207,7 @@ func TestAWaitingMachineIsExplained(t *testing.T) {
 		"an accepted one": {model, []string{"the verified evidence of machine " + model.ID().String(), "Nothing differs"}, 0},
 		"another image":   {attesttest.NewMachine(t, ca, attesttest.Options{Image: "tampered"}), []string{"Refused with POLICY_REFUSED", "PCR 9 ", `EV_IPL "initrd of tampered"`}, exitFailed},
 		"other firmware":  {attesttest.NewMachine(t, ca, attesttest.Options{SecureBoot: true}), []string{"No class of the policy has these PCRs", "PCR 7 ", `"SecureBoot=1"`}, exitFailed},
-		"a bare one":      {attesttest.NewMachine(t, ca, attesttest.Options{Bare: true}), []string{"Refused with EK_UNTRUSTED", "Nothing differs in what the machine booted", "muster approve"}, exitFailed},
+		"a bare one":      {attesttest.NewMachine(t, ca, attesttest.Options{Bare: true}), []string{"Refused with EK_UNTRUSTED", "The machine's boot does not differ", "muster approve"}, exitFailed},
 		"a foreign TPM":   {attesttest.NewMachine(t, attesttest.NewCA(t), attesttest.Options{}), nil, exitRefused},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -258,7 +258,7 @@ func TestAMachineIsExplainedByItsIDAndByItsNode(t *testing.T) {
 		return out.String(), problems.String(), err
 	}
 	out, problems, err := explained(tampered.ID().String())
-	if exitCode(err) != exitFailed || !strings.Contains(problems, "record, which is not proven: refused with POLICY_REFUSED; image image-0") || !strings.Contains(problems, "PCR 9 is another") {
+	if exitCode(err) != exitFailed || !strings.Contains(problems, "record, which is unverified: refused with POLICY_REFUSED; image image-0") || !strings.Contains(problems, "PCR 9 is another") {
 		t.Errorf("%v\n%s", err, problems)
 	}
 	for _, w := range []string{"the verified evidence of machine " + tampered.ID().String(), "Refused with POLICY_REFUSED", `EV_IPL "initrd of tampered"`} {
@@ -337,7 +337,7 @@ func TestARefusalForTheHardwareReportIsExplained(t *testing.T) {
 		return out.String(), err
 	}
 	out, err := explained(policy("sev-snp"))
-	if err == nil || exitCode(err) != exitFailed || !strings.Contains(out, "Refused with POLICY_REFUSED") || !strings.Contains(out, "The refusal above is for something else") || !strings.Contains(out, "docs/hardware-reports.md") {
+	if err == nil || exitCode(err) != exitFailed || !strings.Contains(out, "Refused with POLICY_REFUSED") || !strings.Contains(out, "The refusal above has another reason") || !strings.Contains(out, "docs/hardware-reports.md") {
 		t.Errorf("%v\n%s", err, out)
 	}
 	if out, err := explained(policy()); err != nil || !strings.Contains(out, "Nothing differs.") {

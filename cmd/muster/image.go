@@ -20,9 +20,9 @@ func (a *app) addImageCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "add-image MEASUREMENTS… [--policy FILE]",
 		Short: "Accept a further image of machines, by the measurements of its build",
-		Long: `Writes the image into the policy of the owner's folder, and counts its serial up. All else stays: the other images, machine
-classes and listed machines. MEASUREMENTS are files that an image's build wrote: measurements.json, and
-measurements-secureboot.json for machines with Secure Boot.
+		Long: `Writes the image into the policy of the owner's folder, and increments its serial. Other images, machine classes and listed
+machines are not changed. MEASUREMENTS are files of an image's build: measurements.json, and measurements-secureboot.json
+for machines with Secure Boot.
 
 It comes into force with muster policy apply. muster policy remove-image removes an image that no node runs any more.`,
 		Args: cobra.MinimumNArgs(1),
@@ -55,8 +55,8 @@ func (a *app) removeImageCommand() *cobra.Command {
 	var policy string
 	cmd := &cobra.Command{
 		Use:   "remove-image NAME [--policy FILE]",
-		Short: "Accept an image of machines no longer",
-		Long: `Removes the image from the policy of the owner's folder, and counts its serial up. It comes into force with muster policy apply,
+		Short: "Stop accepting an image of machines",
+		Long: `Removes the image from the policy of the owner's folder, and increments its serial. It comes into force with muster policy apply,
 which refuses it while a running node has the image. muster rollout status shows the names, and which nodes run which image.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -77,16 +77,16 @@ func (a *app) imagesChanged(path string, serial uint64, names []string, is strin
 	if a.output == outputJSON {
 		return a.json(map[string]any{"images": names, "policy": path, "serial": serial})
 	}
-	_, err := fmt.Fprintf(a.stdout, "Image %s %s in %s, whose serial is now %d. See by muster policy diff what changes, then put it in force: muster policy apply.\n", strings.Join(names, ", "), is, path, serial)
+	_, err := fmt.Fprintf(a.stdout, "Image %s %s in %s, whose serial is now %d. muster policy diff shows the changes; muster policy apply puts them in force.\n", strings.Join(names, ", "), is, path, serial)
 	return err
 }
 
-// changePolicy changes the policy in a file, or if path is empty that of the owner's folder, and counts its serial up. It
-// returns the file and its new serial.
+// changePolicy changes the policy in a file, or that of the owner's folder if path is empty, and increments its serial.
+// It returns the file and its new serial.
 func (a *app) changePolicy(path string, change func(text []byte, serial uint64) ([]byte, error)) (string, uint64, error) {
 	read, write := func() ([]byte, error) { return os.ReadFile(path) }, func(text []byte) error { return os.WriteFile(path, text, 0o600) }
 	if path == "" {
-		dir, err := a.open() // no other command changes the folder meanwhile
+		dir, err := a.open() // locks the folder against other commands
 		if err != nil {
 			return "", 0, err
 		}

@@ -17,7 +17,7 @@ type imageFlags struct {
 }
 
 func (f *imageFlags) add(flags *pflag.FlagSet) {
-	flags.StringVar(&f.images, "images", "", "digests.json of an image build, in place of the two flags below")
+	flags.StringVar(&f.images, "images", "", "digests.json of an image build, instead of the two flags below")
 	flags.StringVar(&f.joinserviceImage, "joinservice-image", "", "image by digest, NAME@sha256:…")
 	flags.StringVar(&f.kmsImage, "kms-image", "", "image by digest, NAME@sha256:…")
 	flags.StringVar(&f.chartValues, "chart-values", "", "further values of the chart, YAML; never a secret")
@@ -57,7 +57,7 @@ func readDigests(path string) (map[string]string, error) {
 	}
 	for _, name := range []string{"joinservice", "kms"} {
 		if digests[name] == "" {
-			return nil, usagef("--images %s: it names no image of %s", path, name)
+			return nil, usagef("--images %s: it has no image of %s", path, name)
 		}
 	}
 	return digests, nil

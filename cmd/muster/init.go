@@ -41,11 +41,12 @@ func (a *app) initCommand() *cobra.Command {
 	var f initFlags
 	cmd := &cobra.Command{
 		Use:   "init --name NAME --endpoint HOST:9000 --init-secret-file FILE --policy FILE …",
-		Short: "Make a cluster on a first machine",
-		Long: `Makes a cluster of one machine. The machine proves what it booted first; nothing secret is sent to one that the policy
-does not accept. All that must not be lost is in the owner's folder before that.
+		Short: "Initialize a cluster on a first machine",
+		Long: `Initializes a cluster of one machine. First the machine proves what it booted; the command sends no secret to a
+machine that the policy does not accept. Before that, it stores everything that must not be lost in the owner's
+folder.
 
-Running the same command again goes on where it stopped.`,
+Run the same command again to continue where it stopped.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.init(cmd.Context(), f) },
 	}
@@ -53,24 +54,24 @@ Running the same command again goes on where it stopped.`,
 	flags := cmd.Flags()
 	flags.StringSliceVar(&f.cluster.PodCIDRs, "pod-cidr", []string{"10.244.0.0/16"}, "pod network, one per address family")
 	flags.StringSliceVar(&f.cluster.ServiceCIDRs, "service-cidr", []string{"10.96.0.0/16"}, "service network, one per address family")
-	flags.StringSliceVar(&f.manifests, "manifests", nil, "manifests to apply first, a network for instance")
+	flags.StringSliceVar(&f.manifests, "manifests", nil, "manifests to apply first, for instance a network plugin")
 	return cmd
 }
 
-// add adds the flags of init that install has too.
+// add adds the flags that init and install share.
 func (f *initFlags) add(cmd *cobra.Command) {
 	flags := cmd.Flags()
 	flags.StringVar(&f.cluster.Name, "name", "", "name of the cluster, a DNS label")
-	flags.StringVar(&f.cluster.Endpoint, "endpoint", "", "HOST:PORT of the first machine's bootstrapper; port 9000 if left out")
+	flags.StringVar(&f.cluster.Endpoint, "endpoint", "", "HOST:PORT of the first machine's bootstrapper (default port 9000)")
 	flags.StringVar(&f.initSecret, "init-secret-file", "", "file with the secret whose hash the machine's metadata hold (muster init-secret makes one)")
 	flags.StringVar(&f.policy, "policy", "", "policy in YAML; it is copied into the owner's folder, and edited there from then on")
-	flags.StringVar(&f.ownerKey, "owner-key-file", "", "owner's key that images already know (muster key makes one); made anew if left out")
+	flags.StringVar(&f.ownerKey, "owner-key-file", "", "owner's key that images already have (muster key new creates one; default: a new key)")
 	flags.StringVar(&f.cluster.KubernetesVersion, "kubernetes", versions.Supported()[len(versions.Supported())-1], "Kubernetes version, as in 1.36 or 1.36.1")
-	flags.StringVar(&f.cluster.ControlPlaneEndpoint, "control-plane-endpoint", "", "HOST:PORT under which all machines reach the API server; port 6443 if left out")
+	flags.StringVar(&f.cluster.ControlPlaneEndpoint, "control-plane-endpoint", "", "HOST:PORT at which all machines reach the API server (default port 6443)")
 	flags.StringSliceVar(&f.cluster.APIServerSANs, "api-server-san", nil, "further name or address of the API server")
-	flags.StringVar(&f.components, "components", "", "list of what nodes install, and of Kubernetes' images by digest (kind ComponentList)")
+	flags.StringVar(&f.components, "components", "", "list of the nodes' components, and of Kubernetes' images by digest (kind ComponentList)")
 	f.images.add(flags)
-	flags.DurationVar(&f.timeout, "timeout", 30*time.Minute, "how long all of it may take")
+	flags.DurationVar(&f.timeout, "timeout", 30*time.Minute, "time limit of the whole command")
 	for _, name := range []string{"name", "endpoint", "init-secret-file", "control-plane-endpoint"} {
 		if err := cmd.MarkFlagRequired(name); err != nil {
 			panic(err) // a flag above was renamed

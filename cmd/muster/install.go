@@ -7,13 +7,14 @@ func (a *app) installCommand() *cobra.Command {
 	f.cluster.Adopted = true
 	cmd := &cobra.Command{
 		Use:   "install --name NAME --endpoint HOST:9000 --init-secret-file FILE --policy FILE …",
-		Short: "Put Muster into a cluster that kubeadm made",
-		Long: `Puts Muster into a cluster that was made without it. Its only control plane, which runs the bootstrapper, proves what it
-booted, as at init; then it takes the node lock and gives its administrator's kubeconfig. kubeadm does not run. From then on
-machines join by attestation only, with tickets that have a short-lived bootstrap token, and Nodes that are there go on.
+		Short: "Install Muster in a cluster that kubeadm created",
+		Long: `Installs Muster in a cluster that was created without it. Its only control plane, which runs the bootstrapper, proves what
+it booted, as at init. Then it takes the node lock and sends its administrator's kubeconfig. kubeadm does not run. From then
+on machines join only by attestation, with tickets that have a short-lived bootstrap token. Existing Nodes keep their
+access.
 
-Whoever had the cluster before has it still: only that one machine of it was appraised. docs/install.md says what to
-take from them. Running the same command again goes on where it stopped.`,
+Earlier administrators and machines keep their access, because only that one machine was appraised. docs/install.md
+lists what to revoke. Run the same command again to continue where it stopped.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.init(cmd.Context(), f) },
 	}

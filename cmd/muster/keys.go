@@ -14,12 +14,12 @@ import (
 func (a *app) keyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "key",
-		Short: "Make an owner's key before there is a cluster",
-		Long: `An image that knows the owner's public key (ownerKeys in its configuration) lets its machines verify the
-joinservice that they join by the owner's signed policy. The key must then be there before the image is built.`,
+		Short: "Create an owner's key before there is a cluster",
+		Long: `If an image has the owner's public key (ownerKeys in its configuration), its machines verify joinservice by
+the owner's signed policy. The key must then exist before the image is built.`,
 	}
 	cmd.AddCommand(&cobra.Command{
-		Use: "new FILE", Short: "Make a key in a new file, and print the public key for the image", Args: cobra.ExactArgs(1),
+		Use: "new FILE", Short: "Create a key in a new file, and print the public key for the image", Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			public, err := ownerdir.NewKeyFile(args[0])
 			if err != nil {
@@ -36,7 +36,7 @@ joinservice that they join by the owner's signed policy. The key must then be th
 			}
 			public, ok := key.Public().(ed25519.PublicKey)
 			if !ok {
-				return fmt.Errorf("%s: no Ed25519 key", args[0])
+				return fmt.Errorf("%s: not an Ed25519 key", args[0])
 			}
 			return a.printKey(public)
 		},
@@ -52,9 +52,9 @@ func (a *app) printKey(public ed25519.PublicKey) error {
 func (a *app) initSecretCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "init-secret FILE",
-		Short: "Make an init secret in a new file, and print its hash for the machine's metadata",
-		Long: `Whoever knows the init secret may make a cluster of the machine. The machine knows its SHA-256 alone
-(initSecretHash in its metadata), so that who reads the metadata can't.`,
+		Short: "Create an init secret in a new file, and print its hash for the machine's metadata",
+		Long: `A holder of the init secret may initialize a cluster on the machine. The machine's metadata has only
+its SHA-256 (initSecretHash), so readers of the metadata can't initialize one.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			secret, err := ownerdir.NewInitSecretFile(args[0])

@@ -25,13 +25,13 @@ func (a *app) kubeconfigRenewCommand() *cobra.Command {
 		timeout     time.Duration
 	)
 	cmd := &cobra.Command{
-		Use: "renew [--joinservice HOST:PORT]", Short: "Give the administrator's kubeconfig a new key and certificate, also after its end",
-		Long: `The administrator's certificate lives a year. This makes a new key here, has a control plane's machine sign a new
-certificate for the same identity, and replaces admin.conf in the owner's folder once the API server has accepted it.
-The old certificate stays valid until it ends.
+		Use: "renew [--joinservice HOST:PORT]", Short: "Renew the key and the certificate of the administrator's kubeconfig, also after its expiry",
+		Long: `The administrator's certificate is valid for a year. This command makes a new key on this computer, lets a control
+plane's machine sign a new certificate for the same identity, and replaces admin.conf in the owner's folder after the
+API server has accepted it. The old certificate stays valid until it expires.
 
-While the old one is valid, it is what is asked with. After its end, or with --joinservice, the owner's key signs an order instead, which
-a joinservice takes: its machine proves first what it booted and that the policy lists it as a control plane.`,
+While the old one is valid, it authenticates the request. After its expiry, or with --joinservice, the owner's key signs an order to a
+joinservice instead. Before that, the joinservice's machine proves what it booted, and that the policy lists it as a control plane.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg := access.RenewConfig{Now: time.Now}
@@ -59,12 +59,12 @@ a joinservice takes: its machine proves first what it booted and that the policy
 			if a.output == outputJSON {
 				return json.NewEncoder(a.stdout).Encode(map[string]any{"event": "result", "file": file, "expires": end})
 			}
-			_, err = fmt.Fprintf(a.stdout, "%s is renewed, and ends on %s. Keep a copy with the rest of the folder.\n", file, end.UTC().Format(time.DateOnly))
+			_, err = fmt.Fprintf(a.stdout, "%s is renewed, and expires on %s. Keep a copy with the rest of the folder.\n", file, end.UTC().Format(time.DateOnly))
 			return err
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&joinservice, "joinservice", "", "send the owner's order to the joinservice there, also while the kubeconfig is valid (default after its end: port 30090 of the machine that the cluster was made on, of the address given to muster init --endpoint, and of the API server's host)")
+	f.StringVar(&joinservice, "joinservice", "", "send the owner's order to the joinservice there, also while the kubeconfig is valid (default after its expiry: port 30090 of the first machine, of the address given to muster init --endpoint, and of the API server's host)")
 	f.DurationVar(&timeout, "timeout", 2*time.Minute, "how long to wait for the cluster")
 	return cmd
 }

@@ -30,18 +30,19 @@ func (a *app) forgetCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "forget NODE [--erase] | --erase --disk UUID",
 		Short: "Free a node's name: shut its machine out, and delete its Node and enrollment",
-		Long: `The machine is banned, then its writes are refused and its certificates retired: whoever gets the name next, they don't write
-under it. A ban ends with the enrollment: to keep the machine out, first revoke its ID in the policy (tpm2.revoked.keys). Its disk stays
-the machine's, and no other one gets its key. With --erase no machine does: the disk's salt is deleted, without
-which its key can't be derived any more, and what is on it is lost. --disk names a disk whose node is forgotten already. With --drain, its
-pods are evicted before. The machine is not switched off: do that, if it runs. Another control plane removes the etcd member of a control
-plane, by an order with your signature. What will be done is shown first. After an interruption the same command finishes.`,
+		Long: `The machine is banned, then its writes are refused and its certificates revoked, so that it can't write as the next machine with this
+name. The ban ends with the enrollment: to keep the machine out, first revoke its ID in the policy (tpm2.revoked.keys). The disk stays
+assigned to the machine, and no other machine gets its key. With --erase, no machine gets it: the disk's salt is deleted, so its key can
+no longer be derived, and its data are lost. --disk names a disk whose node is already forgotten. With --drain, the node's pods are
+evicted before. The command does not switch the machine off: do that if it runs. The etcd member of a control plane is removed by another
+control plane, by an order with your signature. The command first shows what it will do. After an interruption, run the same command again
+to complete it.`,
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if disk != "" {
 				if len(args) != 0 || !erase {
-					return usagef("--disk goes with --erase, and instead of the node's name")
+					return usagef("--disk needs --erase, and replaces the node's name")
 				}
 				if _, err := keys.ParseDiskID(disk); err != nil {
 					return usagef("--disk: %w", err)
@@ -59,8 +60,8 @@ plane, by an order with your signature. What will be done is shown first. After 
 		},
 	}
 	l.flags(cmd)
-	cmd.Flags().BoolVar(&memberGone, "etcd-member-removed", false, "of a control plane: its etcd member has been removed; no other machine is ordered to")
-	cmd.Flags().BoolVar(&erase, "erase", false, "delete the salt of its disk, so that the disk's key can't be derived any more")
+	cmd.Flags().BoolVar(&memberGone, "etcd-member-removed", false, "of a control plane: you have removed its etcd member, so no other machine is ordered to")
+	cmd.Flags().BoolVar(&erase, "erase", false, "delete the salt of its disk, so that the disk's key can no longer be derived")
 	cmd.Flags().StringVar(&disk, "disk", "", "with --erase: UUID of a disk whose node is banned or forgotten already")
 	pods.flags(cmd, true)
 	return cmd
@@ -75,10 +76,11 @@ func (a *app) replaceCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "replace NODE --tpm MACHINE-ID | --disk UUID",
 		Short: "Give a node's name to another machine or disk, after a repair",
-		Long: `A mainboard was exchanged, and with it the TPM: --tpm names the new machine, which keeps name, role and disk key. A disk was
-exchanged: --disk names the new one. At no moment is the name free for others. The machine then joins anew; its console shows its
-ID. If the TPM was cleared only, --tpm names the same machine, which may then attest again as the node that it is, without joining anew.
-A ban is no obstacle for another machine, and ends with this; for the machine that is enrolled, lift it first. What will be done is shown first. After an interruption the same command finishes.`,
+		Long: `After an exchange of the mainboard, and so of the TPM, --tpm names the new machine, which keeps name, role and disk key. After an exchange of the
+disk, --disk names the new one. The name is never free for other machines meanwhile. The machine then joins as new; its console shows its ID. If the
+TPM was only cleared, --tpm names the same machine, which may then attest again as the same node without a new join. For another machine, this command
+lifts a ban; for the enrolled machine, lift it first. The command first shows what it will do. After an interruption, run the same command again to
+complete it.`,
 		Args:              cobra.ExactArgs(1),
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -112,7 +114,7 @@ A ban is no obstacle for another machine, and ends with this; for the machine th
 	return cmd
 }
 
-// leaving are the flags of the commands that remove a machine from a name.
+// leaving has the flags of the commands that take a name from its machine.
 type leaving struct {
 	yes     bool
 	timeout time.Duration
@@ -166,7 +168,7 @@ func (a *app) leave(cmd *cobra.Command, l leaving, pods draining, name string, p
 	if _, err = fmt.Fprintf(a.stdout, text, name); err != nil || done.Erased == "" {
 		return err
 	}
-	_, err = fmt.Fprintf(a.stdout, "Disk %s is erased. What is left of its salt leads to its key again, with root-secret and salt of your folder:\n- %s\n", done.Erased, strings.Join(done.Left, "\n- "))
+	_, err = fmt.Fprintf(a.stdout, "Disk %s is erased. Remaining copies of its salt still give its key, with root-secret and salt of your folder:\n- %s\n", done.Erased, strings.Join(done.Left, "\n- "))
 	return err
 }
 
@@ -203,18 +205,18 @@ func (a *app) remove(ctx context.Context, l leaving, dir *ownerdir.Dir, d *lifec
 
 // confirm requires the node's name, or the disk's UUID, so that a habitual y does not forget a node.
 func (a *app) confirm(ctx context.Context, in io.Reader, name string) error {
-	fmt.Fprintf(a.stderr, "Type %s to go on: ", name)
+	fmt.Fprintf(a.stderr, "Type %s to continue: ", name)
 	answer, err := a.answer(ctx, in)
 	if err != nil {
 		return err
 	}
 	if answer != name {
-		return errors.New("nothing was changed: the answer is not the name; --yes goes on without asking")
+		return errors.New("nothing was changed: the answer is not the name; --yes answers the question")
 	}
 	return nil
 }
 
-// answer reads a line that a person types.
+// answer reads a line from the user.
 func (a *app) answer(ctx context.Context, in io.Reader) (string, error) {
 	typed := make(chan string, 1)
 	go func() { // a read of a terminal can't be interrupted; it ends with the program

@@ -13,14 +13,14 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 )
 
-// draining are the flags of a drain.
+// draining has the flags of a drain.
 type draining struct {
 	wanted  bool
 	options clusterapi.DrainOptions
 	timeout time.Duration
 }
 
-// flags adds the flags; with optional, the drain happens with --drain only.
+// flags adds the flags; with optional, the node is drained only with --drain.
 func (d *draining) flags(cmd *cobra.Command, optional bool) {
 	name := "timeout"
 	if optional {
@@ -28,12 +28,12 @@ func (d *draining) flags(cmd *cobra.Command, optional bool) {
 		name = "drain-timeout"
 	}
 	d.wanted = !optional
-	cmd.Flags().DurationVar(&d.timeout, name, 10*time.Minute, "how long to wait for the pods' end")
+	cmd.Flags().DurationVar(&d.timeout, name, 10*time.Minute, "how long to wait until the pods have ended")
 	cmd.Flags().BoolVar(&d.options.EmptyDir, "delete-emptydir-data", false, "drain: also pods with emptyDir volumes, whose data are lost")
-	cmd.Flags().BoolVar(&d.options.Force, "force", false, "drain: also pods that no controller makes again")
+	cmd.Flags().BoolVar(&d.options.Force, "force", false, "drain: also pods without a controller, which are lost")
 }
 
-// drainFirst drains a node if that is wanted. cordoned reports that it was schedulable before.
+// drainFirst drains a node if the flags ask for it. cordoned reports that it was schedulable before.
 func (a *app) drainFirst(ctx context.Context, name string, d draining) (cordoned bool, err error) {
 	if !d.wanted {
 		return false, nil
@@ -79,7 +79,7 @@ func (a *app) drainCommand() *cobra.Command {
 		Use:   "drain NODE",
 		Short: "Evict a node's pods, and let it take no new ones",
 		Long: `Does what kubectl drain --ignore-daemonsets does, with the administrator's kubeconfig of the owner's folder: pods end within their
-PodDisruptionBudgets and with their own grace periods. kubectl uncordon NODE lets the node take pods again.`,
+PodDisruptionBudgets and with their own grace periods. kubectl uncordon NODE makes the node schedulable again.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if _, err := a.drainFirst(cmd.Context(), args[0], pods); err != nil {
@@ -97,9 +97,9 @@ func (a *app) banCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "ban NODE",
 		Short: "Shut a node's machine out, and keep its name reserved",
-		Long: `For a machine that you do not trust any more. It gets no ticket, disk key or certificate, the API server refuses its writes, and its
-Node and its pods are deleted without waiting for them. What it could read before, and its certificates until they expire, it can read on.
-A control plane has held the cluster's keys: a ban is not enough (docs/control-planes.md). Power the machine off.`,
+		Long: `For a machine that you no longer trust. It gets no ticket, disk key or certificate, the API server refuses its writes, and its Node and
+its pods are deleted without waiting for the pods' end. Until its certificates expire, it can still read what it could read before. A
+control plane had the cluster's keys, so a ban is not enough (docs/control-planes.md). Power the machine off.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !l.yes {
@@ -132,8 +132,8 @@ func (a *app) unbanCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "unban NODE",
 		Short: "Lift the ban of a node's machine",
-		Long: `The machine may attest and write again at once. Its kubelet makes a new Node only when it starts: restart the machine, with its power
-or by muster reboot. Labels and taints of the old Node are gone with it.`,
+		Long: `The machine may attest and write again at once. Its kubelet creates a new Node only when it starts: restart the machine, by its power
+or with muster reboot. Labels and taints of the old Node are lost.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
@@ -162,12 +162,12 @@ func (a *app) resetCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "reset NODE",
-		Short: "Erase a node's state disk, and let its machine join anew",
+		Short: "Erase a node's state disk, and let its machine join as new",
 		Long: `Signs an order with the owner's key. The machine gets it with its next attestation, within five minutes, erases the header of its state
-disk and restarts. The cluster forgets the node, with the disk's salt: what is on the disk is lost for good. At its next boot the machine
-formats the disk and asks to join. A worker that the policy accepts is a node again without anything else; a control plane is enrolled
-before (muster enroll NODE --role control-plane). That the disk was erased is the machine's word: a machine that you do not trust, ban.
-What will be done is shown first. After an interruption the same command finishes.`,
+disk and restarts. The cluster forgets the node, with the disk's salt: the disk's data are lost for good. At its next boot the machine
+formats the disk and asks to join. A worker that the policy accepts becomes a node again without further steps; enroll a control plane
+before that (muster enroll NODE --role control-plane). Only the machine's own report shows that the disk was erased: if you do not trust
+the machine, ban it. The command first shows what it will do. After an interruption, run the same command again to complete it.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error { return a.reset(cmd, l, pods, wait, args[0]) },
 	}
@@ -200,7 +200,8 @@ func (a *app) reset(cmd *cobra.Command, l leaving, pods draining, wait time.Dura
 	}
 	removing, cancel := context.WithTimeout(cmd.Context(), 2*wait) // two orders
 	defer cancel()
-	// Of two control planes, one whose disk is gone would stop the other one's etcd: its member goes first.
+	// The etcd member is removed first: otherwise, of two control planes, the erased one would stop the other
+	// one's etcd.
 	if err := r.RemoveMember(removing, a.steps(name)); err != nil {
 		return err
 	}
@@ -216,5 +217,5 @@ func (a *app) reset(cmd *cobra.Command, l leaving, pods draining, wait time.Dura
 	if a.output == outputJSON {
 		return a.json(done)
 	}
-	return a.result(name, "its machine erases its disk, restarts, and joins anew if the policy accepts it: muster status shows it.")
+	return a.result(name, "its machine erases its disk, restarts, and joins as new if the policy accepts it: muster status shows it.")
 }

@@ -19,9 +19,9 @@ import (
 
 // Exit codes; docs/operate.md lists them.
 const (
-	exitFailed      = 1 // a check found something that needs attention, or the command failed in another way
-	exitUsage       = 2 // the command line is wrong: nothing was done
-	exitRefused     = 3 // a machine, a service or the cluster was refused, or refuses: the reason code says why
+	exitFailed      = 1 // a check found a problem, or the command failed in another way
+	exitUsage       = 2 // wrong command line; nothing was done
+	exitRefused     = 3 // a machine, a service or the cluster was refused or refuses; the error has a reason code
 	exitUnreachable = 4 // the other side does not answer, or is not ready
 )
 
@@ -42,7 +42,7 @@ type app struct {
 	stdout, stderr io.Writer
 	output         string
 	directory      string
-	// began is true once a command runs: an error before is one of its command line.
+	// began is true once a command runs: an earlier error is one of the command line.
 	began bool
 }
 
@@ -66,7 +66,7 @@ func (a *app) run(ctx context.Context, args []string) error {
 	return err
 }
 
-// mark makes each command note that it runs.
+// mark makes each command set began.
 func (a *app) mark(cmd *cobra.Command) {
 	for _, c := range cmd.Commands() {
 		a.mark(c)
@@ -110,10 +110,10 @@ type shown struct{ error }
 func (a *app) complain(err error) {
 	p := problem.Explain(err)
 	if u, ok := errors.AsType[*usageError](err); ok && p.Remedy == "" {
-		p.Remedy = u.command + " --help shows what it takes."
+		p.Remedy = u.command + " --help shows its arguments."
 	}
 	if _, shown := errors.AsType[*shown](err); shown && a.output == outputJSON {
-		return // the printed object contains it
+		return // the printed object contains the error
 	}
 	if a.output == outputJSON {
 		line := struct {

@@ -21,7 +21,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// policyFlags are those of the commands that make a policy.
+// policyFlags has the flags of the commands that make a policy.
 type policyFlags struct {
 	t                         policyfile.Template
 	roots, machines, networks []string
@@ -39,7 +39,7 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.StringSliceVar(&p.roots, "ek-root", nil, "authority that issues EK certificates, PEM file with one or more")
 	f.BoolVar(&p.operator, "operator", false, "the authorities of --ek-root issue for your machines only; never a TPM vendor's: list machines by --machine-id instead")
 	f.StringVar(&p.key, "ek-key", string(attest.EKP256), "the one kind of endorsement key that they certify: ecc-p256, ecc-p384 or rsa-2048")
-	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine; without any, all that a listed root certifies")
+	f.StringSliceVar(&p.machines, "machine-id", nil, "accept this machine (default: all machines that a listed root certifies)")
 	f.StringSliceVar(&p.bare, "bare-machine-id", nil, "machine ID of a machine whose TPM has no EK certificate, to be accepted; read it on the machine's console, not over the network")
 	f.StringSliceVar(&p.platforms, "platform-root", nil, "PEM file with one or more CA certificates of a cloud, which certify the attestation keys of its virtual machines")
 	f.StringVar(&p.platform.Provider, "platform-provider", "gcp", "cloud of --platform-root: gcp or azure")
@@ -49,7 +49,7 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.StringSliceVar(&p.platform.MachineIds, "platform-machine-id", nil, "machine ID of a virtual machine to be accepted (default: all of the projects)")
 	f.StringSliceVar(&p.nitro, "nitro-root", nil, "PEM file with one or more CA certificates of AWS, which certify the attestation documents of NitroTPMs")
 	f.StringSliceVar(&p.nitroMachines, "nitro-machine-id", nil, "machine ID of a virtual machine of AWS to be accepted")
-	f.StringSliceVar(&p.control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them by themselves")
+	f.StringSliceVar(&p.control, "control-plane", nil, "machine ID of a control plane; muster init and muster enroll list them automatically")
 	f.StringArrayVar(&p.classes, "class", nil, "NAME=FILE: machine class of this name with a maker's values of PCR 0, 2, 3 and 7; muster policy add-class takes one from a machine")
 	f.StringSliceVar(&p.networks, "node-cidr", nil, "network of node addresses")
 	f.StringSliceVar(&p.t.Roles, "role", []string{attest.RoleWorker, attest.RoleControlPlane}, "role that machines may have")
@@ -58,14 +58,14 @@ func (p *policyFlags) add(cmd *cobra.Command) {
 	f.BoolVar(&p.t.AnyFirmware, "any-firmware", false, "insecure: accept any firmware, and any driver that it loads")
 	f.BoolVar(&p.t.AnyMachine, "any-machine", false, "insecure: accept any machine that a TPM vendor's root certifies")
 	p.addBuilder(cmd)
-	f.StringVarP(&p.out, "out", "o", "", "file to write; standard output if left out")
+	f.StringVarP(&p.out, "out", "o", "", "file to write (default: standard output)")
 }
 
 func (p *policyFlags) addBuilder(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&p.builder, "builder-key", "", "public key of the image's builder, a file of ssh-keygen -t ed25519: take only what SHA256SUMS.sig beside it signs")
+	cmd.Flags().StringVar(&p.builder, "builder-key", "", "public key of the image's builder, a file of ssh-keygen -t ed25519: accept only files that SHA256SUMS.sig in their folder signs")
 }
 
-// signed checks a file by the builder's key, if the owner named one.
+// signed checks a file's signature if the owner named a builder's key.
 func (p *policyFlags) signed(path string, sum [sha256.Size]byte) error {
 	if p.builder == "" {
 		return nil
@@ -127,7 +127,7 @@ func (a *app) fromImageCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "from-image muster.raw --ek-root ca.pem --node-cidr CIDR -o policy.yaml",
-		Short: "Make a commented policy from a disk image itself: everything in it that a machine would run is read, and its measurements are computed here",
+		Short: "Make a commented policy from a disk image: this command reads everything in it that a machine would run, and computes the measurements",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			on := map[string][]bool{"off": {false}, "on": {true}, "both": {false, true}}[secureBoot]
@@ -158,21 +158,21 @@ func (a *app) fromImageCommand() *cobra.Command {
 					return err
 				}
 				if !reflect.DeepEqual(m, all[0]) && !reflect.DeepEqual(m, all[1]) {
-					return fmt.Errorf("%s says %v of %s, and the image leads to %v, with Secure Boot on to %v: one of them is not of this build", path, m.PCRs, m.Image, all[0].PCRs, all[1].PCRs)
+					return fmt.Errorf("%s has %v for %s, but the image gives %v, with Secure Boot on %v: one of the files is from another build", path, m.PCRs, m.Image, all[0].PCRs, all[1].PCRs)
 				}
 			}
 			return a.writePolicy(&p)
 		},
 	}
 	p.add(cmd)
-	cmd.Flags().StringVar(&secureBoot, "secure-boot", "off", "firmware of the machines has Secure Boot off, on, or both kinds are there")
+	cmd.Flags().StringVar(&secureBoot, "secure-boot", "off", "whether the machines' firmware has Secure Boot off, on, or both kinds exist")
 	cmd.Flags().StringVar(&bank, "bank", "sha256", "bank of PCRs that the machines quote, tpm.bank of the image's image.yaml: sha256, sha384 or sha512")
-	cmd.Flags().StringSliceVar(&compare, "measurements", nil, "the build's file of measurements, to compare")
+	cmd.Flags().StringSliceVar(&compare, "measurements", nil, "the build's file of measurements, for a comparison")
 	return cmd
 }
 
-// readImage returns the EFI program of a disk image. With a builder's key, it measures a private copy, whose
-// signature was checked (S2): otherwise a process that can write to the image could change it after it was hashed.
+// readImage returns the EFI program of a disk image. With a builder's key, it checks and measures a private copy
+// (S2): otherwise a process with write access to the image could change it between the two.
 func readImage(path string, p *policyFlags) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -184,7 +184,7 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() {
-		return nil, errors.New("it is no file: copy the disk into one")
+		return nil, errors.New("it is not a regular file: copy the disk into one")
 	}
 	if p.builder == "" {
 		return image.ReadProgram(f, info.Size())
@@ -194,7 +194,7 @@ func readImage(path string, p *policyFlags) ([]byte, error) {
 		return nil, err
 	}
 	defer own.Close()
-	if err := os.Remove(own.Name()); err != nil { // only this process has it open; it is gone when that ends
+	if err := os.Remove(own.Name()); err != nil { // only this process has it open; it disappears with the process
 		return nil, err
 	}
 	h := sha256.New()
@@ -265,7 +265,7 @@ func (a *app) writePolicy(p *policyFlags) error {
 		return err
 	}
 	if len(p.t.Classes) == 0 && !p.t.AnyFirmware {
-		fmt.Fprintln(a.stderr, "The policy lists no machine class yet, so it accepts no firmware. Take one from a machine that you trust: muster policy add-class NAME --from MACHINE:9000 --policy FILE")
+		fmt.Fprintln(a.stderr, "The policy lists no machine class yet, so it accepts no firmware. Add one from a machine that you trust: muster policy add-class NAME --from MACHINE:9000 --policy FILE")
 	}
 	if p.out == "" || p.out == "-" {
 		_, err = a.stdout.Write(text)

@@ -113,7 +113,7 @@ func TestImagesAndMeasurementsThatDontFitMakeNoPolicy(t *testing.T) {
 	}{
 		"an altered image":                   {func(t *testing.T, dir string) { flip(t, filepath.Join(dir, "muster.raw"), 41<<20) }, []string{"from-image", "DIR/muster.raw"}, "the image was altered"},
 		"an altered image of a builder's":    {func(t *testing.T, dir string) { flip(t, filepath.Join(dir, "muster.raw"), 30<<20) }, []string{"from-image", "DIR/muster.raw", "--builder-key", "KEY"}, "the builder signed"},
-		"measurements of another build":      {otherMeasurements, []string{"from-image", "DIR/muster.raw", "--measurements", "DIR/measurements.json"}, "one of them is not of this build"},
+		"measurements of another build":      {otherMeasurements, []string{"from-image", "DIR/muster.raw", "--measurements", "DIR/measurements.json"}, "one of the files is from another build"},
 		"measurements that were not signed":  {otherMeasurements, []string{"from-measurements", "DIR/measurements.json", "--builder-key", "KEY"}, "the builder signed"},
 		"measurements that no signature has": {func(*testing.T, string) {}, []string{"from-measurements", "DIR/measurements-secureboot.json", "--builder-key", "KEY"}, "has signed no file"},
 		"no signature": {func(t *testing.T, dir string) {
@@ -123,7 +123,7 @@ func TestImagesAndMeasurementsThatDontFitMakeNoPolicy(t *testing.T) {
 		}, []string{"from-measurements", "DIR/measurements.json", "--builder-key", "KEY"}, "BUILDER_KEY"},
 		"a key that is none":      {func(*testing.T, string) {}, []string{"from-measurements", "DIR/measurements.json", "--builder-key", "DIR/measurements.json"}, "--builder-key"},
 		"Secure Boot neither way": {func(*testing.T, string) {}, []string{"from-image", "DIR/muster.raw", "--secure-boot", "maybe"}, "off, on or both"},
-		"a device or folder":      {func(*testing.T, string) {}, []string{"from-image", "DIR"}, "it is no file"},
+		"a device or folder":      {func(*testing.T, string) {}, []string{"from-image", "DIR"}, "it is not a regular file"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir, key := release(t)

@@ -24,10 +24,10 @@ func (a *app) rebootCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "reboot NODE",
-		Short: "Restart a node's machine, without a login there",
-		Long: `Signs an order with the owner's key. The machine gets it with its next attestation, within five minutes, verifies the signature by
-the ownerKeys of its image, and restarts. The command ends when the machine has attested in its new boot. With --drain, its pods are evicted
-before, and the node takes pods again afterwards.`,
+		Short: "Restart a node's machine without a login on it",
+		Long: `Signs an order with the owner's key. The machine gets it with its next attestation, within five minutes, verifies the signature by the
+ownerKeys of its image, and restarts. The command completes when the machine has attested in its new boot. With --drain, its pods are
+evicted before, and the node is made schedulable again afterwards.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !unchecked {
@@ -36,7 +36,7 @@ before, and the node takes pods again afterwards.`,
 				}
 			}
 			if !yes {
-				fmt.Fprintf(a.stderr, "The machine of %s restarts, with all that runs on it.\n", args[0])
+				fmt.Fprintf(a.stderr, "The machine of %s restarts, with all its pods.\n", args[0])
 				if err := a.confirm(cmd.Context(), cmd.InOrStdin(), args[0]); err != nil {
 					return err
 				}
@@ -48,14 +48,14 @@ before, and the node takes pods again afterwards.`,
 			}
 			r, err := a.order(cmd.Context(), args[0], ownerorder.ActionReboot, timeout)
 			if err != nil && cordoned {
-				fmt.Fprintf(a.stderr, "%s takes no pods until kubectl uncordon %s.\n", args[0], args[0])
+				fmt.Fprintf(a.stderr, "%s is unschedulable until kubectl uncordon %s.\n", args[0], args[0])
 			}
 			if err != nil {
 				return err
 			}
 			if cordoned {
 				if err := a.withFolder(func(d *ownerdir.Dir) error { return lifecycle.Uncordon(cmd.Context(), d, args[0]) }); err != nil {
-					return fmt.Errorf("%s has restarted, and still takes no pods: kubectl uncordon %s: %w", args[0], args[0], err)
+					return fmt.Errorf("%s has restarted, but is still unschedulable: kubectl uncordon %s: %w", args[0], args[0], err)
 				}
 			}
 			if a.output == outputJSON {
@@ -72,12 +72,12 @@ before, and the node takes pods again afterwards.`,
 	return cmd
 }
 
-// uncheckedFlag adds the flag that lets control planes restart while others are not well.
+// uncheckedFlag adds the flag that lets control planes restart while others are unhealthy.
 func uncheckedFlag(cmd *cobra.Command, to *bool, more string) {
-	cmd.Flags().BoolVar(to, "unchecked", false, "restart a control plane also if another one is not well, or there is none: an encrypted cluster may then need muster recover"+more)
+	cmd.Flags().BoolVar(to, "unchecked", false, "restart a control plane also if another one is unhealthy, or if it is the only one: an encrypted cluster may then need muster recover"+more)
 }
 
-// order gives a node's machine an order and waits for its end.
+// order signs an order to a node's machine and waits for its end.
 func (a *app) order(ctx context.Context, node string, action ownerorder.Action, timeout time.Duration) (*v1alpha1.OrderReport, error) {
 	dir, err := a.view()
 	if err != nil {
@@ -89,7 +89,7 @@ func (a *app) order(ctx context.Context, node string, action ownerorder.Action, 
 	return orders.Execute(ctx, dir, node, action, nil, func(step string) { fmt.Fprintf(a.stderr, "%s: %s\n", node, step) })
 }
 
-// doctorOf shows what a node's machine finds on itself.
+// doctorOf shows the findings of a node's machine.
 func (a *app) doctorOf(ctx context.Context, node string, timeout time.Duration) error {
 	r, err := a.order(ctx, node, ownerorder.ActionDoctor, timeout)
 	if err != nil {
@@ -97,8 +97,8 @@ func (a *app) doctorOf(ctx context.Context, node string, timeout time.Duration) 
 	}
 	found, err := orders.ParseReport(r.Output)
 	if err != nil {
-		return fmt.Errorf("what bootstrapper doctor found on %s can't be read: %w", node, err)
+		return fmt.Errorf("the report of bootstrapper doctor on %s can't be read: %w", node, err)
 	}
-	fmt.Fprintf(a.stderr, "What follows is what the machine of %s says of itself; root on it could have it say anything.\n", node)
+	fmt.Fprintf(a.stderr, "The following report is from the machine of %s itself; an attacker with root on it could have changed it.\n", node)
 	return a.showReport(found)
 }

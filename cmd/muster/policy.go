@@ -19,14 +19,14 @@ import (
 )
 
 func (a *app) policyCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "policy", Short: "Make, check, sign and apply the policy that says which machines may join"}
+	cmd := &cobra.Command{Use: "policy", Short: "Make, check, sign and apply the policy that decides which machines may join"}
 	cmd.AddCommand(a.fromMeasurementsCommand(), a.fromImageCommand(), a.addClassCommand(), a.addImageCommand(), a.removeImageCommand(), a.checkCommand(), a.diffCommand(), a.signCommand(), a.applyCommand())
 	return cmd
 }
 
 func (a *app) checkCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "check FILE", Short: "Say whether services would accept a policy, and what its owner should know", Args: cobra.ExactArgs(1),
+		Use: "check FILE", Short: "Check whether services would accept a policy, and warn of its risks", Args: cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
 			text, err := os.ReadFile(args[0])
 			if err != nil {
@@ -91,11 +91,11 @@ func (a *app) applyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
 		Short: "Sign the policy of the owner's folder and put it in force; FILE replaces it first",
-		Long: `Refuses a policy that running nodes do not match, by what the cluster has stored of their last evidence: the PCRs and the machine ID.
-muster policy diff has the cluster appraise them by it, with everything else that a policy demands.
+		Long: `Refuses a policy that running nodes do not match. This check uses the PCRs and machine IDs that the cluster has stored from their
+last evidence. muster policy diff lets the cluster appraise the nodes by all rules of the policy.
 
 With --dry-run, it makes all its checks, shows what would change and which running nodes would be refused, and writes nothing. The exit
-code is 1 if there is such a node, unless --expel is given, and if a list of machines became empty, unless --any-machine is.`,
+code is 1 if there is such a node (unless --expel is given), or if a list of machines became empty (unless --any-machine is given).`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if dry {
@@ -133,7 +133,7 @@ code is 1 if there is such a node, unless --expel is given, and if a list of mac
 	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "how long to wait for the services")
 	leaveOut(cmd.Flags(), &out)
 	cmd.Flags().BoolVar(&dry, "dry-run", false, "only show what would change, and which running nodes would be refused")
-	cmd.Flags().BoolVar(&consent.AnyMachine, "any-machine", false, "also if a list of machines is empty now, and was not: it accepts every machine that its authorities certify")
+	cmd.Flags().BoolVar(&consent.AnyMachine, "any-machine", false, "also if a list of machines became empty: it then accepts every machine that its authorities certify")
 	cmd.Flags().BoolVar(&consent.Expel, "expel", false, "also if running nodes do not match the policy: they get no key and no certificate from then on")
 	return cmd
 }
@@ -178,7 +178,7 @@ func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, co
 		}
 		what := "would be put in force"
 		if diff == "" {
-			what = "says what the one in force says"
+			what = "equals the one in force"
 		}
 		_, err = fmt.Fprintf(a.stdout, "The policy of serial %d %s. Nothing was changed.\n", plan.Policy.Serial(), what)
 	}
@@ -192,13 +192,13 @@ func (a *app) dryApply(ctx context.Context, dir *ownerdir.Dir, args []string, co
 	return err
 }
 
-// leaveOut adds the flag for control planes of the cluster that are none of the owner's.
+// leaveOut adds the flag for control planes in the cluster that are not the owner's.
 func leaveOut(f *pflag.FlagSet, names *[]string) {
-	f.StringSliceVar(names, "leave-out", nil, "a node that the cluster has as a control plane, and that is none of yours: it may be missing in the policy")
+	f.StringSliceVar(names, "leave-out", nil, "a control plane in the cluster that is not yours: it may be missing in the policy")
 }
 
-// nextPolicy reads the policy that is to replace the folder's. One from from-measurements gets the control planes, classes and rules about TPMs of the
-// previous one.
+// nextPolicy reads the policy that is to replace the folder's. A policy from from-measurements gets the control planes, classes and rules about TPMs
+// of the previous one.
 func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
@@ -224,13 +224,13 @@ func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 		return nil, err
 	}
 	for _, l := range opened {
-		fmt.Fprintf(a.stderr, "Warning: %s lists no machine in %s, and the policy in the folder does: every machine that its authorities certify would be accepted.\n", path, l)
+		fmt.Fprintf(a.stderr, "Warning: %s lists no machine in %s, but the policy in the folder does: every machine that its authorities certify would be accepted.\n", path, l)
 	}
 	for _, l := range dropped {
 		if len(opened) > 0 && l.Field != "tpm2.bareMachineIds" {
-			continue // it may be one of those that are accepted then
+			continue // an empty list may accept it
 		}
-		fmt.Fprintf(a.stderr, "Warning: %s does not list machine %s, which the policy in the folder has in %s: it is refused from then on, unless another rule accepts it.\n", path, l.Machine, l.Field)
+		fmt.Fprintf(a.stderr, "Warning: %s does not list machine %s, which the policy in the folder has in %s: it will be refused unless another rule accepts it.\n", path, l.Machine, l.Field)
 	}
 	older, err := policyfile.OlderCollateral(before, text)
 	if err != nil {
@@ -248,7 +248,7 @@ func (a *app) nextPolicy(dir *ownerdir.Dir, path string) ([]byte, error) {
 			if text, err = policyfile.ListControlPlanes(text, p.Serial(), kept, nil); err != nil {
 				return nil, fmt.Errorf("%s: %w", path, err)
 			}
-			fmt.Fprintf(a.stderr, "%s lists no control planes: the %d of before stay listed.\n", path, len(kept))
+			fmt.Fprintf(a.stderr, "%s lists no control planes: the previous %d stay listed.\n", path, len(kept))
 		}
 	}
 	return text, nil
@@ -265,7 +265,7 @@ func (a *app) keepRules(dir *ownerdir.Dir, path string, text []byte) ([]byte, er
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	for _, k := range kept {
-		fmt.Fprintf(a.stderr, "%s says nothing of these, so they stay as they were: %s.\n", path, k)
+		fmt.Fprintf(a.stderr, "%s does not mention these rules, so they are kept: %s.\n", path, k)
 	}
 	return text, nil
 }

@@ -21,10 +21,10 @@ func (a *app) diffCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "diff [FILE]",
 		Short: "Show how a policy differs from the one in force, and which running nodes it would refuse",
-		Long: `Compares the policy of the owner's folder, or of FILE, with the one in force. Then the joinservices appraise each running node by it as
-well, when its machine attests next, within five minutes: images, machine classes with their rules over the event log, EK certificates,
-firmware versions of TPMs, revocations. Nothing comes into force. The exit code is 1 if a running node would be refused, or has not
-attested within --wait; nodes that the policy in force refuses count too. As for muster policy apply, rules that FILE says nothing of stay as they are in the folder.`,
+		Long: `Compares the policy of the owner's folder, or of FILE, with the one in force. Then the joinservices also appraise each running node by it at the
+node's next attestation, within five minutes: images, machine classes with their rules over the event log, EK certificates, firmware versions of TPMs,
+revocations. Nothing comes into force. The exit code is 1 if a running node would be refused, or has not attested within --wait. Nodes that the policy
+in force refuses also count. As with muster policy apply, rules that FILE does not mention are kept from the folder's policy.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.withFolder(func(dir *ownerdir.Dir) error {
@@ -39,7 +39,7 @@ attested within --wait; nodes that the policy in force refuses count too. As for
 			})
 		},
 	}
-	cmd.Flags().DurationVar(&wait, "wait", 6*time.Minute, "how long to wait for the nodes; 0: show the difference only")
+	cmd.Flags().DurationVar(&wait, "wait", 6*time.Minute, "how long to wait for the nodes; 0 to show only the difference")
 	return cmd
 }
 
@@ -55,7 +55,7 @@ func (a *app) policyDiff(ctx context.Context, dir *ownerdir.Dir, text []byte, wa
 	}
 	var nodes []policies.Preview
 	if wait > 0 {
-		fmt.Fprintf(a.stderr, "Running nodes are appraised when they attest next, within five minutes.\n")
+		fmt.Fprintf(a.stderr, "Running nodes are appraised at their next attestation, within five minutes.\n")
 		waiting, cancel := context.WithTimeout(ctx, wait)
 		defer cancel()
 		if nodes, err = policies.PreviewPolicy(waiting, dir, text, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {

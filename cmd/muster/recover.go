@@ -29,26 +29,26 @@ func (a *app) recoverCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "recover ENDPOINT [--machine-id ID] [--disk UUID] | --drill",
-		Short: "Open the state disk of a control plane that no joinservice can help",
-		Long: `For a control plane that waits for its disk's key, since no joinservice runs that could give it: after a restart of the
-whole cluster, mostly. The machine proves what it booted first; only the key of its own disk is sent, and to none that the folder's policy does not
-accept. It must be the machine that the cluster was made on, or that --machine-id names, with the disk that the cluster said last (known.json of the
-owner's folder), or that --disk names. The machine tries the key before it answers.
+		Short: "Open the state disk of a control plane while no joinservice runs",
+		Long: `For a control plane that waits for its disk's key while no joinservice runs, usually after a restart of the whole cluster. First the machine proves
+what it booted. Only the key of its own disk is sent, and only if the folder's policy accepts the machine. It must be the cluster's first machine,
+or the one that --machine-id names, with the disk recorded in known.json of the owner's folder, or the one that --disk names. The machine tries the
+key before it answers.
 
-A control plane whose disk was put back to an earlier copy, by what its TPM knows, starts nothing and waits at the same port. This command then shows
-what that copy would revive, and asks; without a terminal, --accept-epoch N accepts it.
+If a control plane's disk is an earlier copy, by its TPM's counter, the machine starts nothing and waits at the same port. This command then shows
+what that copy would undo, and asks; without a terminal, --accept-epoch N accepts it.
 
-The machine compares the opened disk with the lists of software in the owner's folder. It starts nothing if its disk lists other software as installed:
-use the newest copy of the folder, or --replace-software if this is the newest. With --uncompared, it runs what its disk has, also what an attacker who
-was root on it has left there.
+The machine compares the opened disk with the lists of software in the owner's folder. It starts nothing if its disk lists other software: use the
+newest copy of the folder, or --replace-software if this copy is the newest. With --uncompared, it runs whatever is on its disk, including changes by
+an attacker with root.
 
-With --drill, proves on a cluster that is well that the owner's folder would do all this, and changes nothing. Do so every month.`,
+With --drill, it proves on a healthy cluster that the owner's folder is sufficient for a recovery, and changes nothing. Do so every month.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if drill && len(args) > 0 {
-				return usagef("--drill looks at the whole cluster: leave out the endpoint")
+				return usagef("--drill checks the whole cluster: omit the endpoint")
 			}
 			if drill && machine+disk != "" {
-				return usagef("--drill looks at the whole cluster: leave out --machine-id and --disk")
+				return usagef("--drill checks the whole cluster: omit --machine-id and --disk")
 			}
 			if replace && none {
 				return usagef("--replace-software and --uncompared exclude each other")
@@ -77,12 +77,12 @@ With --drill, proves on a cluster that is well that the owner's folder would do 
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&machine, "machine-id", "", "the machine that is expected there (default: the one that the cluster was made on)")
-	f.StringVar(&disk, "disk", "", "UUID of its state disk, if the folder does not know it as the machine's")
-	f.Uint64Var(&accept, "accept-epoch", 0, "accept that the machine goes on with an older copy of its disk, of this epoch of the cluster")
-	f.BoolVar(&replace, "replace-software", false, "have the machine take the folder's lists of software, also if its disk lists other software: the folder is the newest")
-	f.BoolVar(&none, "uncompared", false, "have the machine run what its disk has, without a comparison: only if all newer copies of the folder are lost")
-	f.BoolVar(&drill, "drill", false, "prove on a cluster that is well that the owner's folder would recover it; changes nothing")
+	f.StringVar(&machine, "machine-id", "", "the expected machine (default: the cluster's first one)")
+	f.StringVar(&disk, "disk", "", "UUID of its state disk, if the folder records another disk, or none, for the machine")
+	f.Uint64Var(&accept, "accept-epoch", 0, "let the machine continue with an older copy of its disk, of this epoch of the cluster")
+	f.BoolVar(&replace, "replace-software", false, "make the machine use the folder's lists of software even if its disk lists other software; only if this copy of the folder is the newest")
+	f.BoolVar(&none, "uncompared", false, "make the machine run what is on its disk, without a comparison; only if all newer copies of the folder are lost")
+	f.BoolVar(&drill, "drill", false, "prove on a healthy cluster that the owner's folder can recover it; changes nothing")
 	f.DurationVar(&timeout, "timeout", 10*time.Minute, "how long to wait for the machine, or for all checks together")
 	return cmd
 }
@@ -129,18 +129,18 @@ func (a *app) recover(ctx context.Context, endpoint, machine, disk string, cfg r
 		return err
 	}
 	if r.Revived != nil {
-		_, err = fmt.Fprintf(a.stdout, "Machine %s goes on with epoch %d of the cluster. Once the API server answers, apply the policy, and ban, forget and erase again what is undone; muster doctor says what is missing.\n", r.Machine, r.Revived.Epoch)
+		_, err = fmt.Fprintf(a.stdout, "Machine %s continues with epoch %d of the cluster. Once the API server answers, apply the policy, and repeat the undone bans, removals and erasures; muster doctor shows what is missing.\n", r.Machine, r.Revived.Epoch)
 		return err
 	}
-	text := "The state disk of machine %s is open, and the machine goes on to boot.\n"
+	text := "The state disk of machine %s is open, and the machine continues to boot.\n"
 	if r.Already {
-		text = "The state disk of machine %s was open already: the key was not tried.\n"
+		text = "The state disk of machine %s was already open: the key was not tried.\n"
 	}
 	_, err = fmt.Fprintf(a.stdout, text, r.Machine)
 	return err
 }
 
-// askRevival asks at the terminal; nil: there is none.
+// askRevival asks at the terminal; nil if there is none.
 func (a *app) askRevival() func(recovery.Revival) (bool, error) {
 	ask := a.askEpoch()
 	if ask == nil {
@@ -149,7 +149,7 @@ func (a *app) askRevival() func(recovery.Revival) (bool, error) {
 	return func(v recovery.Revival) (bool, error) { return ask(v.Lines(), v.Epoch) }
 }
 
-// askEpoch shows what the owner would accept, and asks at the terminal for the epoch's number; nil: there is none.
+// askEpoch shows what the owner would accept, and asks at the terminal for the epoch's number; nil if there is no terminal.
 func (a *app) askEpoch() func(lines []string, epoch uint64) (bool, error) {
 	in, out := os.Stdin, a.stderr
 	if !term.IsTerminal(int(in.Fd())) || a.output == outputJSON {

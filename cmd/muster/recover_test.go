@@ -190,7 +190,7 @@ func TestAControlPlaneIsRecovered(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v\n%s", err, stderr)
 	}
-	if want := "The state disk of machine " + w.tpm.ID().String() + " is open, and the machine goes on to boot.\n"; stdout != want {
+	if want := "The state disk of machine " + w.tpm.ID().String() + " is open, and the machine continues to boot.\n"; stdout != want {
 		t.Errorf("%q, want %q", stdout, want)
 	}
 	for _, state := range []string{"connected: ", "appraised: ", "trying: ", "opened: "} {

@@ -22,16 +22,15 @@ func (a *app) restoreCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "restore FILE --url URL --endpoint HOST:9000",
 		Short: "Restore a cluster that has lost all control planes, on a new machine",
-		Long: `Makes a new machine the first control plane of the folder's cluster, with the state of a backup (muster backup). The machine proves
-what it booted first. It fetches the encrypted file from the URL, which may be any web server: it checks the SHA-256, and gets the key of this one file
-from this command.
+		Long: `Makes a new machine the first control plane of the folder's cluster, with the state of a backup (muster backup). The machine proves what it booted
+first. It fetches the encrypted file from the URL, which can be any web server: it checks the SHA-256, and gets the key of this file from the command.
 
-The machine may have been in the cluster before. Its state disk is empty. Its metadata have the role control-plane, a name that no node of the cluster has had,
-and the initSecretHash of the folder's init-secret. All
-control planes of before have to be off, and stay so: erase their disks, and let them join anew. Workers that were not lost go on.
+The machine may have been in the cluster before. Its state disk must be empty. Its metadata must have the role control-plane, a name that no node of
+the cluster has had, and the initSecretHash of the folder's init-secret. All earlier control planes must be off, and stay off: erase their disks, and
+let them join as new. Workers that were not lost keep running.
 
-What has changed since the backup is undone. The command shows what the folder knows of that, and asks; without a terminal, --accept-epoch N accepts it.
-Running the same command again goes on where it stopped. If the cluster turns out not to be lost: muster restore --abandon.`,
+Changes since the backup are undone. The command shows those that the folder records, and asks; without a terminal, --accept-epoch N accepts it. Run
+the same command again to continue where it stopped. If the cluster was not lost: muster restore --abandon.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if abandon {
 				return cobra.NoArgs(cmd, args)
@@ -43,7 +42,7 @@ Running the same command again goes on where it stopped. If the cluster turns ou
 				return a.abandonRestore(cmd.Context())
 			}
 			if cfg.URL == "" || cfg.Endpoint == "" {
-				return usagef("name the machine by --endpoint, and by --url where it gets the file")
+				return usagef("name the machine by --endpoint, and the file's address for the machine by --url")
 			}
 			var err error
 			if cfg.Endpoint, err = hostPort(cfg.Endpoint, 9000); err != nil {
@@ -60,11 +59,11 @@ Running the same command again goes on where it stopped. If the cluster turns ou
 	}
 	f := cmd.Flags()
 	f.StringVar(&cfg.URL, "url", "", "where the machine gets the same file: http or https")
-	f.StringVar(&cfg.Endpoint, "endpoint", "", "HOST:PORT of the new machine's bootstrapper; port 9000 if left out")
+	f.StringVar(&cfg.Endpoint, "endpoint", "", "HOST:PORT of the new machine's bootstrapper (default port 9000)")
 	f.Uint64Var(&accept, "accept-epoch", 0, "accept the backup's state, of this epoch of the cluster")
-	f.BoolVar(&cfg.StartOver, "start-over", false, "begin with another backup or another machine, though one was asked: power that one off, and erase its state disk")
-	f.DurationVar(&timeout, "timeout", time.Hour, "how long all of it may take")
-	f.BoolVar(&abandon, "abandon", false, "give up a restore that has no result: the folder is as it was before, and records the cluster's state again")
+	f.BoolVar(&cfg.StartOver, "start-over", false, "restart the restore with another backup or another machine; power the earlier machine off, and erase its state disk")
+	f.DurationVar(&timeout, "timeout", time.Hour, "time limit of the whole command")
+	f.BoolVar(&abandon, "abandon", false, "cancel a restore that has no result: the folder returns to its state before, and records the cluster's state again")
 	for _, name := range []string{"url", "endpoint"} {
 		cmd.MarkFlagsMutuallyExclusive(name, "abandon")
 	}
@@ -81,9 +80,9 @@ func (a *app) abandonRestore(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	done := "the restore is abandoned, and the folder is as it was before. muster status records the cluster's state again."
+	done := "the restore is canceled, and the folder is in its state before. muster status records the cluster's state again."
 	if asked != nil {
-		done += fmt.Sprintf(" Machine %s (%s) was asked, and may have the cluster's keys: power it off, and erase its state disk.", asked.ID, asked.NodeName)
+		done += fmt.Sprintf(" Machine %s (%s) may have received the cluster's keys: power it off, and erase its state disk.", asked.ID, asked.NodeName)
 	}
 	return a.result(dir.Cluster().Name, done)
 }
@@ -101,10 +100,10 @@ func (a *app) restore(ctx context.Context, cfg install.RestoreConfig) (err error
 		return err
 	}
 	_ = a.remember(ctx, cfg.Dir) // a failure is printed
-	return a.result(cfg.Dir.Cluster().FirstMachine.NodeName, "the cluster is restored. Let new control planes join, and repeat what is undone (docs/backup.md#restore).")
+	return a.result(cfg.Dir.Cluster().FirstMachine.NodeName, "the cluster is restored. Let new control planes join, and repeat the undone changes (docs/backup.md#restore).")
 }
 
-// askRestore asks at the terminal; nil: there is none.
+// askRestore asks at the terminal; nil if there is none.
 func (a *app) askRestore() func(backups.BackupInfo) (bool, error) {
 	ask := a.askEpoch()
 	if ask == nil {

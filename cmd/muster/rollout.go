@@ -19,7 +19,7 @@ import (
 )
 
 func (a *app) rolloutCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "rollout", Short: "Bring another image to the nodes: see who runs which, and restart nodes in turn"}
+	cmd := &cobra.Command{Use: "rollout", Short: "Roll out another image: show which node runs which, and restart nodes in turn"}
 	cmd.AddCommand(a.rolloutStatusCommand(), a.rolloutRebootCommand())
 	return cmd
 }
@@ -68,14 +68,14 @@ removed from the policy (muster policy apply).`,
 	return cmd
 }
 
-// note says what is special about a node.
+// note returns remarks about a node.
 func note(n rollout.NodeImage) string {
 	var out []string
 	if n.Silent != "" {
 		out = append(out, n.Silent)
 	}
 	if n.Held {
-		out = append(out, "it takes no pods since a command drained it")
+		out = append(out, "unschedulable since a command drained it")
 	}
 	return strings.Join(out, "; ")
 }
@@ -119,12 +119,12 @@ func (a *app) rolloutRebootCommand() *cobra.Command {
 		Use:   "reboot NODE… | --from IMAGE",
 		Short: "Restart nodes one after another, with their pods evicted before",
 		Long: `For each node in turn: its pods are evicted within their PodDisruptionBudgets, its machine restarts by an order that is signed with the
-owner's key, and its Node must be Ready, and all control planes with Muster's services, before the next one begins. The command ends at
-the first node that fails, and begins none while a control plane is not well.
+owner's key, and its Node, all control planes and Muster's services must be Ready before the next node starts. The command stops at the
+first node that fails, and starts none while a control plane is unhealthy.
 
-With --from, the nodes are those whose last evidence is of that image of the policy; those whose machines get no orders, because they are
-off, refused or banned, are named and left out. Repeated, the command goes on, and lets a node take pods again that an interrupted run has
-left without. With NODE…, a repeated command restarts each of these nodes again: name those that are left.`,
+With --from, the nodes are those whose last evidence is of that image of the policy; nodes whose machines get no orders, because they are
+off, refused or banned, are named and left out. A repeated command continues, and makes nodes schedulable again that an interrupted run
+has left drained. With NODE…, a repeated command restarts each of these nodes again: name only the remaining ones.`,
 		ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if (from == "") == (len(args) == 0) {
@@ -140,10 +140,10 @@ left without. With NODE…, a repeated command restarts each of these nodes agai
 				}
 			}
 			if len(r.Nodes)+len(r.Held) == 0 {
-				return a.result(from, "no node that takes orders runs it.")
+				return a.result(from, "no node that accepts orders runs it.")
 			}
-			if len(r.Held) > 0 { // an administrator may have made one unschedulable again since
-				fmt.Fprintf(a.stderr, "These nodes were drained by an interrupted command and have restarted. They are unschedulable, and take pods again now: %q.\n", r.Held)
+			if len(r.Held) > 0 { // an administrator may have cordoned one again meanwhile
+				fmt.Fprintf(a.stderr, "These nodes were drained by an interrupted command and have restarted. They are unschedulable, and are made schedulable again now: %q.\n", r.Held)
 			}
 			if !yes {
 				if len(r.Nodes) > 0 {
@@ -158,7 +158,7 @@ left without. With NODE…, a repeated command restarts each of these nodes agai
 			}
 			var failed error
 			for _, n := range r.Held {
-				failed = errors.Join(failed, a.result(n, "had restarted, and takes pods again."))
+				failed = errors.Join(failed, a.result(n, "had restarted, and is schedulable again."))
 			}
 			for _, n := range r.Nodes {
 				failed = errors.Join(failed, a.result(n, "restarted, and Ready."))
@@ -170,14 +170,14 @@ left without. With NODE…, a repeated command restarts each of these nodes agai
 		},
 	}
 	pods.flags(cmd, true)
-	uncheckedFlag(cmd, &unchecked, "; workers too, and without a wait for control planes and services afterwards")
+	uncheckedFlag(cmd, &unchecked, "; also workers, and without waiting for control planes and services afterwards")
 	cmd.Flags().Lookup("drain").Hidden = true // it always drains
 	cmd.Flags().StringVar(&from, "from", "", "name of an image of the policy: the nodes that run it")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	return cmd
 }
 
-// outdated fills in which nodes run an image, and names those that are left out.
+// outdated determines which nodes run an image, and names those that are left out.
 func (a *app) outdated(ctx context.Context, from string, to *rollout.Restarts) error {
 	r, err := a.rollout(ctx, time.Minute)
 	if err != nil {

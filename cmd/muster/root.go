@@ -64,7 +64,7 @@ A first cluster:
 
 func (a *app) versionCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "version", Short: "Tell which build this is", Args: cobra.NoArgs,
+		Use: "version", Short: "Print the version of this build", Args: cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			info := buildinfo.Read()
 			if a.output == outputJSON {
@@ -93,7 +93,7 @@ func (a *app) folder() (string, error) {
 	case 1:
 		return found[0], nil
 	case 0:
-		return "", usagef("no owner's folder ./muster-NAME is here: name it by --directory, or make it by muster init")
+		return "", usagef("there is no owner's folder ./muster-NAME here: name it by --directory, or create one with muster init")
 	default:
 		return "", usagef("there are several owners' folders here (%v): name one by --directory", found)
 	}
@@ -117,9 +117,9 @@ func (a *app) open() (*ownerdir.Dir, error) {
 	return ownerdir.Open(path)
 }
 
-// remember records the cluster's present state in the owner's folder. The command itself is already done, so an error
-// is only printed. It returns those that an owner must not overlook: the cluster is older than the record ([recovery.ErrRolledBack], B7), its policy is not the
-// owner's, or the record is damaged.
+// remember records the cluster's present state in the owner's folder. The command itself is already done, so an error is only printed. It returns
+// only errors that an owner must not overlook: the cluster is older than the record ([recovery.ErrRolledBack], B7), its policy is not the owner's, or
+// the record is damaged.
 func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	kube, err := access.Connect(dir)
 	if err == nil {
@@ -140,7 +140,7 @@ func (a *app) remember(ctx context.Context, dir *ownerdir.Dir) error {
 	case errors.Is(err, recovery.ErrRestoring):
 		fmt.Fprintf(a.stderr, "Note: %s: %v. %s\n", file, err, recovery.RestoreRemedy)
 	default:
-		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is checked against that file; muster status writes it again.\n", file, err)
+		fmt.Fprintf(a.stderr, "Note: %s: %v. A recovery is compared with that file; muster status writes it again.\n", file, err)
 	}
 	return nil
 }
@@ -182,8 +182,7 @@ func (a *app) table(rows [][]string) error {
 	return w.Flush()
 }
 
-// quietLibraries keeps client-go and helm from writing between the command's lines: their relevant errors are
-// returned.
+// quietLibraries stops client-go and helm from writing between the command's lines; they return their relevant errors.
 func quietLibraries() {
 	quiet := slog.New(slog.DiscardHandler)
 	klog.SetSlogLogger(quiet)

@@ -17,7 +17,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// rotationPoll is the pause between two looks at the cluster.
+// rotationPoll is the pause between two reads of the cluster's state.
 const rotationPoll = 2 * time.Second
 
 func (a *app) rotateCommand() *cobra.Command {
@@ -32,17 +32,17 @@ func (a *app) rotateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "rotate " + strings.Join(names, "|") + " [--dry-run] [--finish] [--without NODE]",
 		Short: "Replace a key that the control planes share",
-		Long: `Replaces the key of service accounts' tokens, the key that encrypts Secrets in etcd, or the authority of the front proxy, of etcd or of the
-cluster. One control plane after another gets an order that is signed with the owner's key: first all get a new key and accept it beside the old one, then all
-use it. Each must be well before the next one. The old key stays accepted until you run the command once more with --finish, which says
-what stops working then.
+		Long: `Replaces the key of service accounts' tokens, the key that encrypts Secrets in etcd, or the authority of the front proxy, of etcd or of the cluster.
+One control plane after another gets an order that is signed with the owner's key: first all get a new key and accept it in addition to the old one,
+then all use it. Each must be healthy before the next one starts. The old key stays accepted until you run the command again with --finish, which
+shows what stops working then.
 
-The command ends at the first control plane that fails or is not well. The same command continues. Until then, no control plane can join.
+The command stops at the first control plane that fails or is unhealthy. To continue, run the same command again. Until then, no control plane can join.
 
 After the rotation of the cluster's authority, all nodes get the new one when they attest. --finish is refused while a node is off, does not
-trust it, or has a kubelet's certificate of the old one. --without leaves a worker behind: it gets the new authority at its first or second start.
+trust it, or has a kubelet's certificate of the old one. --without finishes without a worker, which then gets the new authority at its first or second start.
 
-The owner's key, which machines know by their image, is replaced by muster rotate owner-key.`,
+To replace the owner's key, which is in the machines' images: muster rotate owner-key.`,
 		Args:      cobra.ExactArgs(1),
 		ValidArgs: names,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -76,8 +76,8 @@ The owner's key, which machines know by their image, is replaced by muster rotat
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "show what would be done, and change nothing")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	cmd.Flags().BoolVar(&cfg.Finish, "finish", false, "drop the old key")
-	cmd.Flags().StringSliceVar(&cfg.Without, "without", nil, "leave this worker behind, which gets the new authority at its first or second start; for cluster-ca --finish")
-	cmd.Flags().BoolVar(&cfg.Early, "early", false, "finish although tokens of pods may be signed with the old key, for instance because it is disclosed")
+	cmd.Flags().StringSliceVar(&cfg.Without, "without", nil, "finish without this worker, which gets the new authority at its first or second start; for cluster-ca --finish")
+	cmd.Flags().BoolVar(&cfg.Early, "early", false, "finish although tokens of pods may be signed with the old key, for instance because it was stolen")
 	cmd.Flags().DurationVar(&cfg.Wait, "wait", rotation.RotationTimeout, "how long to wait for each control plane")
 	cmd.AddCommand(a.rotateOwnerKeyCommand())
 	return cmd

@@ -35,7 +35,7 @@ so images are built and rolled out between the steps:
              on, and the policy gets its signature and the next serial
   --finish   once all running nodes have an image with the new key: the services accept no other one
 
-Copy the owner's folder after each step. An interrupted step continues when the same command is repeated.`,
+Copy the owner's folder after each step. To continue an interrupted step, run the same command again.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.rotateOwnerKey(cmd, f) },
 	}
@@ -45,9 +45,9 @@ Copy the owner's folder after each step. An interrupted step continues when the 
 	flags.BoolVar(&f.finish, "finish", false, "drop the old key")
 	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would be done, and change nothing")
 	flags.BoolVar(&f.yes, "yes", false, "don't ask")
-	flags.StringVar(&f.key, "key", "", "with --prepare: file of the new key, made by muster key new, instead of a key that is made now")
-	flags.DurationVar(&f.patience, "wait", 5*time.Minute, "how long the services may take to get ready before they are rolled back, and again for the way back")
-	flags.DurationVar(&f.timeout, "timeout", 15*time.Minute, "how long all of it may take; the way back is not cut short")
+	flags.StringVar(&f.key, "key", "", "with --prepare: file of the new key from muster key new (default: a new key)")
+	flags.DurationVar(&f.patience, "wait", 5*time.Minute, "how long the services may take to become ready before they are rolled back, and again for the rollback")
+	flags.DurationVar(&f.timeout, "timeout", 15*time.Minute, "time limit of the whole command, without a rollback")
 	cmd.MarkFlagsOneRequired("prepare", "commit", "finish")
 	cmd.MarkFlagsMutuallyExclusive("prepare", "commit", "finish")
 	return cmd
@@ -122,7 +122,7 @@ func (a *app) ownerKeyResult(step rotation.OwnerKeyStep, p *rotation.OwnerKeyPla
 	text := map[rotation.OwnerKeyStep]string{
 		rotation.OwnerKeyPrepare: "The new key is in the owner's folder: copy the folder. Build an image with both keys in image.yaml, and roll it out:\n\n%s\nThen run `muster rotate owner-key --commit`.\n",
 		rotation.OwnerKeyCommit:  "The new key signs: copy the owner's folder. Build an image with this key alone in image.yaml and the serial of the policy in force as lowestPolicySerial, roll it out, and remove the images with the old key from the policy (muster policy remove-image):\n\n%s\nThen run `muster rotate owner-key --finish`.\n",
-		rotation.OwnerKeyFinish:  "The cluster accepts only the new key: copy the owner's folder. Images that have the old key must not be in the policy any more. image.yaml has:\n\n%s",
+		rotation.OwnerKeyFinish:  "The cluster accepts only the new key: copy the owner's folder. Remove images with the old key from the policy. image.yaml has:\n\n%s",
 	}[step]
 	_, err := fmt.Fprintf(a.stdout, text, imageKeys(p))
 	return err

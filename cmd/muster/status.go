@@ -24,12 +24,12 @@ func (a *app) statusCommand() *cobra.Command {
 		check            bool
 	)
 	cmd := &cobra.Command{
-		Use: "status", Short: "Show nodes, who waits and why, the policy, certificates, and what needs attention",
+		Use: "status", Short: "Show nodes, waiting machines with the reasons, the policy, certificates, and what needs attention",
 		Long: `Shows the cluster of the owner's folder: its nodes with the verdicts on their machines, machines that were refused
-recently, certificates and when they end, the policy and its insecure switches, and at the end what needs attention.
-The exit code is 0 if the cluster could be asked, is not older than what it said before, and has a policy of its owner; with --check it is 1 if anything needs attention.
+recently, certificates with their expiry, the policy and its insecure switches, and finally what needs attention.
+The exit code is 0 if the cluster answers, its state is not older than the recorded one, and the owner has signed its policy. With --check it is 1 if anything needs attention.
 
-With --endpoint it asks one machine that is in no cluster yet what it waits for. The machine is verified as by muster verify;
+With --endpoint it shows what one machine that is not in a cluster yet waits for. The machine is verified as by muster verify;
 if the policy does not accept it, the answer is shown as unproven.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -87,7 +87,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 		},
 	}
 	cmd.Flags().DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait for the API server or the machine")
-	cmd.Flags().StringVar(&endpoint, "endpoint", "", "ask this machine, HOST[:PORT], that is in no cluster yet (default port 9000)")
+	cmd.Flags().StringVar(&endpoint, "endpoint", "", "show the state of this machine, HOST[:PORT], which is not in a cluster yet (default port 9000)")
 	cmd.Flags().StringVar(&policy, "policy", "", "with --endpoint: policy to verify with (default: that of the owner's folder)")
 	cmd.Flags().BoolVar(&check, "check", false, "exit with 1 if anything needs attention")
 	return cmd
@@ -106,7 +106,7 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 		fmt.Fprintf(a.stdout, "Rotation    %s, %s since %s: %s\n", r.Key, r.Phase, r.Since.Local().Format(time.DateTime), next)
 	}
 	if next := s.OwnerKeyRotation; next != "" {
-		fmt.Fprintf(a.stdout, "Owner's key a rotation is not over: roll out the image for the next step, then run %s\n", next)
+		fmt.Fprintf(a.stdout, "Owner's key a rotation is unfinished: roll out the image for the next step, then run %s\n", next)
 	}
 	if u := s.Upgrade; u != nil {
 		fmt.Fprintf(a.stdout, "Kubernetes  upgrade %s -> %s, %s: %d of %d nodes have it; muster upgrade kubernetes %s continues\n", u.From, u.To, u.Stage, u.Upgraded, u.Nodes, u.To)
@@ -116,7 +116,7 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 		fmt.Fprintf(a.stdout, "INSECURE    %s\n", strings.Join(s.Policy.Insecure, ", "))
 	}
 	for _, c := range s.Certificates {
-		fmt.Fprintf(a.stdout, "%-10s  ends %s\n", c.Name, c.Expires.UTC().Format(time.DateOnly))
+		fmt.Fprintf(a.stdout, "%-10s  expires %s\n", c.Name, c.Expires.UTC().Format(time.DateOnly))
 	}
 	tables := [][][]string{{{"NODE", "READY", "ROLE", "VERSION", "MACHINE", "VERDICT", "AGE", "POLICY", "CLIENT CERT", "SERVING CERT", "CONTROL PLANE"}}}
 	for _, n := range s.Nodes {
@@ -146,7 +146,7 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 		}
 	}
 	if n := listable(s.Waiting); n > 0 {
-		fmt.Fprintf(a.stdout, "\n%d of those that wait lack only a place in a list of the policy: muster approve\n", n)
+		fmt.Fprintf(a.stdout, "\n%d of the waiting machines lack only an entry in a list of the policy: muster approve\n", n)
 	}
 	fmt.Fprintln(a.stdout)
 	if len(s.Attention) == 0 {
@@ -165,7 +165,7 @@ func needAttention(n int) string {
 	return fmt.Sprintf("%d things need attention", n)
 }
 
-// listable counts the machines that wait and that the policy would accept if a list had them.
+// listable counts the waiting machines that the policy would accept if a list had them.
 func listable(all []clusterapi.Waiting) (n int) {
 	for _, w := range all {
 		if w.List != "" && w.Differs == "" {
@@ -194,7 +194,7 @@ func left(end *time.Time, now time.Time) string {
 	}
 }
 
-// first returns when the first of the certificates ends; nil if there is none.
+// first returns the earliest expiry of the certificates; nil if there is none.
 func first(list []clusterapi.Certificate) *time.Time {
 	if len(list) == 0 {
 		return nil

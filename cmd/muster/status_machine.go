@@ -10,7 +10,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// machineStatus shows one machine that is in no cluster yet.
+// machineStatus shows one machine that is not in a cluster yet.
 func (a *app) machineStatus(ctx context.Context, endpoint, policy string) error {
 	cfg, err := a.target(endpoint, policy, string(attest.PurposeMachine), "")
 	if err != nil {
@@ -63,7 +63,7 @@ func (a *app) showMachine(s *appraisal.MachineStatus, now time.Time) {
 		}
 		by := ""
 		if s.ReasonUnproven {
-			by = ", from a peer that has not proven to be a joinservice"
+			by = ", from a peer that was not attested as a joinservice"
 		}
 		line("Last reason", "%s%s%s (failed attempts: %d)", s.Reason, by, when, s.FailedAttempts)
 		if s.Remedy != "" {
@@ -79,7 +79,7 @@ func (a *app) showMachine(s *appraisal.MachineStatus, now time.Time) {
 	case s.InitAllowed:
 		line("Tries", "no joinservice: it waits for muster init")
 	default:
-		line("Tries", "no joinservice: its metadata name no joinEndpoints and allow no init")
+		line("Tries", "no joinservice: its metadata have no joinEndpoints and allow no init")
 	}
 	if s.Skew.Abs() >= appraisal.SkewWarn {
 		line("Clock", "%s off ours", s.Skew.Round(time.Second))
@@ -87,5 +87,5 @@ func (a *app) showMachine(s *appraisal.MachineStatus, now time.Time) {
 	line("Version", "%s", s.Version)
 }
 
-// ago returns the time since an event, for people.
+// ago returns the time since an event as a short text.
 func ago(t, now time.Time) string { return max(0, now.Sub(t)).Round(time.Second).String() }

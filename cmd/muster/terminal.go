@@ -11,15 +11,15 @@ import (
 	"unicode/utf8"
 )
 
-// visibleWriter writes characters that a terminal obeys or hides as JSON escapes them (\u001b): the API server or a
-// machine has chosen parts of what is printed. These are control characters except line feed and tab, characters that
-// change the direction of text or have no width, spaces other than that of ASCII, and bytes that are not UTF-8. A JSON
-// object keeps its meaning, since it has them only in strings.
+// visibleWriter escapes characters that a terminal obeys or hides, as in JSON (\u001b), because the API server or a
+// machine has chosen parts of the output. These are control characters except line feed and tab, characters that
+// change the direction of text or have no width, spaces other than that of ASCII, and bytes that are not UTF-8. JSON
+// keeps its meaning, since it has such characters only in strings.
 type visibleWriter struct {
 	out io.Writer
 
 	mu   sync.Mutex
-	rest []byte // the beginning of a character, at most 3 bytes
+	rest []byte // the start of an incomplete character, at most 3 bytes
 }
 
 // visible returns a [visibleWriter] to w.

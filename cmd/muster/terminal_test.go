@@ -102,7 +102,7 @@ func TestAPlanDoesNotMoveTheCursor(t *testing.T) {
 			if err := a.showDeparture(cmd, leaving{}, &lifecycle.Removal{Plan: []string{"plan " + tt.text}, Warnings: []string{"warning " + tt.text}}, "w1"); err != nil {
 				t.Fatal(err)
 			}
-			if want := "1. plan " + tt.shown + "\nNote: warning " + tt.shown + ".\nType w1 to go on: \n"; stderr.String() != want {
+			if want := "1. plan " + tt.shown + "\nNote: warning " + tt.shown + ".\nType w1 to continue: \n"; stderr.String() != want {
 				t.Errorf("%q, want %q", stderr, want)
 			}
 		})

@@ -22,18 +22,18 @@ func (a *app) uninstallCommand() *cobra.Command {
 	var f uninstallFlags
 	cmd := &cobra.Command{
 		Use:   "uninstall",
-		Short: "Remove Muster from a cluster, which goes on as one of plain kubeadm",
+		Short: "Remove Muster from a cluster, which continues as a plain kubeadm cluster",
 		Long: `Restores kubeadm's permissions and configuration, and removes Muster's admission policies, services, definitions and
 namespace, in this order. Pods keep running. The owner's folder stays, with a backup of Muster's objects.
 
-From then on no machine is attested: a bootstrap token is enough to join, and kubelets renew their certificates without attestation.
+From then on no machine is attested: a bootstrap token is sufficient to join, and kubelets renew their certificates without attestation.
 
-It refuses, and changes nothing, while a state disk is encrypted (nothing could open it), while a banned machine or a revoked certificate
-could write again, while another command is in progress, and until each control plane's kube-controller-manager approves node
-certificates: that, and Muster's units, are changed on the machines, as docs/runbooks.md#uninstall shows. Nodes with Muster's own image have no
-login: replace them.
+It refuses, and changes nothing, while a state disk is encrypted (nothing could open it), while a banned machine or a revoked certificate could
+write again, while another command is in progress, and until each control plane's kube-controller-manager approves node certificates. You
+change that, and remove Muster's units, on the machines (docs/runbooks.md#uninstall). Nodes with Muster's own image have no login: replace
+them.
 
-After an interruption the same command continues. What will be done is shown first.`,
+The command first shows what it will do. After an interruption, run the same command again to continue.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.uninstall(cmd, f) },
 	}
@@ -41,9 +41,9 @@ After an interruption the same command continues. What will be done is shown fir
 	flags.BoolVar(&f.dryRun, "dry-run", false, "show the steps, and the problems that prevent them; change nothing")
 	flags.BoolVar(&f.yes, "yes", false, "don't ask")
 	flags.BoolVar(&f.letBackIn, "let-back-in", false, "accept that banned machines and revoked certificates can write again")
-	flags.StringSliceVar(&f.unencrypted, "unencrypted", nil, "nodes whose state disks are not encrypted, if that is not recorded, as of the machine that the cluster was made on")
-	flags.DurationVar(&f.timeout, "timeout", 10*time.Minute, "how long all of it may take")
-	_ = cmd.RegisterFlagCompletionFunc("unencrypted", a.completeNodes) // the flag is there
+	flags.StringSliceVar(&f.unencrypted, "unencrypted", nil, "nodes with unencrypted state disks, if that is not recorded, for instance of the cluster's first machine")
+	flags.DurationVar(&f.timeout, "timeout", 10*time.Minute, "time limit of the whole command")
+	_ = cmd.RegisterFlagCompletionFunc("unencrypted", a.completeNodes) // the flag exists
 	return cmd
 }
 
@@ -86,7 +86,7 @@ func (a *app) uninstall(cmd *cobra.Command, f uninstallFlags) error {
 		if err := a.uninstalled(p, "Nothing of Muster is left in the cluster."); err != nil || len(silent) == 0 {
 			return err
 		}
-		fmt.Fprintf(a.stderr, "Note: the kubelets of these nodes do not renew their Leases, though their Nodes are Ready: %s. The block uninstall-machine of %s shows why, if it is run there again.\n", strings.Join(silent, ", "), uninstall.UninstallRunbook)
+		fmt.Fprintf(a.stderr, "Note: the kubelets of these nodes do not renew their Leases, although their Nodes are Ready: %s. To see why, run the block uninstall-machine of %s there again.\n", strings.Join(silent, ", "), uninstall.UninstallRunbook)
 		return nil
 	case f.dryRun:
 		_, err := fmt.Fprintln(a.stdout, "Nothing was changed.")
@@ -111,7 +111,7 @@ func (a *app) limited(ctx context.Context, d time.Duration) (context.Context, co
 	return context.WithTimeoutCause(ctx, d, fmt.Errorf("not done within %s: %w", d, context.DeadlineExceeded))
 }
 
-// showUninstall shows what will be done.
+// showUninstall shows the planned steps.
 func (a *app) showUninstall(p *uninstall.UninstallPlan) {
 	for i, s := range p.Steps {
 		fmt.Fprintf(a.stderr, "%d. %s: %s\n", i+1, s.Name, s.Detail)
@@ -121,13 +121,13 @@ func (a *app) showUninstall(p *uninstall.UninstallPlan) {
 	}
 }
 
-// uninstalled prints the result, and what is left to do on the machines.
+// uninstalled prints the result, and the remaining steps on the machines.
 func (a *app) uninstalled(p *uninstall.UninstallPlan, text string) error {
 	if a.output == outputJSON {
 		return a.json(p)
 	}
 	fmt.Fprintln(a.stdout, text)
-	fmt.Fprintf(a.stdout, "If a machine still has Muster's units, run the block uninstall-machine of %s there, and don't restart the machine before:\n", uninstall.UninstallRunbook)
+	fmt.Fprintf(a.stdout, "If a machine still has Muster's units, run the block uninstall-machine of %s there. Don't restart the machine before that:\n", uninstall.UninstallRunbook)
 	rows := [][]string{{"NODE", "ROLE", "READY"}}
 	for _, m := range p.Machines {
 		rows = append(rows, []string{m.Node, string(m.Role), yes(m.Ready)})

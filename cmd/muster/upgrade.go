@@ -24,12 +24,13 @@ func (a *app) upgradeCommand() *cobra.Command {
 	var f upgradeFlags
 	cmd := &cobra.Command{
 		Use:   "upgrade [--images FILE | --joinservice-image IMAGE --kms-image IMAGE] [--dry-run]",
-		Short: "Bring Muster's services in the cluster to this version",
-		Long: `Brings definitions, chart and services to the version of this program, and the services to other images. What is
-there is backed up into the owner's folder first. If the new services don't get ready, or their evidence is not
-accepted, the release is rolled back by itself; if the command is interrupted, running it again takes it up.
+		Short: "Upgrade Muster's services in the cluster to this version",
+		Long: `Upgrades definitions, chart and services to the version of this program, and the services to other images. First
+it backs up the present objects into the owner's folder. If the new services don't become ready, or their
+evidence is not accepted, the release is rolled back automatically. After an interruption, run the same command
+again to continue.
 
-Values that are not named stay as they are.`,
+Other values are kept.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.upgrade(cmd.Context(), f) },
 	}
@@ -37,9 +38,9 @@ Values that are not named stay as they are.`,
 	leaveOut(flags, &f.leaveOut)
 	f.images.add(flags)
 	flags.BoolVar(&f.dryRun, "dry-run", false, "show what would change, and change nothing")
-	flags.BoolVar(&f.downgrade, "allow-downgrade", false, "go back to the older chart of this program; definitions stay")
-	flags.DurationVar(&f.patience, "wait", 5*time.Minute, "how long the services may take to get ready before the release is rolled back, and again for the way back")
-	flags.DurationVar(&f.timeout, "timeout", 15*time.Minute, "how long all of it may take; the way back is not cut short")
+	flags.BoolVar(&f.downgrade, "allow-downgrade", false, "downgrade to the older chart of this program; definitions are kept")
+	flags.DurationVar(&f.patience, "wait", 5*time.Minute, "how long the services may take to become ready before the release is rolled back, and again for the rollback")
+	flags.DurationVar(&f.timeout, "timeout", 15*time.Minute, "time limit of the whole command, without a rollback")
 	cmd.AddCommand(a.upgradeKubernetesCommand())
 	return cmd
 }
@@ -85,7 +86,7 @@ func (a *app) upgrade(ctx context.Context, f upgradeFlags) error {
 		_, err = fmt.Fprintf(a.stdout, "Nothing to change: revision %d runs.\n", done.Revision)
 		return err
 	}
-	_, err = fmt.Fprintf(a.stdout, "Revision %d runs. What was there before is in %s.\n", done.Revision, done.Backup)
+	_, err = fmt.Fprintf(a.stdout, "Revision %d runs. The previous objects are in %s.\n", done.Revision, done.Backup)
 	return err
 }
 

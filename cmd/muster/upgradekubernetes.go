@@ -23,10 +23,10 @@ func (a *app) upgradeKubernetesCommand() *cobra.Command {
 		Short: "Upgrade Kubernetes on all nodes, one after another",
 		Long: `Upgrades the control planes one after another, then the workers: each is drained, its machine upgrades itself by an order that is signed
 with the owner's key, and it must be Ready with the new version before the next one. VERSION is a newer patch of the same minor version,
-or the next minor version. LIST is complete: what it does not have is removed from the nodes.
+or the next minor version. LIST must be complete: nodes remove what is not listed.
 
-The command ends at the first node that fails or is not well. The same command continues, also without --components: the owner's folder
-keeps the list until the upgrade is done. There is no way back to the version before.`,
+The command stops at the first node that fails or is unhealthy. To continue, run the same command again, also without --components: the
+owner's folder keeps the list until the upgrade is complete. A downgrade is not possible.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if _, err := versions.Resolve(args[0]); err != nil {
@@ -57,7 +57,7 @@ keeps the list until the upgrade is done. There is no way back to the version be
 	}
 	pods.flags(cmd, true)
 	cmd.Flags().Lookup("drain").Hidden = true // it always drains
-	cmd.Flags().StringVar(&components, "components", "", "the new version's list of components and images, which muster components pin has written (default: that of the upgrade that was begun)")
+	cmd.Flags().StringVar(&components, "components", "", "the new version's list of components and images, as muster components pin writes it (default: that of the upgrade in progress)")
 	cmd.Flags().BoolVar(&dryRun, "dry-run", false, "show what would be done, and change nothing")
 	cmd.Flags().BoolVar(&yes, "yes", false, "don't ask")
 	cmd.Flags().IntVar(&cfg.MaxUnavailable, "max-unavailable", 1, "how many workers are upgraded at the same time")
@@ -98,7 +98,7 @@ func (a *app) upgradeKubernetes(cmd *cobra.Command, cfg rollout.KubernetesConfig
 		return err
 	}
 	_ = a.remember(cmd.Context(), cfg.Dir) // a failure is printed
-	return a.result("cluster", "all nodes that take orders run Kubernetes "+plan.To+".")
+	return a.result("cluster", "all nodes that accept orders run Kubernetes "+plan.To+".")
 }
 
 func showKubernetesPlan(w io.Writer, p *rollout.KubernetesPlan) {

@@ -28,19 +28,19 @@ func (a *app) verifyCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "verify NODE|ENDPOINT [--policy FILE] [--purpose machine|joinservice|kms]",
-		Short: "Look at a machine: what it booted, and whether the policy accepts it",
-		Long: `Shows what a machine's evidence says beside what the policy expects: image, firmware, drivers and Secure Boot,
-from the replayed event log. The exit code is 0 if the machine is accepted.
+		Short: "Verify a machine: what it booted, and whether the policy accepts it",
+		Long: `Compares a machine's evidence with the policy: image, firmware, drivers and Secure Boot, from the replayed
+event log. The exit code is 0 if the machine is accepted.
 
 With the address of a machine, it runs the exchange of attested TLS, and sends nothing else.
 
 With the name of a running node, which serves no port, it sends the machine an order that is signed with the owner's key. The machine gets it
-with its next attestation, within five minutes, and makes new evidence for it, which the cluster passes on. This program checks the evidence
-itself: the cluster can delay or refuse, but not pass off other evidence. If the folder has a cluster, a host name without
-a dot is a node's: write an address as HOST:9000.
+with its next attestation, within five minutes, and makes new evidence for it, which the cluster passes on. This program verifies the
+evidence itself: the cluster can delay or refuse it, but can't substitute other evidence. If the folder has a cluster, a host name without a
+dot is a node's: write an address as HOST:9000.
 
-A machine that is in no cluster must be unlocked. With an owner's folder or --cluster-id, one that is locked to that
-cluster is accepted too, and the purposes joinservice and kms can be looked at.`,
+A machine that is not in a cluster must be unlocked. With an owner's folder or --cluster-id, a machine that is
+locked to that cluster is also accepted, and the purposes joinservice and kms can be verified.`,
 		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeNodes,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if purpose == string(attest.PurposeMachine) && clusterID == "" && mayBeNode(args[0]) {
@@ -71,7 +71,7 @@ cluster is accepted too, and the purposes joinservice and kms can be looked at.`
 	}
 	f := cmd.Flags()
 	f.StringVar(&policy, "policy", "", "policy to verify with (default: that of the owner's folder)")
-	f.StringVar(&purpose, "purpose", string(attest.PurposeMachine), "what the evidence must have been made for")
+	f.StringVar(&purpose, "purpose", string(attest.PurposeMachine), "required purpose of the evidence")
 	f.StringVar(&clusterID, "cluster-id", "", "cluster that the machine may be locked to (default: that of the owner's folder)")
 	f.BoolVar(&events, "event-log", false, "show the event log")
 	f.DurationVar(&timeout, "timeout", 30*time.Second, "how long to wait (of a node: default 25m)")
@@ -100,7 +100,7 @@ func readPolicy(path string, parse func([]byte) (*attest.Policy, error)) (*attes
 	return p, nil
 }
 
-// targetBy is target with a policy that parse reads.
+// targetBy is [target] with another parser of the policy.
 func (a *app) targetBy(endpoint, policyPath, purpose, clusterID string, parse func([]byte) (*attest.Policy, error)) (appraisal.VerifyConfig, error) {
 	var cfg appraisal.VerifyConfig
 	port := 9000
@@ -163,7 +163,7 @@ func (a *app) show(s *appraisal.Report, events bool) error {
 	}
 	disk := ""
 	if s.Disk != "" {
-		disk = "State disk     " + s.Disk + " (the cluster's record: not proven)\n"
+		disk = "State disk     " + s.Disk + " (the cluster's record: unverified)\n"
 	}
 	if s.Machine != "" {
 		fmt.Fprintf(a.stdout, "Machine        %s\nEndorsement    %s\nImage          %s\nClass          %s\nEK root        %s\nEK kind        %s\nNode lock      %s\nSecure Boot    %s\nHardware       %s\nTPM            firmware %s, %d resets, %d restarts\nAK name        %s\nEvidence       SHA-256 %s\n%s\n",
@@ -193,7 +193,7 @@ func (a *app) show(s *appraisal.Report, events bool) error {
 		fmt.Fprintln(a.stdout)
 	}
 	if r := s.Record; r != nil {
-		fmt.Fprintf(a.stdout, "What the cluster says of %s. Nothing of it is proven: whoever controls the cluster can write it.\n\nMachine        %s\n%sVerdict        %s\n\n", s.Node, r.Machine, disk, recorded(r))
+		fmt.Fprintf(a.stdout, "The cluster's record of %s, which is unverified: an attacker who controls the cluster can write it.\n\nMachine        %s\n%sVerdict        %s\n\n", s.Node, r.Machine, disk, recorded(r))
 	}
 	switch {
 	case s.Accepted:
@@ -206,7 +206,7 @@ func (a *app) show(s *appraisal.Report, events bool) error {
 	return s.Err
 }
 
-// endorsement returns it with the virtual machine that it names.
+// endorsement returns the endorsement with its virtual machine, if it names one.
 func endorsement(s *appraisal.Report) string {
 	if s.Instance == "" {
 		return s.Endorsement
@@ -214,7 +214,7 @@ func endorsement(s *appraisal.Report) string {
 	return s.Endorsement + ", " + s.Instance
 }
 
-// named returns a text for a name that the policy may not have.
+// named returns the name, or a text if the policy has none.
 func named(s string) string {
 	if s == "" {
 		return "none in the policy"

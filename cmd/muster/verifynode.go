@@ -22,8 +22,8 @@ import (
 // mayBeNode reports whether a text may be the name of a node, which is a DNS label. IP addresses, HOST:PORT and names with dots are not.
 func mayBeNode(text string) bool { return len(validation.IsDNS1123Label(text)) == 0 }
 
-// verifyNode verifies a running node of the folder's cluster. It returns nil if there is no cluster. If there is no such node in it, it refuses with
-// NOT_ENROLLED: who answers the API, and DNS, could have another machine verified in its place.
+// verifyNode verifies a running node of the folder's cluster. It returns nil if there is no cluster. If the cluster has no such node, it refuses
+// with NOT_ENROLLED. Otherwise an attacker who answers the API and DNS could substitute another machine.
 func (a *app) verifyNode(ctx context.Context, name, policyPath string, timeout time.Duration) (*appraisal.Report, error) {
 	dir, err := a.view()
 	if err != nil {
@@ -54,7 +54,7 @@ func recorded(r *appraisal.Record) string {
 	if r.Time == nil {
 		return "none: it has not attested yet"
 	}
-	if r.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) { // the serial is that of the latest good verdict
+	if r.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) { // the serial of the latest positive verdict
 		return fmt.Sprintf("%s, at %s", cmp.Or(r.Message, r.Reason), r.Time.Local().Format(time.DateTime))
 	}
 	return fmt.Sprintf("%s, by the policy of serial %d, at %s", r.Reason, r.PolicySerial, r.Time.Local().Format(time.DateTime))

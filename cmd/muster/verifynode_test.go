@@ -35,12 +35,12 @@ func TestTheClustersRecordIsMarkedAsSuch(t *testing.T) {
 		lacks  string
 	}{
 		"a record": {appraisal.Report{Node: "w1", Disk: "3f1c", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "ACCEPTED", Time: &at, PolicySerial: 7}},
-			[]string{"What the cluster says of w1. Nothing of it is proven", "abc", "State disk     3f1c (the cluster's record: not proven)\n", "ACCEPTED, by the policy of serial 7", "Not verified."}, "Accepted"},
+			[]string{"The cluster's record of w1, which is unverified", "abc", "State disk     3f1c (the cluster's record: unverified)\n", "ACCEPTED, by the policy of serial 7", "Not verified."}, "Accepted"},
 		"a record of a refusal": {appraisal.Report{Node: "w1", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "POLICY_REFUSED", Message: "POLICY_REFUSED: PCR 11", Time: &at, PolicySerial: 7}},
 			[]string{"Verdict        POLICY_REFUSED: PCR 11, at", "Not verified."}, "serial 7"},
 		"a record without a verdict": {appraisal.Report{Node: "w1", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "NONE"}}, []string{"it has not attested yet", "Not verified."}, "ACCEPTED"},
 		"a refusal":                  {appraisal.Report{Node: "w1", Err: refusal}, []string{"Refused."}, "the cluster says"},
-		"an accepted node":           {appraisal.Report{Node: "w1", Disk: "3f1c", Accepted: true, Machine: "abc", PolicySerial: 3}, []string{"Accepted by the policy of serial 3.", "State disk     3f1c (the cluster's record: not proven)\n"}, "the cluster says"},
+		"an accepted node":           {appraisal.Report{Node: "w1", Disk: "3f1c", Accepted: true, Machine: "abc", PolicySerial: 3}, []string{"Accepted by the policy of serial 3.", "State disk     3f1c (the cluster's record: unverified)\n"}, "the cluster says"},
 	} {
 		var out bytes.Buffer
 		err := (&app{stdout: &out, stderr: io.Discard, output: outputPlain}).show(&tt.report, false)

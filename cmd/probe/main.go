@@ -1,4 +1,4 @@
-// Command probe asks a service in its own pod whether it is alive or ready. It is in the images of joinservice and kms, for
+// Command probe checks whether a service in its own pod is alive or ready. It is in the images of joinservice and kms, for
 // the probes of their pods; see deploy/charts/muster.
 //
 //	probe /healthz

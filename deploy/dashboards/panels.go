@@ -81,7 +81,7 @@ var dashboards = []dashboard{
 		{"Machines that are locked", "none", "1 once an init or a join has taken the node lock.", one(`muster_node_locked`, "{{instance}}")},
 		{"Tries to join", "cps", "By outcome.", one(rate("muster_join_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
 		{"Tries to unlock the state disk", "cps", "By outcome, of machines that wait in the initramfs. Another reason than ACCEPTED: look at the machine's console.", one(rate("muster_unlock_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
-		{"Files changed on the state disk", "none", "Removed or written anew at the start, since the cluster does not list them. Above 0: an intruder was root on that node.", one(`muster_state_disk_findings`, "{{instance}}")},
+		{"Files changed on the state disk", "none", "Removed or rewritten at the start, since the cluster does not list them. Above 0: an intruder was root on that node.", one(`muster_state_disk_findings`, "{{instance}}")},
 		{"Tries to init", "cps", "By outcome; INIT_SECRET_INVALID: a client guesses.", one(rate("muster_init_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
 		{"Recoveries", "cps", "By outcome; RECOVERY_SECRET_INVALID: wrong files, or a client guesses.", one(rate("muster_recovery_attempts_total", "instance, reason"), "{{instance}} {{reason}}")},
 	}},

@@ -169,7 +169,7 @@ func unified(o options, b base, kernel, program string, root layout.Root) ([]byt
 	if err != nil {
 		return nil, err
 	}
-	// The loader's name ends in a word that stands for unfinished work elsewhere.
+	// The loader's name ends in a word that elsewhere marks unfinished work.
 	found, err := filepath.Glob(filepath.Join(b.loader(), "usr/lib/systemd/boot/efi/linuxx64.efi.*"))
 	if err != nil || len(found) != 1 {
 		return nil, fmt.Errorf("the package %s has %d loaders for x86-64, want one: %w", loaderPackage, len(found), err)

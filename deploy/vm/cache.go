@@ -135,7 +135,7 @@ func (c cache) download(ctx context.Context, a *apt, want []lock.Package, pool s
 			return fmt.Errorf("%s: %w", p, err)
 		}
 		if got != p.Sum { // S1
-			return fmt.Errorf("%s: the mirror sent SHA-256 %s, and the lock file says %s", p, got, p.Sum)
+			return fmt.Errorf("%s: the mirror sent SHA-256 %s, but the lock file has %s", p, got, p.Sum)
 		}
 		if err := c.put(to, packageName(p)); err != nil {
 			return err

@@ -29,7 +29,7 @@ const (
 	suite         = "bookworm"
 	architecture  = "amd64"
 	kernelPackage = "linux-image-cloud-amd64"
-	kernelPrefix  = "linux-image-" // what the package above depends on
+	kernelPrefix  = "linux-image-" // a dependency of the package above
 	loaderPackage = "systemd-boot-efi"
 	mergedPackage = "usr-is-merged" // mmdebstrap's hook installs it
 	keyring       = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -103,7 +103,7 @@ func fetch(ctx context.Context, o options, l lock.Lock, work string, log io.Writ
 			return b, err
 		}
 		if sum != l.Root { // S1
-			return b, fmt.Errorf("the packages of the lock file led to a root of SHA-256 %s, and the lock file says %s: something of this machine that the lock file doesn't name shapes it; %s", sum, l.Root, refresh)
+			return b, fmt.Errorf("the packages of the lock file give a root of SHA-256 %s, but the lock file has %s: the root depends on something on this machine that the lock file doesn't pin; %s", sum, l.Root, refresh)
 		}
 		if err := c.put(b.root(), rootName(sum)); err != nil {
 			return b, err

@@ -115,7 +115,7 @@ func pinnedPrograms(o options, goVersion string) ([]lock.Program, error) {
 			return nil, err
 		}
 		if sum.String() != pin.Sums[name] { // S1
-			return nil, fmt.Errorf("%s has SHA-256 %s, and %s says %q: remove the folder and run `make kube` to build it again, or, after a change of tools/kube, write the file with `%s`",
+			return nil, fmt.Errorf("%s has SHA-256 %s, but %s has %q: remove the folder and run `make kube` to build it again, or, after a change of tools/kube, write the file with `%s`",
 				filepath.Join(o.containerd, name), sum, file, pin.Sums[name], repin)
 		}
 		out = append(out, lock.Program{Name: name, Sum: sum})

@@ -189,7 +189,7 @@ func TestAMirrorThatSendsOtherBytesThanTheLockNamesIsRefused(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(s.o.cache, "pool"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := (cache{dir: s.o.cache, log: &s.log}).download(t.Context(), m, []lock.Package{b}, filepath.Join(s.o.cache, "pool")); err == nil || !strings.Contains(err.Error(), "the lock file says") {
+	if err := (cache{dir: s.o.cache, log: &s.log}).download(t.Context(), m, []lock.Package{b}, filepath.Join(s.o.cache, "pool")); err == nil || !strings.Contains(err.Error(), "the lock file has") {
 		t.Errorf("it is taken: %v", err)
 	}
 	if _, err := os.Stat(filepath.Join(s.o.cache, packageName(b))); err == nil {

@@ -63,7 +63,7 @@ var removed = []string{"var", "boot", "run", "tmp", "dev", "proc", "sys", "mnt",
 // waysIn are programs that Debian's part must not have: a build that gets one by a dependency fails.
 var waysIn = []string{"usr/sbin/sshd", "usr/sbin/dropbear", "usr/sbin/in.telnetd", "usr/sbin/telnetd", "usr/sbin/in.rshd", "usr/sbin/xinetd", "usr/sbin/inetd"}
 
-// folders that the root needs as places to mount to.
+// folders that the root needs as mount points.
 var folders = []string{"boot", "dev", "etc/cni/net.d", "etc/kubernetes", "etc/muster", "home", "mnt", "opt/cni", "proc", "run", "srv", "sys", "tmp", "usr/local/bin", "usr/local/lib/muster", "var"}
 
 // tree is what the image adds to Debian's root: path without leading slash → entry.

@@ -106,7 +106,7 @@ func programs(o options, l lock.Lock, dir string) (map[string]string, error) {
 		if i := slices.IndexFunc(l.Programs, func(p lock.Program) bool { return p.Name == name }); i < 0 {
 			err = builtHere(file, l.Go)
 		} else if want := l.Programs[i].Sum; sum != want { // S1
-			err = fmt.Errorf("%s has SHA-256 %s, and %s says %s: remove the folder and run `make kube` to build it again, or %s", filepath.Join(folder, name), sum, o.lock, want, refresh)
+			err = fmt.Errorf("%s has SHA-256 %s, but %s has %s: remove the folder and run `make kube` to build it again, or %s", filepath.Join(folder, name), sum, o.lock, want, refresh)
 		}
 		if err != nil {
 			return nil, err

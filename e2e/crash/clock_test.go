@@ -52,8 +52,8 @@ func TestAClockThatIsThreeHoursOffIsNamedOrHarmless(t *testing.T) {
 			if tt.refused {
 				eventually(t, "the machine names its clock", func() bool { return strings.Contains(l.log.String(), `"reason":"CLOCK_SKEW"`) })
 				text := l.log.String()
-				if !strings.Contains(text, "this machine's clock says "+time.Now().Add(tt.machine).UTC().Format("2006-01-02T15")) && time.Now().Minute() > 1 ||
-					!strings.Contains(text, ", the cluster's at least ") || !strings.Contains(text, "Set the clock") {
+				if !strings.Contains(text, "this machine's clock is at "+time.Now().Add(tt.machine).UTC().Format("2006-01-02T15")) && time.Now().Minute() > 1 ||
+					!strings.Contains(text, ", but the certificate that the cluster has just issued is valid from ") || !strings.Contains(text, "Set the clock") {
 					t.Errorf("the log does not say both times, and what to do:\n%s", text)
 				}
 				eventually(t, "the ticket comes back", func() bool { j.mu.Lock(); defer j.mu.Unlock(); return j.returned > 0 })

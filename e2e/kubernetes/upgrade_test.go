@@ -66,7 +66,7 @@ func TestAClusterIsUpgradedWhileItsPowerIsCut(t *testing.T) {
 	}
 	c.say(t, "the upgrade is over")
 	for _, name := range []string{node(1), node(2), node(planes + 1)} {
-		if log := c.log(name, "muster-orders"); !strings.Contains(log, "order goes on") {
+		if log := c.log(name, "muster-orders"); !strings.Contains(log, "order continues") {
 			t.Errorf("%s did not go on with its order after the power cut:\n%s", name, log)
 		}
 	}

@@ -170,7 +170,7 @@ func (s *seat) examine(t *testing.T) (failed []checkup.Finding) {
 		case checkup.Fail:
 			failed = append(failed, f)
 		case checkup.Warn:
-			t.Logf("worth a word: %+v", f)
+			t.Logf("warning: %+v", f)
 		case checkup.OK:
 		}
 	}

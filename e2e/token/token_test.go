@@ -166,7 +166,7 @@ func TestAClusterMadeByHandGetsMuster(t *testing.T) {
 			}
 			return nil
 		})
-		if out, err := c.doctor(t.Context()); err != nil || !strings.Contains(out, "node4 was a node before Muster was here") {
+		if out, err := c.doctor(t.Context()); err != nil || !strings.Contains(out, "node4 was a node before Muster was installed") {
 			t.Errorf("%v\n%s", err, out)
 		}
 	})

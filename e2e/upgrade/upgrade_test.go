@@ -147,7 +147,7 @@ func (c *release) dryRun(t *testing.T, images string) {
 
 func (c *release) missingImage(t *testing.T) {
 	_, err := c.At(t.Context(), driver.Owner, "", "muster", "upgrade", "--kms-image", "ghcr.io/muster-k8s/kms@sha256:"+strings.Repeat("0", 64), "--wait", "3m") // and again for the way back
-	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("revision %d did not get ready and was rolled back, by revision %d", c.before+2, c.before+3)) || !strings.Contains(err.Error(), "What to do:") {
+	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("revision %d did not become ready, and revision %d", c.before+2, c.before+3)) || !strings.Contains(err.Error(), "What to do:") {
 		t.Fatal(err)
 	}
 	t.Log(err)
@@ -177,7 +177,7 @@ func (c *release) whileMachinesJoin(t *testing.T, images string) {
 	if err != nil || running == "" || !strings.Contains(string(digests), `"`+running+`"`) {
 		t.Errorf("%q runs, %v", running, err)
 	}
-	_, backup, _ := strings.Cut(out, "What was there before is in ")
+	_, backup, _ := strings.Cut(out, "The previous objects are in ")
 	c.checkBackup(t, strings.TrimSuffix(strings.TrimSpace(backup), "."))
 	if out := c.Muster(t, "upgrade", "--images", images); !strings.Contains(out, "Nothing to change") {
 		t.Error("the same upgrade again changes something")
@@ -236,7 +236,7 @@ func (c *release) killed(t *testing.T, images string) {
 	c.Add(t, labtest.Worker("node5"))
 	c.Ready(t, "node5")
 	_, progress, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "--images", images, "--wait", "10m", "--timeout", "30m")
-	if err != nil || !strings.Contains(progress, fmt.Sprintf("revision %d was interrupted and is taken up", c.before+5)) {
+	if err != nil || !strings.Contains(progress, fmt.Sprintf("revision %d continues the interrupted revision", c.before+5)) {
 		t.Fatalf("it doesn't say so: %v\n%s", err, progress)
 	}
 	t.Logf("muster upgrade\n%s", progress)

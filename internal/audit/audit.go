@@ -3,8 +3,8 @@
 // A record is one line of JSON, and [Log.Write] returns only when the line is on stable storage (J3): a service that writes
 // the record before it answers can always prove later what it sent. If a record cannot be written, nothing may be sent.
 //
-// Records never hold secrets. Their fields are fixed, so that a record cannot carry data that its type has no field for
-// (K3), and their reason is the one that the caller, the log and the metric get too (R1).
+// Records never hold secrets. Their fields are fixed, so a record cannot contain other data (K3). Their reason equals the
+// one in the caller's error, the log and the metric (R1).
 package audit
 
 import (
@@ -31,9 +31,9 @@ type Record struct {
 	Detail string `json:"detail,omitempty"`
 	// Machine is the caller's machine ID.
 	Machine string `json:"machine,omitempty"`
-	// Node is the node name that was asked for.
+	// Node is the requested node name.
 	Node string `json:"node,omitempty"`
-	// Role is the role that was asked for.
+	// Role is the requested role.
 	Role string `json:"role,omitempty"`
 	// Disk is the ID of the disk concerned.
 	Disk string `json:"disk,omitempty"`

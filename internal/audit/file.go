@@ -33,7 +33,7 @@ func openFile(path string) (*os.File, error) {
 	if err := repair(f); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	// The name must survive a crash as well as the content.
+	// Both name and content must survive a crash.
 	if err := syncDir(filepath.Dir(path)); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}

@@ -6,7 +6,7 @@
 //	backup.sig   signature of the manifest with the key of the cluster's certificate authority
 //	…            the files of the manifest, in its order
 //
-// Whoever has the owner's public key can encrypt to it, so the encryption does not prove where a file comes from: the signature does. Only control planes
+// Whoever has the owner's public key can encrypt to it, so the encryption does not prove a file's origin: the signature does. Only control planes
 // have the authority's key. The owner's folder has the authority's certificate.
 package backup
 
@@ -83,7 +83,7 @@ type Manifest struct {
 	Files []File `json:"files"`
 }
 
-// State is what the cluster said right before the snapshot.
+// State is the cluster's state right before the snapshot.
 type State struct {
 	// Epoch and EpochID are the cluster's epoch (B7).
 	Epoch   uint64 `json:"epoch"`
@@ -372,8 +372,8 @@ func copyFile(archive *tar.Reader, f File, into io.Writer) error {
 	return nil
 }
 
-// ErrForeign means that another cluster, or somebody else, made a backup.
-var ErrForeign = errors.New("it is not signed by this cluster's certificate authority: another cluster, or somebody else, made it")
+// ErrForeign means that a backup was not made by this cluster.
+var ErrForeign = errors.New("it is not signed by this cluster's certificate authority, so it was made by another cluster, or forged")
 
 func verify(authority *x509.Certificate, manifest, signature []byte) error {
 	var algorithm x509.SignatureAlgorithm
@@ -432,7 +432,7 @@ func TimeOf(name string) (time.Time, bool) {
 
 var nameForm = regexp.MustCompile(`^[0-9]{8}T[0-9]{6}Z-[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?\.age$`)
 
-// Valid reports whether it can be a backup: what a machine says is not trusted.
+// Valid reports whether it can be a backup: a machine's report is not trusted.
 func (s Stored) Valid() bool {
 	sum, err := hex.DecodeString(s.SHA256)
 	if _, kerr := attest.ParseOwnerKeys([]string{s.OwnerKey}); kerr != nil {

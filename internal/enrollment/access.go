@@ -40,7 +40,7 @@ type Present struct {
 // Clock is the time by the clocks of the control planes: a wrong one neither ends a revocation early nor creates one that
 // ends early (J4).
 type Clock struct {
-	// Latest is the start of new revocations. Earliest decides whether one has expired; zero: none has.
+	// Latest is the start of new revocations. Earliest decides whether one has expired; zero if none has.
 	Earliest, Latest time.Time
 }
 

@@ -39,7 +39,7 @@ func accepted(n *v1alpha1.AttestedNode) metav1.Condition {
 	case v.Accepted:
 		return condition(v1alpha1.ConditionAccepted, metav1.ConditionTrue, v.Reason, fmt.Sprintf("the policy with serial %d accepts the machine's evidence", n.Status.PolicySerial))
 	default:
-		return condition(v1alpha1.ConditionAccepted, metav1.ConditionFalse, v.Reason, "the machine's evidence was refused: docs/reason-codes.md says what to do for "+v.Reason)
+		return condition(v1alpha1.ConditionAccepted, metav1.ConditionFalse, v.Reason, "the machine's evidence was refused: docs/reason-codes.md has the remedy for "+v.Reason)
 	}
 }
 
@@ -73,7 +73,7 @@ func revoked(n *v1alpha1.AttestedNode, have nodeaccess.Entry) metav1.Condition {
 	case have.Suspended:
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "AccessReturns", "the node may not write to the API yet: joinservice is about to let it")
 	case Locked(n, have):
-		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "CertificatesRevoked", "the machine's certificates were revoked by muster replace or forget, and it has got none since: its node may not write to the API. muster status says what to do")
+		return condition(v1alpha1.ConditionRevoked, metav1.ConditionTrue, "CertificatesRevoked", "the machine's certificates were revoked by muster replace or forget, and it has no newer ones: its node may not write to the API. muster status shows the remedy")
 	default:
 		return condition(v1alpha1.ConditionRevoked, metav1.ConditionFalse, "NotRevoked", "no suspension or revocation of the machine that is enrolled is recorded")
 	}

@@ -19,7 +19,7 @@ func NewDisk(disk, machine string, salt keys.DiskSalt, root keys.Version) *v1alp
 }
 
 // CheckDisk refuses an erased disk with DISK_ERASED (K4), and one that belongs to none of the machines with DISK_MISMATCH
-// (J2). about is what the text says of a disk of another machine.
+// (J2). about is the error's text about a disk of another machine.
 func CheckDisk(d *v1alpha1.AttestedDisk, about string, machines ...string) error {
 	if d.Spec.Erased { // K4
 		return attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "disk %s was erased: its key is never given out again", d.Name)

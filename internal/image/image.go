@@ -60,7 +60,7 @@ func ReadProgram(r io.ReaderAt, size int64) ([]byte, error) {
 		return nil, fmt.Errorf("partition %s: %w", layout.RootName, err)
 	}
 	if got != promised { // S2
-		return nil, fmt.Errorf("partition %s has the root %s, and the kernel's command line says %s: the image was altered, and a machine would stop when it reads the altered block", layout.RootName, got, promised)
+		return nil, fmt.Errorf("partition %s has the root %s, but the kernel's command line has %s: the image was altered, and a machine would stop when it reads the altered block", layout.RootName, got, promised)
 	}
 	stored, err := io.ReadAll(tree)
 	if err != nil {

@@ -17,7 +17,7 @@ type Init struct {
 	Cluster keys.ClusterID
 	Machine attest.MachineID
 	Adopt   bool
-	// Backup is the SHA-256 of the backup from which the cluster is restored; zero: none is.
+	// Backup is the SHA-256 of the backup from which the cluster is restored; zero if none is.
 	Backup [sha256.Size]byte
 }
 

@@ -38,8 +38,8 @@ const (
 	ActionDoctor Action = "doctor"
 	// ActionReboot restarts the machine.
 	ActionReboot Action = "reboot"
-	// ActionReset erases the state disk's header and restarts the machine, which formats the disk and joins anew. Run twice on
-	// one disk it does the same; the next disk has another UUID.
+	// ActionReset erases the state disk's header and restarts the machine, which formats the disk and joins as new. A second
+	// run on the same disk has the same effect; the next disk has another UUID.
 	ActionReset Action = "reset"
 	// ActionRemoveEtcdMember has a control plane remove the etcd member of the node [ArgMember]. Run twice it removes nothing.
 	ActionRemoveEtcdMember Action = "remove-etcd-member"
@@ -85,9 +85,9 @@ const (
 	PartNode = "node"
 )
 
-// MachineOrder is an order to one machine. The machine's name, ID and disk are in it: the owner knows the name, and the API,
-// which tells the owner's program the rest, cannot have it signed for a machine of another name. A machine that was erased
-// does not know any more which orders it has executed, but it has another disk.
+// MachineOrder is an order to one machine. It contains the machine's name, ID and disk. The owner knows the name; the rest
+// is from the API, which so cannot get an order signed for a machine with another name. After a reset, a machine no longer
+// knows which orders it has executed, but it has another disk.
 type MachineOrder struct {
 	// Cluster is the cluster's ID in hexadecimal digits, Node the node's name, Disk the UUID of the state disk.
 	Cluster string           `json:"cluster"`
@@ -97,13 +97,13 @@ type MachineOrder struct {
 	Action  Action           `json:"action"`
 	// Args are the action's arguments by their names.
 	Args map[string]string `json:"args,omitempty"`
-	// SignedAt is when the owner signed it. A machine begins no order that was signed earlier than one that it has begun.
+	// SignedAt is when the owner signed it. A machine starts no order that was signed earlier than one that it has started.
 	SignedAt time.Time `json:"signedAt"`
-	// NotAfter is when the machine may begin at the latest.
+	// NotAfter is the latest time at which the machine may start it.
 	NotAfter time.Time `json:"notAfter"`
 }
 
-// Addressee is the machine that an order is verified for.
+// Addressee is the machine for which an order is verified.
 type Addressee struct {
 	Cluster keys.ClusterID
 	Node    string
@@ -158,7 +158,7 @@ func (s SignedMachineOrder) Genuine(owner attest.OwnerKeys, on Addressee) (Machi
 	return o, nil
 }
 
-// Timely returns nil if the order may begin now, by the clock of its machine. It refuses with REQUEST_INVALID and CLOCK_SKEW.
+// Timely returns nil if the order may start now, by the clock of its machine. It refuses with REQUEST_INVALID and CLOCK_SKEW.
 func (o MachineOrder) Timely(now time.Time) error {
 	switch {
 	case !o.NotAfter.After(o.SignedAt) || o.NotAfter.Sub(o.SignedAt) > MaxMachineLife:

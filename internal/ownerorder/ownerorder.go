@@ -27,7 +27,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Administrator and Group are the only identity that orders are for: that of kubeadm's admin.conf.
+// Administrator and Group are the only identity for which orders are accepted: that of kubeadm's admin.conf.
 const (
 	Administrator = "kubernetes-admin"
 	Group         = "kubeadm:cluster-admins"
@@ -52,7 +52,7 @@ const (
 
 // Order is the data that the owner signs.
 type Order struct {
-	// Cluster is the cluster that it is for.
+	// Cluster is the cluster for which it is valid.
 	Cluster keys.ClusterID
 	// Request is a PKCS#10 request in DER.
 	Request []byte

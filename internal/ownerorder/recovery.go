@@ -27,7 +27,7 @@ type Recovery struct {
 	Disk    keys.DiskID
 	Key     keys.Disk
 	Nonce   Nonce
-	// Software is what the disk is compared with; nil: it is not compared.
+	// Software is what the disk is compared with; nil if it is not compared.
 	Software *Software
 }
 

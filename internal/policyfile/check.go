@@ -82,7 +82,7 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 		checkClass(c, func(format string, args ...any) { add(Warning, fmt.Sprintf("tpm2.classes[%d]", i), format, args...) })
 	}
 	if n := len(m.GetTpm2().GetBareMachineIds()); n > 0 {
-		add(Warning, "tpm2.bareMachineIds", "%d machines without an EK certificate: no authority says that their TPMs are genuine, only this list; it must have IDs that you took from the machines themselves", n)
+		add(Warning, "tpm2.bareMachineIds", "%d machines without an EK certificate: only this list, and no authority, shows that their TPMs are genuine; use only IDs that you have read on the machines themselves", n)
 	}
 	if len(m.GetTpm2().GetNitroRoots()) > 0 && len(m.GetTpm2().GetBareMachineIds()) > 0 {
 		add(Warning, "tpm2.bareMachineIds", "an instance of AWS that is listed here and in machineIds of tpm2.nitroRoots is two machines, and a ban of one leaves the other (A8): list each in one place")
@@ -100,13 +100,13 @@ func Check(text []byte, now time.Time) (*attest.Policy, []Finding, error) {
 	}
 	for i, r := range m.GetTpm2().GetEkRoots() {
 		if r.GetMinFirmwareVersion() == "" && !r.GetOperator() {
-			add(Warning, fmt.Sprintf("tpm2.ekRoots[%d].minFirmwareVersion", i), "not set: TPMs of this vendor with firmware that has known weaknesses are accepted; muster verify shows a machine's version, the vendor's advisories say which one is repaired")
+			add(Warning, fmt.Sprintf("tpm2.ekRoots[%d].minFirmwareVersion", i), "not set: TPMs of this vendor with firmware that has known weaknesses are accepted; muster verify shows a machine's version, the vendor's advisories name the repaired ones")
 		}
 	}
 	own := operatorRoots(m)
 	for _, a := range p.Authorities() {
 		if slices.Contains(own, a.Field) && ofTPMVendor(a.Certificate) {
-			add(Warning, a.Field+".operator", "the subject or issuer of %q is a TPM vendor: this root certifies TPMs of everybody who buys one. Unless it is your own, set operator: false, and list machines instead in tpm2.machineIds (--machine-id)", a.Certificate.Subject)
+			add(Warning, a.Field+".operator", "the subject or issuer of %q is a TPM vendor: this root certifies the TPMs of all its customers. Unless it is your own, set operator: false, and list machines instead in tpm2.machineIds (--machine-id)", a.Certificate.Subject)
 		}
 	}
 	checkHardware(m.GetHardware(), p.CollateralEnds(), now, func(field, format string, args ...any) { add(Warning, field, format, args...) })

@@ -153,7 +153,7 @@ func checkHardware(h *attestv1.HardwarePolicy, ends []attest.CollateralEnd, now 
 	}
 	for name, r := range map[string]*attestv1.TdxRules{"hardware.tdx": h.GetTdx(), "hardware.azureTdx": h.GetAzureTdx()} {
 		if r != nil && r.GetMinEvaluationNumber() == 0 {
-			add(name+".minEvaluationNumber", "not set: TCB data of any age are accepted if Intel has signed them lately, and it signs those of years ago anew for a mirror that asks for them; set the lowest number that muster collateral verify shows of data that you have fetched from Intel itself")
+			add(name+".minEvaluationNumber", "not set: TCB data of any age are accepted if Intel has signed them lately, and Intel signs even years-old data again on request; set the lowest number that muster collateral verify shows for data that you have fetched from Intel itself")
 		}
 	}
 	if h.GetTdx().GetAnyMrtd() {

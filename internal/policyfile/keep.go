@@ -26,7 +26,7 @@ func KeepRules(text, before []byte) (kept []byte, what []string, err error) {
 	}
 	old, err := message(before)
 	if err != nil {
-		return nil, nil, fmt.Errorf("the policy of before: %w", err)
+		return nil, nil, fmt.Errorf("the previous policy: %w", err)
 	}
 	if classes := old.GetTpm2().GetClasses(); len(m.GetTpm2().GetClasses()) == 0 && len(classes) > 0 && !m.GetInsecure().GetAnyFirmware() {
 		for _, c := range classes {

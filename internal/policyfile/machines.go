@@ -53,7 +53,7 @@ func listOf(t *attestv1.Tpm2Policy, name string) *[]string {
 	return nil
 }
 
-// Others says who else, beside the owner, has machines that an authority of a list certifies.
+// Others describes which other parties have machines that an authority of a list certifies.
 type Others string
 
 // The authority certifies the owner's machines alone, or those of all customers of a cloud, or all TPMs of a vendor.
@@ -63,7 +63,7 @@ const (
 	OthersTPMBuyers      Others = "buyers of such a TPM"
 )
 
-// OthersOf returns who else could have a machine that lacks only its place in a list. root certifies its endorsement key; nil: it is not known.
+// OthersOf returns who else could have a machine that lacks only its place in a list. root certifies its endorsement key; nil if it is not known.
 func OthersOf(text []byte, list string, root *x509.Certificate) (Others, error) {
 	m, err := message(text)
 	if err != nil {

@@ -75,7 +75,7 @@ func (m Measurements) values() (map[int]string, error) {
 	}
 	for _, i := range []int{4, 9, 11} {
 		if _, ok := out[i]; !ok {
-			return nil, fmt.Errorf("PCR %d is missing: it says what was booted", i)
+			return nil, fmt.Errorf("PCR %d is missing: it measures what was booted", i)
 		}
 	}
 	return out, nil
@@ -227,7 +227,7 @@ func writeBareMachines(line func(string, ...any), t Template) {
 	if len(t.BareMachineIDs) == 0 {
 		return
 	}
-	line("  # Machines whose TPM has no endorsement key certificate. Only this list says that a TPM is genuine, and yours:")
+	line("  # Machines whose TPM has no endorsement key certificate. Only this list shows that a TPM is genuine, and yours:")
 	line("  # take the ID from the machine itself (its console), not from the network.")
 	line("  bareMachineIds:")
 	for _, id := range t.BareMachineIDs {
@@ -263,8 +263,8 @@ func writePlatforms(line func(string, ...any), list []*attestv1.PlatformRoot) er
 	if len(list) == 0 {
 		return nil
 	}
-	line("  # Authorities of clouds for the keys of virtual machines, and which machines are accepted: anybody can rent")
-	line("  # one, so projects (gcp) or machineIds say which are yours. key: the one kind of key, ecc-p256 or rsa-2048.")
+	line("  # Authorities of clouds for the keys of virtual machines, and which machines are accepted: any customer has")
+	line("  # such machines, so projects (gcp) or machineIds list yours. key: the one kind of key, ecc-p256 or rsa-2048.")
 	line("  platformRoots:")
 	for _, r := range list {
 		if err := writeAuthority(line, r.GetPem()); err != nil {
@@ -285,7 +285,7 @@ func writeNitro(line func(string, ...any), list []*attestv1.NitroRoot) error {
 	if len(list) == 0 {
 		return nil
 	}
-	line("  # Authorities of AWS for the attestation documents of NitroTPMs, and which machines are accepted: anybody can")
+	line("  # Authorities of AWS for the attestation documents of NitroTPMs, and which machines are accepted: any customer can")
 	line("  # rent one, and documents name no account.")
 	line("  nitroRoots:")
 	for _, r := range list {

@@ -11,8 +11,8 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 )
 
-// tpmVendors are words in the names of authorities that certify TPMs for everybody: vendors of TPMs, clouds, and the public authorities of earlier vendors.
-// In lower case, with one space between words. The list need not be complete: it serves a warning.
+// tpmVendors are words in the names of authorities that certify TPMs of many owners: vendors of TPMs, clouds, and the public authorities of earlier
+// vendors. They are in lower case, with one space between words. The list need not be complete: it is only for a warning.
 var tpmVendors = []string{
 	"advanced micro devices", "amd", "amdtpm", "atmel", "broadcom", "globalsign", "google", "ibm", "infineon", "intel", "microsoft", "nationz", "nsing", "nuvoton",
 	"qualcomm", "samsung", "sinosun", "stm tpm", "stmicroelectronics", "verisign", "winbond",
@@ -29,7 +29,7 @@ func ofTPMVendor(c *x509.Certificate) bool {
 	return slices.ContainsFunc(tpmVendors, func(v string) bool { return strings.Contains(text, " "+v+" ") })
 }
 
-// operatorRoots returns the fields of the roots of which the owner says that they certify the owner's machines only.
+// operatorRoots returns the fields of the roots that by the policy certify only the owner's machines.
 func operatorRoots(m *attestv1.Policy) (fields []string) {
 	for i, r := range m.GetTpm2().GetEkRoots() {
 		if r.GetOperator() {

@@ -43,8 +43,8 @@ type Places struct {
 	// Log is attribute, value, attribute, value of a line; nil if there must be none, since unattested peers can cause any
 	// number of these.
 	Log []string
-	// Audit is field, value, field, value of a record; nil if the service keeps no audit log, or if
-	// this kind of refusal is not in it. docs/refusals.md says which kinds those are.
+	// Audit is field, value, field, value of a record; nil if the service keeps no audit log, or if this kind of refusal is
+	// not in it. docs/refusals.md lists those kinds.
 	Audit []string
 	// Beside lists reasons that may appear too, since the refusal is caused by a refusal of another service that was called
 	// for it.
@@ -163,14 +163,14 @@ func (w observation) contradict(t testing.TB, before observation, reason string,
 		for line := range bytes.Lines(text) {
 			var has struct{ Reason string }
 			if json.Unmarshal(line, &has) == nil && !slices.Contains(fine, has.Reason) {
-				t.Errorf("%s: the %s has %s as well: %s", reason, where, has.Reason, line)
+				t.Errorf("%s: the %s also has %s: %s", reason, where, has.Reason, line)
 			}
 		}
 	}
 	old := before.counters()
 	for series, n := range w.counters() {
 		if r, _, _ := strings.Cut(series, " "); n > old[series] && !slices.Contains(fine, r) {
-			t.Errorf("%s: a metric has another reason as well: %s", reason, series)
+			t.Errorf("%s: a metric also has another reason: %s", reason, series)
 		}
 	}
 }

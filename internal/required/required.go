@@ -8,9 +8,9 @@ import (
 	"strings"
 )
 
-// Fields returns an error that names the exported fields of the struct cfg, or of the struct that it points to, that have
-// their zero value or are empty, except the optional ones; nil if there are none. It checks fields of embedded structs as
-// well. where is the constructor that cfg is for, as "joinservice.New".
+// Fields returns an error that names the empty or zero exported fields of cfg, except the optional ones; nil if there are
+// none. cfg is a struct or a pointer to one. It also checks fields of embedded structs. where is the constructor that
+// takes cfg, such as "joinservice.New".
 func Fields(where string, cfg any, optional ...string) error {
 	var missing []string
 	v := reflect.Indirect(reflect.ValueOf(cfg))

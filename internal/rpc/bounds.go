@@ -7,14 +7,14 @@ import (
 	"time"
 )
 
-// bounds ends the reads and writes of a call when its time is over.
+// bounds ends the reads and writes of a call at its deadline.
 //
-// The deadlines of HTTP/2's streams are timers of the connection. One that is set while the stream closes, as of a call
-// that is canceled at once, keeps all memory of the connection until its time, even after the connection is closed (Go
-// 1.26). So deadlines are set when they are reached, and these timers end with the call.
+// The deadlines of HTTP/2's streams are timers of the connection. A timer that is set while the stream closes, for
+// example of a call that is canceled at once, keeps all memory of the connection until it fires, even after the
+// connection is closed (Go 1.26). So deadlines are set only when they are reached, and these timers end with the call.
 type bounds struct {
 	mu          sync.Mutex
-	c           *http.ResponseController // nil: the call is over, and w must not be used
+	c           *http.ResponseController // nil after the call has ended; then w must not be used
 	read, write *time.Timer
 	http1       bool
 }

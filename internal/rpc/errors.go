@@ -32,25 +32,25 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_BINDING_MISMATCH:     {connect.CodeUnauthenticated, false, "Connect directly: something between the two sides ended the TLS session, or the evidence was made for another."},
 	attestv1.Reason_REASON_SIGNATURE_INVALID:    {connect.CodePermissionDenied, false, "Treat it as an attack or a broken TPM."},
 	attestv1.Reason_REASON_AK_TEMPLATE:          {connect.CodePermissionDenied, false, "Use Muster's attester: the attestation key of another agent is not accepted."},
-	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "`muster verify HOST` says why, and who issued the certificate. Revoked: keep the machine out. Ended: docs/endorsements.md#platform-ak. Authority of yours or your cloud: add it to `tpm2.ekRoots` or `tpm2.platformRoots`, then `muster policy apply`. Only a list lacks the machine: `muster approve`."},
+	attestv1.Reason_REASON_EK_UNTRUSTED:         {connect.CodePermissionDenied, false, "`muster verify HOST` shows why, and who issued the certificate. Revoked: keep the machine out. Expired: docs/endorsements.md#platform-ak. Authority of yours or your cloud: add it to `tpm2.ekRoots` or `tpm2.platformRoots`, then `muster policy apply`. Only a list lacks the machine: `muster approve`."},
 	attestv1.Reason_REASON_ACTIVATION_FAILED:    {connect.CodePermissionDenied, false, "Treat it as an attack. If the machine's TPM was exchanged, reboot it."},
-	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine. If it is refused again, `muster verify HOST` says why: its firmware writes a wrong event log, or the log was changed."},
+	attestv1.Reason_REASON_EVENTLOG_REPLAY:      {connect.CodePermissionDenied, false, "Reboot the machine. If it is refused again, `muster verify HOST` shows why: its firmware writes a wrong event log, or the log was changed."},
 	attestv1.Reason_REASON_CLOCK_WENT_BACK:      {connect.CodePermissionDenied, false, "Reboot the machine. If you cleared its TPM: `muster replace NAME --tpm ID`, with its own ID, which its console shows."},
 	attestv1.Reason_REASON_POLICY_REFUSED:       {connect.CodePermissionDenied, false, "`muster verify HOST` shows what differs. Only a list lacks it: `muster approve`. Your new firmware: `muster policy add-class NAME --from HOST`; new image: `muster policy add-image FILE`; then `muster policy apply`. Hardware report: docs/hardware-reports.md. Else don't trust it until you know why."},
 	attestv1.Reason_REASON_BANNED:               {connect.CodePermissionDenied, false, "If the ban was a mistake: `muster unban NAME`, then reboot the machine. If its enrollment is being deleted: wait, or `muster forget NAME`."},
-	attestv1.Reason_REASON_BUSY:                 {connect.CodeResourceExhausted, false, "Try again later. A machine that reboots twice within two minutes is let in after two minutes, which the log of joinservice says."},
-	attestv1.Reason_REASON_DEADLINE:             {connect.CodeDeadlineExceeded, false, "Try again; if it goes on, look at the load of the TPM and the network."},
+	attestv1.Reason_REASON_BUSY:                 {connect.CodeResourceExhausted, false, "Try again later. A machine that reboots twice within two minutes is admitted after two minutes; joinservice logs that."},
+	attestv1.Reason_REASON_DEADLINE:             {connect.CodeDeadlineExceeded, false, "Try again. If the error persists, check the load of the TPM and the network."},
 	attestv1.Reason_REASON_INTERNAL:             {connect.CodeInternal, false, "Look into the service's log."},
 	attestv1.Reason_REASON_SESSION_REQUIRED:     {connect.CodeUnauthenticated, false, "Call over muster-atls/1, as the muster command does."},
 	attestv1.Reason_REASON_PEER_NOT_ATTESTED:    {connect.CodeUnauthenticated, false, "Call from an attested machine."},
 	attestv1.Reason_REASON_LOCK_FOREIGN:         {connect.CodePermissionDenied, false, "If the machine should change clusters: `muster reset NODE` with the folder of its cluster, or erase the first MiB of its state disk and boot it (docs/state-disk.md). If it asks for its disk's key: switch it off and on."},
 	attestv1.Reason_REASON_SERVER_NOT_LISTED:    {connect.CodePermissionDenied, false, "If the machine is meant to be a control plane, let the owner list it: `muster enroll NAME --role control-plane --machine-id ID`. If it is not, find out why it answers."},
-	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:   {connect.CodePermissionDenied, false, "`muster verify HOST` says why. If the certificate of the report's key is missing, have the machine's host pass that of its VCEK or VLEK (docs/hardware-reports.md). Otherwise treat it as an attack, or as a key that its vendor has revoked: keep the machine out until you know why."},
+	attestv1.Reason_REASON_HARDWARE_UNTRUSTED:   {connect.CodePermissionDenied, false, "`muster verify HOST` shows why. If the certificate of the report's key is missing, the machine's host has to pass that of its VCEK or VLEK (docs/hardware-reports.md). Otherwise treat it as an attack, or as a key that its vendor has revoked: keep the machine out until you know why."},
 	attestv1.Reason_REASON_HARDWARE_COLLATERAL:  {connect.CodeFailedPrecondition, false, "Get the processor vendor's current data: `muster collateral fetch`, then `muster collateral apply FILE`; the log names what is missing or expired."},
 	attestv1.Reason_REASON_HARDWARE_TCB:         {connect.CodePermissionDenied, false, "Update the firmware of the machine's host: the log names the part that is too old. In a cloud, move the VM to a newer host. Otherwise lower the policy's minimum, if you accept the known weaknesses."},
 
 	attestv1.Reason_REASON_REQUEST_INVALID:  {connect.CodeInvalidArgument, true, "Correct the field that the message names."},
-	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again: a service that has just started gets ready by itself. If it goes on: `muster status` shows whether a policy is in force; `muster policy apply` brings one."},
+	attestv1.Reason_REASON_NOT_READY:        {connect.CodeUnavailable, true, "Try again: a service that has just started becomes ready after a moment. If the error persists: `muster status` shows whether a policy is in force; `muster policy apply` puts one in force."},
 	attestv1.Reason_REASON_POLICY_INVALID:   {connect.CodeFailedPrecondition, true, "If it does not parse: correct what the text, or `muster policy check FILE`, names. If its serial is too low: restore the newest policy.yaml or increase `serial`, then `muster policy apply`. If the policy was not changed, the cluster was rolled back: docs/recovery.md."},
 	attestv1.Reason_REASON_POLICY_SIGNATURE: {connect.CodeFailedPrecondition, false, "Run `muster policy apply` with the owner's folder whose owner.key belongs to a key of the image's ownerKeys."},
 
@@ -62,27 +62,27 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_COMPONENT_PATH:        {connect.CodeInvalidArgument, true, "Use a path below a folder that the bootstrapper allows."},
 	attestv1.Reason_REASON_COMPONENT_UNAVAILABLE: {connect.CodeUnavailable, true, "Check that the machine reaches the component's URL, or the image's registry or its mirror, and that the image has the listed digest there."},
 	attestv1.Reason_REASON_KUBEADM_FAILED:        {connect.CodeAborted, true, "Correct what kubeadm complains of and try again; the machine was reset."},
-	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "The text says what is wrong. A header that is not Muster's: find out who changed it, and erase the first MiB only if nothing on the disk is needed (docs/state-disk.md). A missing file in /run/muster: reboot. A full disk: make room. A wrong key: correct joinEndpoints or the root secret."},
+	attestv1.Reason_REASON_STATE_DISK:            {connect.CodeFailedPrecondition, true, "The error names the cause. A header that is not Muster's: find out who changed it, and erase the first MiB only if nothing on the disk is needed (docs/state-disk.md). A missing file in /run/muster: reboot. A full disk: make room. A wrong key: correct joinEndpoints or the root secret."},
 	attestv1.Reason_REASON_CLOCK_SKEW:            {connect.CodeFailedPrecondition, true, "Set the clock of the machine that is wrong; the text has both."},
 	attestv1.Reason_REASON_MACHINE_CONFIG:        {connect.CodeFailedPrecondition, true, "Correct the machine's metadata or its image's configuration: its console names the file and the key."},
 
 	attestv1.Reason_REASON_PLAIN_STATE_REFUSED: {connect.CodePermissionDenied, false, "Use an encrypted state disk, or set insecure.allowPlainState in the policy."},
-	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "A new control plane: `muster enroll NAME --role control-plane --machine-id ID` (its console shows the ID). A machine that was forgotten: erase the first MiB of its state disk (docs/state-disk.md), and it joins anew. To keep its data: `muster enroll NAME --role ROLE --machine-id ID --disk-id UUID`."},
+	attestv1.Reason_REASON_NOT_ENROLLED:        {connect.CodePermissionDenied, false, "A new control plane: `muster enroll NAME --role control-plane --machine-id ID` (its console shows the ID). A machine that was forgotten: erase the first MiB of its state disk (docs/state-disk.md), and it joins as new. To keep its data: `muster enroll NAME --role ROLE --machine-id ID --disk-id UUID`."},
 	attestv1.Reason_REASON_NAME_TAKEN:          {connect.CodeAlreadyExists, false, "If the machine takes the place of the enrolled one: `muster replace NAME --tpm ID`. If that is no longer needed: `muster forget NAME`. Otherwise give the machine another name."},
 	attestv1.Reason_REASON_NODE_EXISTS:         {connect.CodeAlreadyExists, false, "Give the machine another name. If the Node is not needed: `muster forget NAME` deletes it."},
 	attestv1.Reason_REASON_ROLE_REFUSED:        {connect.CodePermissionDenied, false, "Ask for a role that the policy lists and the machine is enrolled with."},
-	attestv1.Reason_REASON_DISK_ERASED:         {connect.CodePermissionDenied, false, "Run `kubectl get attesteddisk UUID`. Not found: don't erase the disk, put its salt back from known.json (docs/leaving.md). If it says `erased: true`, its data are lost: erase its first MiB, then `muster replace NAME --disk NEW-UUID` (control plane: `muster forget`, `muster enroll`)."},
+	attestv1.Reason_REASON_DISK_ERASED:         {connect.CodePermissionDenied, false, "Run `kubectl get attesteddisk UUID`. Not found: don't erase the disk, restore its salt from known.json (docs/leaving.md). If it has `erased: true`, its data are lost: erase its first MiB, then `muster replace NAME --disk NEW-UUID` (control plane: `muster forget`, `muster enroll`)."},
 	attestv1.Reason_REASON_DISK_MISMATCH:       {connect.CodePermissionDenied, false, "Boot the machine with its own disk. If it was exchanged: `muster replace NAME --disk UUID`; the console shows the UUID (control plane: `muster forget`, `muster enroll`). If the disk is another machine's: put it back there, or `muster replace NODE --tpm ID` gives that node to this machine."},
 	attestv1.Reason_REASON_NAME_MISMATCH:       {connect.CodePermissionDenied, false, "Give the machine the name that it is enrolled under, or let that be forgotten with `muster forget NAME`."},
 	attestv1.Reason_REASON_CSR_INVALID:         {connect.CodeInvalidArgument, true, "Use a bootstrapper of this version."},
 	attestv1.Reason_REASON_ADDRESS_REFUSED:     {connect.CodePermissionDenied, true, "Use an address in the policy's nodeCidrs that no other machine has."},
-	attestv1.Reason_REASON_KMS_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the pods of muster-kms."},
-	attestv1.Reason_REASON_API_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again; if it goes on, look at the Kubernetes API server."},
+	attestv1.Reason_REASON_KMS_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again. If the error persists, check the pods of muster-kms."},
+	attestv1.Reason_REASON_API_UNAVAILABLE:     {connect.CodeUnavailable, false, "Try again. If the error persists, check the Kubernetes API server."},
 	attestv1.Reason_REASON_AUDIT_UNAVAILABLE:   {connect.CodeUnavailable, false, "Make room on the control plane's disk for the audit log."},
 	attestv1.Reason_REASON_TICKET_UNKNOWN:      {connect.CodeNotFound, false, ""},
 	attestv1.Reason_REASON_TICKET_FILE:         {connect.CodeFailedPrecondition, true, "Use a joinservice and a bootstrapper of one version."},
-	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again; if it goes on, look at the controller manager."},
-	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect anew, so that evidence is made and appraised now. If it is refused again, see with `muster status` whether a later boot of the machine is known."},
+	attestv1.Reason_REASON_CERTIFICATE_PENDING: {connect.CodeUnavailable, false, "Try again. If the error persists, check kube-controller-manager."},
+	attestv1.Reason_REASON_VERDICT_OLD:         {connect.CodeFailedPrecondition, false, "Connect again, so that new evidence is made and appraised. If it is refused again, `muster status` shows whether a later boot of the machine is known."},
 	attestv1.Reason_REASON_CERTIFICATE_RETIRED: {connect.CodePermissionDenied, false, "Reset the machine and let it join again, if it is still meant to be a node."},
 	attestv1.Reason_REASON_CONTROL_PLANE_BUSY:  {connect.CodeUnavailable, false, "Try again later: control planes join one after another."},
 	attestv1.Reason_REASON_OWNER_SIGNATURE:     {connect.CodePermissionDenied, false, "Use the owner's folder whose owner.key belongs to this cluster, and to a key of the ownerKeys of the machine's image."},
@@ -93,7 +93,7 @@ var reasons = map[attestv1.Reason]onWire{
 	attestv1.Reason_REASON_WORKLOAD_NODE:     {connect.CodePermissionDenied, false, ""},
 	attestv1.Reason_REASON_ROOT_SEALED:       {connect.CodeUnavailable, false, "Restore the Secret muster-system/muster-kms-root from the owner's folder: docs/operate.md#9-when-something-is-wrong has the command."},
 
-	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Restore the newest disk. If only this control plane's was put back, don't accept it: forget it, and let it join anew with an empty disk. If all were, or you cleared its TPM: `muster recover ADDRESS --machine-id ID` (ID: `muster status --endpoint ADDRESS`). If the order is refused, reboot it."},
+	attestv1.Reason_REASON_CLUSTER_ROLLED_BACK:     {connect.CodeFailedPrecondition, false, "Restore the newest disk. If only this control plane's disk is old, don't accept it: forget it, and let it join as new with an empty disk. If all are old, or you cleared its TPM: `muster recover ADDRESS --machine-id ID` (ID: `muster status --endpoint ADDRESS`). If the order is refused, reboot it."},
 	attestv1.Reason_REASON_RECOVERY_SECRET_INVALID: {connect.CodePermissionDenied, false, "Use the owner's folder of the cluster that the machine's disk belongs to, or a copy of it with the same root-secret and salt."},
 }
 
@@ -121,8 +121,8 @@ func Error(err error) error {
 	if err == nil {
 		return nil
 	}
-	// An error made here by connect or by a generic handler, as health's NotFound, is correct already. One that was
-	// received from another server is not passed on.
+	// An error made here by connect or by a generic handler, as health's NotFound, is correct already. An error from another
+	// server is not passed on.
 	if ce, ok := err.(*connect.Error); ok && !connect.IsWireError(err) { //nolint:errorlint // outermost only
 		if ce.Code() != connect.CodeInternal {
 			return ce
@@ -209,7 +209,7 @@ func ReasonFrom(err error) attestv1.Reason {
 }
 
 // RemedyUnproven is the remedy for a client whose call was refused by a peer that has not proven its identity.
-const RemedyUnproven = "The peer that refused has not proven to be the service that was called: find out which machine has that address. If it is that service, its log says why it refuses."
+const RemedyUnproven = "The refusal is from a peer that was not attested as the called service: find out which machine has that address. If it is that service, its log shows why it refuses."
 
 // RemedyFrom returns what the caller can do about a call's error; empty if it is not known.
 func RemedyFrom(err error) string {
@@ -225,10 +225,10 @@ func RemedyFrom(err error) string {
 // RemedyOf returns what a client that gets the reason can do, one sentence; empty if only the owner of the cluster can.
 func RemedyOf(r attestv1.Reason) string { return reasons[r].remedy }
 
-// RemedyFor returns what the owner can do about a machine that was refused with the reason, and wants to be a node of that role; empty: it is not known.
+// RemedyFor returns what the owner can do about a machine that was refused with the reason, and wants to be a node of that role; empty if it is not known.
 func RemedyFor(r attestv1.Reason, role string) string {
-	if r == attestv1.Reason_REASON_NOT_ENROLLED && role == "worker" { // nobody enrolls a worker beforehand
-		return "Its enrollment has ended, as after `muster forget`. Erase the first MiB of its state disk (docs/state-disk.md), and it joins anew. To keep its data: `muster enroll NAME --role worker --machine-id ID --disk-id UUID` (its console shows both)."
+	if r == attestv1.Reason_REASON_NOT_ENROLLED && role == "worker" { // workers are not enrolled beforehand
+		return "It is no longer enrolled, for example after `muster forget`. Erase the first MiB of its state disk (docs/state-disk.md), and it joins as new. To keep its data: `muster enroll NAME --role worker --machine-id ID --disk-id UUID` (its console shows both)."
 	}
 	return RemedyOf(r)
 }

@@ -40,7 +40,7 @@ type Evidence struct {
 	attester PublicAttester
 
 	mu      sync.Mutex
-	open    *publicQuote // accepts callers until its quote starts; nil: none
+	open    *publicQuote // accepts callers until its quote starts; nil if there is none
 	notUpTo time.Time    // no quote starts before
 }
 

@@ -49,20 +49,20 @@ type Config struct {
 	Metrics *Metrics
 	// Log gets the details that callers do not get.
 	Log *slog.Logger
-	// Timeout bounds a unary call; 0: 30 s.
+	// Timeout bounds a unary call; 0 for 30 s.
 	Timeout time.Duration
 	// StreamTimeout bounds a call over muster-atls/1 that is answered by a stream; 0 for no limit while pings are answered.
 	StreamTimeout time.Duration
-	// IdleTimeout is how long a connection without a call stays open; 0: 5 min, and 1 min for a plain client, which never
+	// IdleTimeout is how long a connection without a call stays open; 0 for 5 min, and 1 min for a plain client, which never
 	// gets more.
 	IdleTimeout time.Duration
-	// MaxRequest bounds the request of a call that needs the level session or attested, in bytes; 0: 32 KiB. Calls that
+	// MaxRequest bounds the request of a call that needs the level session or attested, in bytes; 0 for 32 KiB. Calls that
 	// need less have 4 KiB.
 	MaxRequest int
 	// Refused, if not nil, is called for each call that was refused before it reached its handler, so that the service can
 	// record it. It must not block.
 	Refused func(Refused)
-	// Grace is how long calls in progress may take after Run's context has ended; 0: 10 s.
+	// Grace is how long calls in progress may take after Run's context has ended; 0 for 10 s.
 	Grace time.Duration
 }
 

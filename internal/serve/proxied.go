@@ -69,7 +69,7 @@ func (p *Proxied) Accept() (net.Conn, error) {
 	}
 }
 
-// Addr returns the address that it listens on.
+// Addr returns its address.
 func (p *Proxied) Addr() net.Addr { return p.inner.Addr() }
 
 // Close closes the listener and the connections that were not accepted.

@@ -1,5 +1,5 @@
-// Package tree walks and removes folders of the state disk, in which pods, or an attacker who was root before the reboot, may have left any number of
-// entries, at any depth, under any name that the kernel allows (B8).
+// Package tree walks and removes folders of the state disk. Pods, or an attacker who was root before the reboot, may have left in them any number of
+// entries, at any depth, with any name that the kernel allows (B8).
 //
 // The use of memory and open files does not depend on what is in a folder, no link is followed, and every error except ENOENT is returned.
 package tree

@@ -155,8 +155,8 @@ func tail(s string) string {
 	return strings.Join(lines[max(0, len(lines)-12):], "")
 }
 
-// ready waits until a node is Ready, in a watch. One that breaks (an API server that comes up takes
-// connections and drops them) is begun again.
+// ready waits until a node is Ready, in a watch. If the watch breaks (a starting API server accepts connections and
+// drops them), it is started again.
 func (r *run) ready(ctx context.Context, kubeconfig, node string) error {
 	kubectl := []string{"kubectl", "--kubeconfig", kubeconfig, "wait", "node/" + node, "--timeout=180s"}
 	again := time.NewTicker(100 * time.Millisecond)

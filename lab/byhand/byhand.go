@@ -27,8 +27,8 @@ type Node struct {
 
 type object = map[string]any
 
-// Init returns the configuration of `kubeadm init`. image is the machine's
-// /etc/muster/image.yaml, whose fragments say what the lab's machines need.
+// Init returns the configuration of `kubeadm init`. image is the machine's /etc/muster/image.yaml, which has the
+// settings for the lab's machines.
 func Init(image []byte, n Node) ([]byte, error) {
 	var conf struct {
 		Kubeadm struct {

@@ -44,7 +44,7 @@ func (r *run) refuseMachine(ctx context.Context, n driver.Node, who, reason stri
 			return err
 		}
 		if !strings.Contains(string(log), reason) {
-			return fmt.Errorf("%s's log does not say %s yet:\n%s", n.Name, reason, tail(string(log), 5))
+			return fmt.Errorf("%s's log does not have %s yet:\n%s", n.Name, reason, tail(string(log), 5))
 		}
 		records, err := r.audit(ctx)
 		if err != nil {
@@ -56,13 +56,13 @@ func (r *run) refuseMachine(ctx context.Context, n driver.Node, who, reason stri
 				return nil
 			}
 		}
-		return fmt.Errorf("the audit record does not say %s yet", reason)
+		return fmt.Errorf("the audit record does not have %s yet", reason)
 	})
 	if err != nil {
 		return err
 	}
 	r.refused(who, reason, "audit record: "+audit)
-	// It goes on trying, which must change nothing; see unchanged.
+	// It continues to try, which must change nothing; see unchanged.
 	return nil
 }
 
@@ -327,7 +327,7 @@ const (
 	apiServerManifest = "/etc/kubernetes/manifests/kube-apiserver.yaml"
 )
 
-// endAPIServer spares the wait until all its watches have ended: the kubelet starts it as its manifest says.
+// endAPIServer avoids the wait until all its watches have ended: the kubelet starts it again by its manifest.
 var endAPIServer = []string{"sh", "-c", "kill -KILL $(pidof kube-apiserver)"}
 
 // admin runs an administrator's commands on node1. The API server may be restarting.
@@ -392,7 +392,7 @@ func (r *run) kubeadmByToken(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// It would go on asking during the following attempts.
+	// Otherwise it would send requests during the following attempts.
 	if _, err := r.at(ctx, attacker, "systemctl", "stop", "kubelet"); err != nil {
 		return err
 	}

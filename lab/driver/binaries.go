@@ -38,7 +38,7 @@ func ReleaseBinaries(ctx context.Context, r KubeRelease, source string, pinned b
 	return b.Dir, err
 }
 
-// PinReleaseBinaries builds the programs of a release anew from the checkout source, and writes their hashes into its sha256sums.json there.
+// PinReleaseBinaries rebuilds the programs of a release from the checkout source, and writes their hashes into its sha256sums.json there.
 func PinReleaseBinaries(ctx context.Context, r KubeRelease, source string, log io.Writer) error {
 	b, source, err := kubeBinaries(ctx, source, log, r.Rebuild)
 	if err != nil {

@@ -85,7 +85,7 @@ type (
 	Machine = daemon.Machine
 	// Status is everything that a lab runs.
 	Status = daemon.Status
-	// Measurements are the PCR values that a policy is made of.
+	// Measurements are the PCR values for a policy.
 	Measurements = firmware.Measurements
 	// Process identifies one process: a reused pid is another Process.
 	Process = host.Process
@@ -235,8 +235,8 @@ func (l *Lab) RebootNode(ctx context.Context, name string) (Machine, error) {
 	return l.client().RebootNode(ctx, name)
 }
 
-// KillNode cuts a machine's power without notice. Its disk stays, and the load balancer goes on asking for it;
-// RebootNode powers it on again.
+// KillNode cuts a machine's power without notice. Its disk stays, and the load balancer keeps connecting to it; RebootNode
+// powers it on again.
 func (l *Lab) KillNode(ctx context.Context, name string) error {
 	return l.client().KillNode(ctx, name)
 }
@@ -260,7 +260,7 @@ func (l *Lab) ExchangeTPM(ctx context.Context, name string) error {
 }
 
 // ClearTPM clears the TPM of a machine that runs, as firmware's setup does (TPM2_Clear, TPM 2.0 Part 3, 24.6): its endorsement
-// key stays, its count of resets begins anew.
+// key stays, its reset counter restarts.
 func (l *Lab) ClearTPM(ctx context.Context, name string) error {
 	s, err := l.Status(ctx)
 	if err != nil {
@@ -321,7 +321,7 @@ func (l *Lab) enter(ctx context.Context, where string) (args, env []string, err 
 		return nil, nil, fmt.Errorf("no machine %q runs; lab status lists them", where)
 	}
 	if s.Machines[i].VM {
-		return nil, nil, fmt.Errorf("machine %q is virtual and has no way in; lab vm console %s shows what it says", where, where)
+		return nil, nil, fmt.Errorf("machine %q is virtual and has no login; lab vm console %s shows its output", where, where)
 	}
 	env = []string{"PATH=" + machine.Path, "HOME=/root", "LANG=C.UTF-8", "TERM=" + os.Getenv("TERM")}
 	return []string{"-t", strconv.Itoa(s.Machines[i].Init.PID), "--all", "--wdns=/root", "--"}, env, nil

@@ -394,7 +394,7 @@ func (l *Lab) output(ctx context.Context, where string, argv ...string) error {
 	return nil
 }
 
-// findSource finds the checkout that the working directory is in.
+// findSource finds the checkout that contains the working directory.
 func findSource() (string, error) {
 	dir, err := os.Getwd()
 	if err != nil {

@@ -38,7 +38,7 @@ type VM struct {
 	Number int    // 1 to 240; 0: the one in the name
 
 	Image     string // the raw disk image that it boots; it is not written to
-	StateMiB  int    // size of its state disk; 0: 4096. The file is sparse
+	StateMiB  int    // size of its state disk; 0 for 4096. The file is sparse
 	MemoryMiB int    // 0: 2048
 
 	// For its metadata, which are not measured.
@@ -170,7 +170,7 @@ func (l *Lab) WaitConsole(ctx context.Context, name, text string) (string, error
 	}
 	line, err := vm.WaitLine(ctx, path, s.Machines[i].Init.Alive, func(line string) bool { return strings.Contains(line, text) })
 	if err != nil {
-		return "", fmt.Errorf("%s has not said %q: %w", name, text, err)
+		return "", fmt.Errorf("%s has not written %q: %w", name, text, err)
 	}
 	return line, nil
 }

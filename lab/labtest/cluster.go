@@ -70,7 +70,7 @@ func (c *Cluster) Init(t *testing.T, name string) {
 	c.Muster(t, c.InitArgs(name)...)
 }
 
-// InitArgs is what [Cluster.Init] calls the owner's program with.
+// InitArgs are the arguments of the owner's program in [Cluster.Init].
 func (c *Cluster) InitArgs(name string) []string {
 	return []string{
 		"init", "--name", name, "--endpoint", "192.168.77.11:9000", "--init-secret-file", "init-secret.hex", "--owner-key-file", driver.OwnerKeyFile, "--policy", "policy.yaml",
@@ -100,7 +100,7 @@ func (c *Cluster) At(ctx context.Context, where, stdin string, argv ...string) (
 	return out, err
 }
 
-// Must is [Cluster.At] where only success lets the test go on.
+// Must is [Cluster.At], and fails the test on an error.
 func (c *Cluster) Must(t *testing.T, where, stdin string, argv ...string) string {
 	t.Helper()
 	out, err := c.At(t.Context(), where, stdin, argv...)
@@ -126,7 +126,7 @@ func (c *Cluster) Kubectl(ctx context.Context, args ...string) (string, error) {
 	return c.At(ctx, "node1", "", kubectl(args)...)
 }
 
-// MustKubectl is [Cluster.Kubectl] where only success lets the test go on.
+// MustKubectl is [Cluster.Kubectl], and fails the test on an error.
 func (c *Cluster) MustKubectl(t *testing.T, args ...string) string {
 	t.Helper()
 	return c.Must(t, "node1", "", kubectl(args)...)

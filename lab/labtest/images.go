@@ -9,7 +9,8 @@ import (
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
-// RunsListed returns nil once each pod of Kubernetes, on a cluster with so many control planes and nodes, names the listed digest and runs it (B9).
+// RunsListed returns nil once each pod of Kubernetes names the listed digest and runs it (B9), on a cluster with the given
+// numbers of control planes and nodes.
 func (c *Cluster) RunsListed(ctx context.Context, listed versions.Images, planes, nodes int) error {
 	out, err := c.Kubectl(ctx, "-n", "kube-system", "get", "pods", "-o", `jsonpath={range .items[*]}{.spec.containers[0].name}|{.spec.containers[0].image}|{.status.containerStatuses[0].imageID}|{.status.containerStatuses[0].ready}{"\n"}{end}`)
 	if err != nil {

@@ -47,7 +47,7 @@ func whileUp(lab *driver.Lab) (done func()) {
 }
 
 func allDown() {
-	up.Lock() // nothing else goes on
+	up.Lock() // nothing else runs
 	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
 	for lab := range up.labs {

@@ -46,7 +46,7 @@ func Up(t *testing.T, prefix string, preinstalled ...string) *Cluster {
 	return UpFor(t, prefix, "", preinstalled...)
 }
 
-// UpFor is [Up] with certificates of control planes that live as long as validity says, as "8m".
+// UpFor is [Up] with control planes' certificates that are valid for the time validity, such as "8m".
 func UpFor(t *testing.T, prefix, validity string, preinstalled ...string) *Cluster {
 	t.Helper()
 	return newCluster(t, prefix, driver.Up{Validity: validity, Preinstalled: preinstalled})

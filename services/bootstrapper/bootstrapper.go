@@ -83,7 +83,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	if err := b.recall(); err != nil {
 		return err
 	}
-	// PCR 15 is zero after a reboot; services use it to prove which cluster they belong to.
+	// PCR 15 is zero after a reboot; services use it to prove their cluster.
 	if err := b.node.Lock.Relock(ctx); err != nil {
 		return err
 	}
@@ -98,7 +98,7 @@ func (b *Bootstrapper) Run(ctx context.Context) error {
 	b.init.Start(ctx)
 	rec := b.node.Lock.Record()
 	if moved {
-		b.node.Log.WarnContext(ctx, "the node on this disk had another TPM: joining anew", "node", rec.NodeName, "remedy", "If you exchanged it: `muster replace "+rec.NodeName+" --tpm "+b.node.MachineID.String()+"`")
+		b.node.Log.WarnContext(ctx, "the node on this disk had another TPM: joining as new", "node", rec.NodeName, "remedy", "If you exchanged it: `muster replace "+rec.NodeName+" --tpm "+b.node.MachineID.String()+"`")
 	}
 	b.node.Log.InfoContext(ctx, "bootstrapper is running", "step", rec.Step.String(), "lock", string(rec.Kind))
 	if rec.Step == journal.StepDone {

@@ -42,7 +42,7 @@ func TestARefusalByAStrangerIsNotToldAsAJoinservices(t *testing.T) {
 				screen = string(b)
 				return strings.Contains(screen, "next try in")
 			})
-			by, text := want+" by "+peer, "which has not proven to be a joinservice"
+			by, text := want+" by "+peer, "which was not attested as a joinservice"
 			if want == "FRAME_INVALID" {
 				by, text = "this machine does not accept what "+peer, "answers: FRAME_INVALID"
 			}

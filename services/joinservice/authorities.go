@@ -40,7 +40,7 @@ func (s *Service) nodeAuthorities(ctx context.Context) (ca, cross []byte) {
 	return s.diskAuthorities(ctx)
 }
 
-// diskAuthorities returns the authorities of this control plane's disk, and the cross certificate, if there is one, in PEM; nil: they can't be read. Who trusts
+// diskAuthorities returns the authorities of this control plane's disk, and the cross certificate, if there is one, in PEM; nil if they can't be read. Who trusts
 // them accepts each certificate that any control plane uses or signs in this phase of a rotation.
 func (s *Service) diskAuthorities(ctx context.Context) (ca, cross []byte) {
 	files, err := readPKI(s.cfg.PKI, []string{caFile})

@@ -64,7 +64,7 @@ func (k *KeyService) Disk(ctx context.Context, id keys.DiskID, salt enroll.Salt)
 	return disk, nil
 }
 
-// ClusterID returns the ID that the cluster's root secret and the measurement salt lead to.
+// ClusterID returns the cluster ID that is derived from the cluster's root secret and the measurement salt.
 func (k *KeyService) ClusterID(ctx context.Context, measurementSalt [32]byte) (keys.ClusterID, error) {
 	ctx, done, err := k.call(ctx)
 	if err != nil {

@@ -9,8 +9,8 @@ import (
 )
 
 // The rates of one machine at one joinservice. A machine that fails and tries again as the bootstrapper does, after at most
-// 30 s, uses the burst up after many minutes, and waits for at most a minute from then on. Only grants count: refusals have
-// their own rates in the audit log.
+// 30 s, uses up the burst after many minutes. Then it waits for at most a minute each time. Only grants count: refusals
+// have their own rates in the audit log.
 var (
 	ticketRate   = limit.Rate{Burst: 20, Every: time.Minute}      // IssueJoinTicket
 	rejoinRate   = limit.Rate{Burst: 20, Every: time.Minute}      // IssueRejoinTicket

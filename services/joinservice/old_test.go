@@ -273,7 +273,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 				t.Fatal(err)
 			}
 			t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), lease) })
-			const waits = "a machine has booted anew; waiting whether its kubelet still renews its Lease"
+			const waits = "a machine connects in a later boot; checking whether the kubelet of its previous boot still renews the Lease"
 			see := func(line []byte) {
 				if refusaltest.HasLine(line, "msg", waits) {
 					l.evidenceIsOld()

@@ -32,8 +32,8 @@ const (
 )
 
 // orderFor returns the node's order, until it has expired or the machine has reported its end. joinservice does not verify
-// the signature: the machine does, and trusts nobody else with that (B11). What has no form or no end is no order: a machine
-// with one attests often.
+// the signature, because the machine does that itself (B11). A malformed order, or one without an expiry, is ignored: a
+// machine with an order attests often.
 func orderFor(n *v1alpha1.AttestedNode, now time.Time) *joinv1.OwnerOrder {
 	signed, err := ownerorder.ParseMachineNote(n.Annotations[v1alpha1.OwnerOrder])
 	if err != nil {

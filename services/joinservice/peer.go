@@ -40,7 +40,7 @@ func bootOf(ctx context.Context, p attest.Peer, secret []byte) (enroll.Boot, err
 	return b, nil
 }
 
-// caller returns the address that a request came from; empty if it is not known.
+// caller returns the source address of a request; empty if it is not known.
 func caller(ctx context.Context) string {
 	call, ok := connect.CallInfoForHandlerContext(ctx)
 	if !ok {

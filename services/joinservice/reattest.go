@@ -116,7 +116,7 @@ func ownerKeys(list [][]byte) (out attest.OwnerKeys, err error) {
 // maxVerdictMessage is the limit of the AttestedNode, in bytes.
 const maxVerdictMessage = 1 << 10
 
-// verdictOf returns the verdict that an appraisal ended with. Its message is for the owner, and is never sent to the machine (R1).
+// verdictOf returns the verdict of an appraisal. Its message is for the owner, and is never sent to the machine (R1).
 func verdictOf(err error, at time.Time) v1alpha1.Verdict {
 	v := v1alpha1.Verdict{Accepted: err == nil, Reason: reasonOf(err), Time: metav1.NewTime(at)}
 	if err != nil {
@@ -125,7 +125,7 @@ func verdictOf(err error, at time.Time) v1alpha1.Verdict {
 	return v
 }
 
-// byCandidate returns what the owner's next policy says of the claims; nil if there is none.
+// byCandidate returns the verdict of the owner's next policy on the claims; nil if there is none.
 func byCandidate(next *policy.Candidate, c attest.Claims, now time.Time, locks ...attest.Lock) *v1alpha1.CandidateVerdict {
 	if next == nil {
 		return nil

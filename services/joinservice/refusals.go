@@ -70,8 +70,8 @@ func (r *Refusals) Appraise(ctx context.Context, c attest.Claims) (attest.Apprai
 	return a, err
 }
 
-// byCandidate returns what the owner's next policy says of an enrolled machine that the policy in force refuses; nil if there is none.
-// Other machines cause no second appraisal.
+// byCandidate returns the verdict of the owner's next policy on an enrolled machine that the policy in force refuses; nil if there is
+// none. Other machines cause no second appraisal.
 func (r *Refusals) byCandidate(c attest.Claims, now time.Time) *v1alpha1.CandidateVerdict {
 	next := r.appraiser.Candidate()
 	if next == nil || !r.enrollments.Has(c.Machine()) {

@@ -76,9 +76,9 @@ func (s *Service) rotatedKey(ctx context.Context, a *attempt, req *joinv1.GetRot
 	return files[0].GetContent(), nil
 }
 
-// withRotation returns a control plane's public files, and what a machine that reboots may have of a rotation beside them. This control plane may not have
-// accepted the new key yet: a machine that has must not lose it. The new key comes from an object of the cluster, so no machine adds it because of that:
-// the files that say what is accepted are this control plane's own. In the last phase, they are the new key alone.
+// withRotation returns a control plane's public files, and the new key of a rotation that a rebooting machine may also have. This control plane may
+// not have accepted the new key yet, but a machine that has must not lose it. The new key comes from an object of the cluster, so it never makes a
+// machine add the key: machines accept only the keys in this control plane's own files. In the last phase, these contain only the new key.
 func withRotation(files []*joinv1.ControlPlaneFile, r *clusterinfo.Rotation) ([]*joinv1.ControlPlaneFile, *joinv1.KeyRotation) {
 	if r == nil {
 		return files, nil

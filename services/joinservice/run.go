@@ -34,7 +34,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Timing are waits of a joinservice; 0: the default.
+// Timing are waits of a joinservice; 0 for the default.
 type Timing struct {
 	// Sign bounds the wait for Kubernetes' signer, see [certificates.Requests].
 	Sign time.Duration
@@ -91,7 +91,7 @@ type Options struct {
 // charged three times as much, so a replica serves 256 at the same time.
 const maxRequest = 16 << 10
 
-// Limits are the defaults, except for as many sessions without evidence as its memory has room for.
+// Limits are the defaults, except the number of sessions without evidence, which depends on its memory.
 var Limits = atls.Limits{Open: 112}
 
 // Run serves until ctx ends. It closes both listeners.

@@ -311,7 +311,7 @@ func (s *Service) stage(name string) func() {
 	return func() { s.stages.WithLabelValues(name).Observe(time.Since(start).Seconds()) }
 }
 
-// statusOf returns the AttestedNode's data on the evidence that the ticket is given for.
+// statusOf returns the AttestedNode's data about the ticket's evidence.
 func statusOf(a *attempt, peer attest.Peer) v1alpha1.AttestedNodeStatus {
 	claims := peer.Claims()
 	out := v1alpha1.AttestedNodeStatus{

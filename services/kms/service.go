@@ -29,7 +29,7 @@ import (
 
 // Identity of the only workload that is served.
 const (
-	// Audience is what a caller's token must have been issued for.
+	// Audience is the required audience of a caller's token.
 	Audience = "muster-kms"
 	// Caller is the user name of joinservice's service account.
 	Caller = "system:serviceaccount:muster-system:joinservice"
@@ -45,7 +45,7 @@ const (
 type Workload struct {
 	// User is the service account's user name.
 	User string
-	// Node is the name of the node that the token's pod runs on; empty if the token belongs to no pod.
+	// Node is the name of the token's pod's node; empty if the token belongs to no pod.
 	Node string
 }
 

@@ -184,7 +184,7 @@ func units(tests []string, together string) (out [][]string) {
 	return out
 }
 
-// one runs a unit, unless its file says that it has passed before.
+// one runs a unit, unless its file records that it has passed before.
 func one(ctx context.Context, o options, unit []string, dir, binary, file string, keep bool, out io.Writer) (took time.Duration, before bool, err error) {
 	if keep {
 		if text, err := os.ReadFile(file); err == nil {

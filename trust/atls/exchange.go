@@ -18,7 +18,7 @@ import (
 	"github.com/muster-k8s/muster/trust/internal/checked"
 )
 
-// sideConfig is one side's configuration: the evidence that it sends and the evidence that it asks for.
+// sideConfig is one side's configuration: the evidence that it sends and the evidence that it requests.
 type sideConfig struct {
 	role     role
 	attester attest.Attester
@@ -52,7 +52,7 @@ type exchange struct {
 	writeErr error         // set by the writer; read only after written is closed
 
 	offers      [32]byte
-	gives       attestv1.Format // the format that the peer asked us for; FORMAT_UNSPECIFIED: none
+	gives       attestv1.Format // the format that the peer requested; FORMAT_UNSPECIFIED: none
 	wants       attestv1.Format // the format that we asked for and the peer has; FORMAT_UNSPECIFIED: none
 	pending     attest.Pending
 	digest      [32]byte // of the peer's evidence, as received
@@ -211,7 +211,7 @@ func classify(err error) error {
 		return err
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, os.ErrDeadlineExceeded),
 		errors.As(err, &timeout) && timeout.Timeout():
-		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "the exchange was not over after %s", exchangeTimeout)
+		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "the exchange was not complete after %s", exchangeTimeout)
 	default:
 		return err
 	}
@@ -466,8 +466,8 @@ func (x *exchange) accept() error {
 	return err
 }
 
-// verdict processes the peer's verdict. It may not be "accepted" before the peer has sent the evidence that
-// we asked for.
+// verdict processes the peer's verdict. It may not be "accepted" before the peer has sent the requested
+// evidence.
 func (x *exchange) verdict(v *attestv1.Verdict) error {
 	switch v.GetReason() {
 	case attestv1.Reason_REASON_ACCEPTED:
@@ -485,7 +485,7 @@ func (x *exchange) verdict(v *attestv1.Verdict) error {
 	}
 }
 
-// retryAfter bounds the wait that the peer asks for. A network attacker that answers in a server's place can
+// retryAfter bounds the wait that the peer requests. A network attacker that answers in a server's place can
 // ask for any wait, so a peer that we have not accepted can delay us for seconds at most.
 func retryAfter(d *durationpb.Duration, accepted bool) time.Duration {
 	if d.CheckValid() != nil {

@@ -251,7 +251,7 @@ type tracked struct {
 	// half is the value of left after which half is used up; it is written before requests are
 	// read.
 	half int64
-	// calls is how many requests the peer has begun.
+	// calls is the number of requests that the peer has started.
 	calls atomic.Int64
 	// more is called once, when left is used up, and may increase it; nil means that the connection
 	// ends then. Only Read uses it.
@@ -285,7 +285,7 @@ func (t *tracked) Read(p []byte) (int, error) {
 }
 
 // spent counts a request of an unattested peer. It reports whether half of the permitted bytes or
-// requests is used up, and whether the peer has begun more requests than permitted.
+// requests is used up, and whether the peer has started more requests than permitted.
 func (t *tracked) spent(l Limits) (half, all bool) {
 	left := t.left.Load()
 	if left < 0 {

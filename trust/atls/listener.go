@@ -122,7 +122,7 @@ func (l *Listener) Attested() net.Listener { return l.attested }
 // Plain returns the listener for connections of plain HTTPS clients, each a [*tls.Conn] after its handshake.
 func (l *Listener) Plain() net.Listener { return l.plain }
 
-// Addr returns the address that the listener is bound to.
+// Addr returns the listener's address.
 func (l *Listener) Addr() net.Addr { return l.inner.Addr() }
 
 // ConnContext is for both [http.Server]s. It puts the session and the peer, if any, into the context of every
@@ -141,11 +141,12 @@ func (l *Listener) ConnContext(ctx context.Context, c net.Conn) context.Context 
 
 type connKey struct{}
 
-// Handler closes connections, for both [http.Server]s, when their verdict has expired (it is older than MaxAge,
-// or of another generation of the policy than the one in force), and when an unattested peer has sent half of
-// the bytes or begun half of the requests that it may. A response then has the header Connection: close, which
-// net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end normally. If a peer begins more requests
-// than it may, for instance by canceling each before its response, its connection is closed at once.
+// Handler closes connections, for both [http.Server]s, in two cases. The verdict has expired: it is older than
+// MaxAge, or of another generation of the policy than the one in force. Or an unattested peer has sent half of
+// the permitted bytes, or started half of the permitted requests. A response then has the header Connection:
+// close, which net/http turns into GOAWAY (RFC 9113, section 6.8). Open streams end normally. If a peer starts
+// more requests than permitted, for instance by canceling each before its response, its connection is closed at
+// once.
 func (l *Listener) Handler(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s, ok := SessionFrom(r.Context())
@@ -374,8 +375,8 @@ func (l *Listener) forget(t *tracked) {
 	delete(l.sessions, t.session)
 }
 
-// prepare runs the handshake and, if the client asks for it, the exchange. It also returns the endpoint that
-// the connection goes to.
+// prepare runs the handshake and, if the client asks for it, the exchange. It also returns the connection's
+// endpoint.
 func (l *Listener) prepare(conn *tracked, s *SetUp) (net.Conn, *endpoint) {
 	began := time.Now()
 	tc := tls.Server(conn, l.tls)
@@ -445,7 +446,7 @@ func establish(ctx context.Context, tc *tls.Conn, tcp *tracked, p sideConfig) (*
 
 func classifyHandshake(err error) error {
 	if e := classify(err); attest.ReasonOf(e) == attestv1.Reason_REASON_DEADLINE {
-		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "it was not over after %s", handshakeTimeout)
+		return attest.Refuse(attestv1.Reason_REASON_DEADLINE, "it was not complete after %s", handshakeTimeout)
 	}
 	return err
 }
@@ -462,8 +463,8 @@ func (l *Listener) observe(s SetUp) {
 	case s.Err == nil:
 		l.cfg.Log.Debug("session opened", "remote", s.Remote, "peer", peerName(s.Peer), "seconds", s.Times.Total.Seconds())
 	case errors.As(s.Err, new(*attest.Refusal)):
-		// The only place that records what an unattested peer is not told. Above the rate limit only metrics
-		// count the refusal.
+		// Only this place records the details that an unattested peer does not receive. Above the rate limit
+		// only metrics count the refusal.
 		level, rate := slog.LevelWarn, l.limiters.lines
 		switch attest.ReasonOf(s.Err) { //nolint:exhaustive // only a peer with genuine evidence and a trusted EK gets these
 		case attestv1.Reason_REASON_POLICY_REFUSED, attestv1.Reason_REASON_BANNED, attestv1.Reason_REASON_LOCK_FOREIGN:

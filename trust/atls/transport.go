@@ -30,7 +30,7 @@ type ClientConfig struct {
 	// MaxAge is the age at which a verdict expires, so that the next request dials and attests
 	// again; 0 means 1 h.
 	MaxAge time.Duration
-	// DialContext opens the TCP connection; nil: a [net.Dialer].
+	// DialContext opens the TCP connection; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 	// OnPeer, if set, is called for each accepted server, before any request is sent to it. It must
 	// be safe for concurrent use.
@@ -58,7 +58,7 @@ type Transport struct {
 
 	mu      sync.Mutex
 	current *http.Transport
-	oldest  time.Time // the oldest verdict of current; zero: none yet
+	oldest  time.Time // the oldest verdict of current; zero if there is none yet
 	conns   map[*tracked]struct{}
 	refused map[string]heldRefusal // by address
 	closed  bool
@@ -359,7 +359,7 @@ func (t *Transport) gone(c *tracked) {
 	delete(t.conns, c)
 }
 
-// noteVerdict records the age of a verdict for the pool that it belongs to.
+// noteVerdict records the age of a verdict for its pool.
 func (t *Transport) noteVerdict(ac *Conn, pool *http.Transport) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -38,13 +38,13 @@ var (
 type boot struct {
 	name string
 	pcrs map[int][]byte
-	log  *logRules // of a class; nil: only PCR values are compared
+	log  *logRules // of a class; nil if only PCR values are compared
 }
 
 // logRules are the rules of a class over the event log.
 type logRules struct {
 	drivers    map[string]bool   // by digest
-	secureBoot map[string][]byte // digests of PK, KEK and db; nil: not appraised
+	secureBoot map[string][]byte // digests of PK, KEK and db; nil if not appraised
 }
 
 var bootName = regexp.MustCompile(`^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$`)
@@ -236,8 +236,8 @@ func (b boot) has(values map[int][]byte) bool {
 // chooses how many there are, before anything is known about that machine.
 type violation struct {
 	pcr      int            // -1: the event log as a whole
-	expected []byte         // value of the PCR; nil: the rule is one over the event log
-	event    *checked.Event // that violates the rule; nil: none
+	expected []byte         // value of the PCR; nil if the rule is one over the event log
+	event    *checked.Event // that violates the rule; nil if there is none
 	rule     string
 }
 

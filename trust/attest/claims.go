@@ -268,7 +268,7 @@ func (c Claims) HardwareKind() string {
 	return string(kind)
 }
 
-// hardware returns the hardware report with what it must be bound to.
+// hardware returns the hardware report with the value to which it must be bound.
 func (c Claims) hardware() hwreport.Evidence {
 	e := hwreport.Evidence{Report: c.facts.Hardware, Want: c.facts.HardwareData, Now: c.facts.At}
 	if c.facts.EndorsedBy == platformak.Name {
@@ -321,7 +321,7 @@ func (p Peer) Claims() Claims { return p.claims }
 // Appraisal returns the rules that accepted it.
 func (p Peer) Appraisal() Appraisal { return p.appraisal }
 
-// Purpose returns the purpose that its evidence was made for.
+// Purpose returns the purpose of its evidence.
 func (p Peer) Purpose() Purpose { return Purpose(p.session.Purpose) }
 
 // VerifiedAt returns the time of the verdict. A caller that needs a recent verdict must check it.

@@ -33,8 +33,8 @@ func Unlocked() Lock { return Lock{kind: lockOpen} }
 // LockedTo is the state of a machine that belongs to that cluster.
 func LockedTo(clusterID [32]byte) Lock { return Lock{kind: lockCluster, clusterID: clusterID} }
 
-// AnyLock matches every value. It is for machines that cannot know the cluster yet, or are not told it:
-// when they appraise a joinservice at init, join or unlock.
+// AnyLock matches every value. It is for machines that do not know the cluster when they appraise a
+// joinservice, at init, join or unlock.
 func AnyLock() Lock { return Lock{kind: lockAny} }
 
 // lockDigest returns the digest that is extended into [LockPCR] to lock a machine to a cluster:

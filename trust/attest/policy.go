@@ -38,7 +38,7 @@ type Policy struct {
 	bank        crypto.Hash
 	rules       registry.Rules // of the endorsements
 	hardware    hwreport.Rules // of hardware reports
-	servers     []MachineID    // control planes; empty: none
+	servers     []MachineID    // control planes; empty if there is none
 	revoked     revoked
 	images      []boot
 	classes     []boot
@@ -142,7 +142,7 @@ func policySigningInput(json []byte) []byte {
 	return append([]byte("muster policy v1\x00"), json...)
 }
 
-// candidateDomain begins what is signed of a candidate: nobody can put it in force.
+// candidateDomain is the prefix of a candidate's signed text, so that a candidate's signature can't put the policy in force.
 const candidateDomain = "muster policy candidate v1\x00"
 
 // SignCandidate signs a policy by which a cluster appraises its nodes without any consequence. [OpenPolicy] refuses the result.
@@ -330,12 +330,11 @@ func (p *Policy) appraiseBoot(c Claims, locks []Lock) (Appraisal, error) {
 	return a, nil
 }
 
-// AppraiseAsListed tells an owner whether it is enough to list a machine: it appraises like
-// [Policy.Appraise], as if the policy listed it. list is the field that would have to, such as
-// "tpm2.bareMachineIds"; empty if the policy lists it already, demands no list, or could not accept it
-// with one. The error is the refusal that remains then. It decides nothing: no machine is accepted by it.
-// The hardware report is not verified: without a place in a list the machine may be any program, and
-// may not cause that work (A10).
+// AppraiseAsListed tells an owner whether listing a machine is sufficient: it appraises like [Policy.Appraise], as if the
+// policy listed the machine. list is the field that lacks the machine, such as "tpm2.bareMachineIds"; empty if the policy
+// already lists it, demands no list, or could not accept it with one. The error is the remaining refusal. It accepts no
+// machine. It does not verify the hardware report: an unlisted machine may be any program, and may not cause that work
+// (A10).
 func (p *Policy) AppraiseAsListed(c Claims, locks ...Lock) (list string, err error) {
 	if c.valid() && p != nil && p.acceptsTPM && c.Format() == attestv1.Format_FORMAT_TPM2 {
 		if rules := p.rules.Unlisted(c.Endorsement()); rules != nil && (c.AKKind() == AKECC || !rules.OnlyECC() && !p.OnlyECC()) {

@@ -76,9 +76,9 @@ func (p *Policy) parseRevoked(r *attestv1.Revoked) error {
 	return nil
 }
 
-// check refuses a machine whose ID is revoked, or whose chain contains a revoked key or certificate.
-// The chain begins with the endorsed key's certificate and ends with the root. A chain without
-// certificates cannot be checked, and is refused as well (A3).
+// check refuses a machine whose ID is revoked, or whose chain contains a revoked key or certificate. The
+// chain begins with the endorsed key's certificate and ends with the root. A chain without certificates
+// cannot be checked, so it is also refused (A3).
 func (r revoked) check(machine MachineID, chain []Certificate) error {
 	if r.keys[machine] {
 		return Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the policy revokes the key %s (tpm2.revoked.keys): it is this machine's ID", machine)

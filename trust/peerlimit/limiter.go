@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// ErrFull and ErrSourceFull say why a Limiter has no room: all of it is taken by sources that hold
-// no more than this one, or this source already holds its share.
+// ErrFull and ErrSourceFull are the reasons why a Limiter has no room: sources that hold no more
+// than this one hold all places, or this source already holds its share.
 var (
 	ErrFull       = errors.New("all places are taken")
 	ErrSourceFull = errors.New("the source holds its share")
@@ -61,9 +61,9 @@ func NewLimiter[K comparable](capacity, perSource int64) *Limiter[K] {
 }
 
 // Take takes weight units for a source. If they are not free, it evicts places of sources that hold
-// more than this one would, the oldest first, and then the oldest place of a source that holds as
-// much, if it is 2 s old. evict is called once, without a lock, if the new place itself is evicted
-// later; it must not block. The error is [ErrFull] or [ErrSourceFull].
+// more than this one would, the oldest first. After that, it evicts the oldest place of a source
+// that holds as much, if it is 2 s old. evict is called once, without a lock, if the new place
+// itself is evicted later; it must not block. The error is [ErrFull] or [ErrSourceFull].
 func (l *Limiter[K]) Take(source K, weight int64, evict func()) (*Place[K], error) {
 	p := &Place[K]{limiter: l, source: source, weight: weight, evict: evict}
 	l.mu.Lock()

@@ -7,8 +7,7 @@ import (
 	"time"
 )
 
-// ErrBusy means that the largest permitted number of callers waits already, or so many that this
-// one would have its turn too late.
+// ErrBusy means that the maximum number of callers already waits, or that this caller would have to wait too long.
 var ErrBusy = errors.New("too many wait already")
 
 // Queue lets sources do work that costs processor or TPM time, a few at a time. The next slot goes
@@ -28,7 +27,7 @@ type Queue struct {
 	waiting []*waiter
 	count   map[Source]int // callers that wait or work
 	served  map[Source]time.Time
-	usual   time.Duration // how long work has kept a slot lately, with its rest; 0: there was none
+	usual   time.Duration // how long work has kept a slot lately, with its rest; 0 if there was none
 }
 
 // waiter receives nil when it may work, or ErrBusy if its place goes to another source.
@@ -93,8 +92,8 @@ func (q *Queue) Do(ctx context.Context, source Source, work func() error) error 
 	return err
 }
 
-// learn takes a duration of work into the estimate, of which the last eight are about two thirds. Work that failed says nothing
-// of the rest, and one that was held up says little.
+// learn adds a duration of work to the estimate, in which the last eight weigh about two thirds. Failed work does not change
+// the estimate, and delayed work changes it little.
 func (q *Queue) learn(took time.Duration) {
 	kept := took + time.Duration(float64(took)*q.rest)
 	q.mu.Lock()

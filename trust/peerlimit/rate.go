@@ -53,8 +53,8 @@ func NewRate(perSource float64, burst int, total float64, now time.Time) *Rate {
 	}
 }
 
-// Allow takes a token of the source and one of the common bucket. The error says which of the two
-// was missing.
+// Allow takes a token of the source and one of the common bucket. The error names the one that was
+// missing.
 func (r *Rate) Allow(source Source, now time.Time) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -15,8 +15,8 @@ import (
 // ErrNoNitroTPM means that the TPM is no NitroTPM of AWS.
 var ErrNoNitroTPM = errors.New("the TPM is no NitroTPM")
 
-// NitroUserData is the user_data of Muster's documents. It tells them from those that another program
-// on the machine asks for, whose nonce and key may come from a peer.
+// NitroUserData is the user_data of Muster's documents. It distinguishes them from documents that
+// another program on the machine requests, perhaps with a nonce and a key from a peer.
 const NitroUserData = "muster-atls/1 nitro-tpm"
 
 // nitroBuffer is the NV index through which NitroTPM takes a request and returns the response. It is
@@ -175,7 +175,7 @@ func (c *conn) deleteNitroBuffer() error {
 	return nil
 }
 
-// writeNV writes data to the beginning of an index whose auth value is empty.
+// writeNV writes data to the start of an index with an empty auth value.
 func (c *conn) writeNV(index gotpm.TPMHandle, data []byte) error {
 	for offset := 0; offset < len(data); offset += nvBuffer {
 		public, err := gotpm.NVReadPublic{NVIndex: index}.Execute(c.tpm) // the first write changes its name

@@ -27,7 +27,7 @@ var platformSlots = []struct{ certificate, template, handle gotpm.TPMHandle }{
 	{certificate: 0x01C101D0, handle: azureKey},
 }
 
-const nvPlatform = gotpm.TPMHandle(0x01C10000) // first index to look at
+const nvPlatform = gotpm.TPMHandle(0x01C10000) // first index to read
 
 // maxTemplate is the largest template, in bytes.
 const maxTemplate = 1 << 10

@@ -118,8 +118,8 @@ type Quote struct {
 
 // Errors that callers distinguish.
 var (
-	// ErrNoCertificate means that the TPM stores no endorsement key certificate where it should,
-	// and that it cannot do without: its index is empty, or it has no key on P-256.
+	// ErrNoCertificate means that the TPM stores no endorsement key certificate at the specified
+	// index, although it needs one: its index is empty, or it has no key on P-256.
 	ErrNoCertificate = errors.New("the TPM stores no endorsement key certificate")
 	// ErrCertificateMismatch means that no key template of the TCG EK Credential Profile produces
 	// the key in the stored certificate.
@@ -150,7 +150,7 @@ type TPM struct {
 	mu       sync.Mutex // guards the following fields; never held during commands
 	ek       *knownEK
 	platform *knownPlatform
-	nitro    *bool // whether it is a NitroTPM; nil: not known yet
+	nitro    *bool // whether it is a NitroTPM; nil if not known yet
 	keys     map[keyID]savedKey
 }
 

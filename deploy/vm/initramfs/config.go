@@ -29,7 +29,7 @@ type netInterface struct {
 	MAC       string   `json:"mac"`               // of the interface; empty: the only one
 	Addresses []string `json:"addresses"`         // ADDRESS/BITS
 	Gateway   string   `json:"gateway,omitempty"` // of the default route
-	MTU       int      `json:"mtu,omitempty"`     // bytes; 0: the driver's
+	MTU       int      `json:"mtu,omitempty"`     // bytes; 0 for the driver's
 }
 
 const (

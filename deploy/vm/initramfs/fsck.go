@@ -10,8 +10,8 @@ import (
 // e2fsck checks and repairs an ext4 file system (e2fsprogs; its exit codes are in e2fsck(8)).
 const e2fsck = "/usr/sbin/e2fsck"
 
-// e2fsckArgs are the arguments of e2fsck for a device. It repairs everything, and would also use a backup of the superblock that nobody has looked at:
-// by -j it reads no journal on another disk, whatever a superblock says (B5).
+// e2fsckArgs are the arguments of e2fsck for a device. It repairs everything, and may also use an unchecked backup of the superblock. With -j, it
+// reads no journal on another disk, also if a superblock names one (B5).
 func e2fsckArgs(device string) []string { return []string{"-f", "-y", "-j", "/dev/null", device} }
 
 // checkState checks the whole file system of the state disk before it is mounted, also if it is marked as clean. An

@@ -2,7 +2,7 @@
 // command line names, unlocks the state disk, and starts systemd.
 //
 // Everything that it trusts was measured: itself, the command line, and by its hash the root. The config medium is
-// not authenticated. It shows on the console what it does and waits for.
+// not authenticated. It shows on the console what it is doing, and what it is waiting for.
 package main
 
 import (
@@ -66,7 +66,7 @@ type boot struct {
 	settle time.Duration
 	// connect configures the network by DHCP; nil: [boot.up] does.
 	connect func(ctx context.Context) error
-	// servers are what the network's configuration names; nil: the network is not up.
+	// servers are what the network's configuration names; nil if the network is not up.
 	servers *servers
 }
 
@@ -114,7 +114,7 @@ func (b *boot) run(ctx context.Context) error {
 	if err := mountState(device, sysroot); err != nil {
 		return fmt.Errorf("the state disk: %w", err)
 	}
-	// Before systemd starts anything of the disk; to open it anew takes a new boot.
+	// Before systemd starts any program of the disk; opening the disk again takes a new boot.
 	if err := b.inRoot(ctx, bootstrapper, "accepted"); err != nil {
 		return fmt.Errorf("the state disk was opened, and is not used: %w", err)
 	}
@@ -175,7 +175,7 @@ func (b *boot) root(ctx context.Context) error {
 // errNotYet is returned while a device is not there yet.
 var errNotYet = errors.New("it is not there")
 
-// await calls look until it returns something other than errNotYet, or the time is over.
+// await calls look until it returns something other than errNotYet, or until the timeout.
 func await[T any](ctx context.Context, most time.Duration, look func() (T, error)) (T, error) {
 	const pause = 20 * time.Millisecond
 	ctx, cancel := context.WithTimeout(ctx, most)

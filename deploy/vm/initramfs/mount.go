@@ -47,7 +47,7 @@ func mountKernel() error {
 // pluginFolder is image.yaml's volumePluginDir. The kubelet runs the programs in it as root, and kube-controller-manager's container has it.
 const pluginFolder = "/run/kubelet-volumeplugins"
 
-// emptyFolder makes a folder in which nobody can write, whoever has it in a container (B8).
+// emptyFolder makes a folder that is read-only for all users, also inside containers (B8).
 func emptyFolder(at string) error {
 	if err := os.MkdirAll(at, 0o755); err != nil {
 		return err

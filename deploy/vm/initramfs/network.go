@@ -93,7 +93,7 @@ func resolv(servers []string) []byte {
 	return []byte(b.String())
 }
 
-// static configures interfaces as the medium says.
+// static configures interfaces by the medium's document.
 func (b *boot) static(ctx context.Context, n *network) error {
 	for _, f := range n.Interfaces {
 		link, err := await(ctx, linkTimeout, func() (netlink.Link, error) { return linkOf(f.MAC) })

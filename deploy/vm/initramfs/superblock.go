@@ -29,7 +29,7 @@ const (
 	ext4Incompat = 0x2c2 | 0x4 // filetype, extent, 64bit, flex_bg; needs_recovery
 	ext4ROCompat = 0x46b       // sparse_super, large_file, huge_file, dir_nlink, extra_isize, metadata_csum
 	ext4Options  = 0xc         // user_xattr, acl
-	ext4Errors   = 1           // after an error, go on: a panic or a read-only disk would be for whoever damages one bit of it
+	ext4Errors   = 1           // continue after an error: with a panic or a read-only disk, an attacker who damages one bit could stop the machine
 	ext4Journal  = 8           // the inode of a journal that is inside of the file system
 )
 

@@ -48,10 +48,10 @@ func dmRequest(name, target, params string, sectors uint64) []byte {
 	return b
 }
 
-// verityTable returns the parameters of the target (Linux, Documentation/admin-guide/device-mapper/verity.rst).
-// A block with a wrong hash stops the machine when it is read. A block that the disk cannot read is an error for its
-// reader, as on any disk: the machine may go on without the block, but never with a different one. To stop it then takes
-// panic_on_error, which Linux 6.1 does not have.
+// verityTable returns the parameters of the target (Linux, Documentation/admin-guide/device-mapper/verity.rst). A block
+// with a wrong hash stops the machine when it is read. A block that the disk cannot read is an error for its reader, as
+// on any disk: the machine may continue without the block, but never with a different one. Stopping the machine then
+// needs panic_on_error, which Linux 6.1 does not have.
 func verityTable(r layout.Root, data, tree string) string {
 	return fmt.Sprintf("1 %s %s %d %d %d 0 sha256 %x - 1 panic_on_corruption", data, tree, layout.BlockSize, layout.BlockSize, r.Blocks, r.Hash)
 }

@@ -26,10 +26,10 @@ var pace = sync.OnceValue(func() <-chan time.Time { return time.Tick(time.Second
 
 // controls are floods of HTTP/2's own frames.
 var controls = []flood{
-	{name: "settings", about: "SETTINGS, whose acknowledgements nobody reads", open: hot, attack: unread(func(_ *h2, fr *http2.Framer) error {
+	{name: "settings", about: "SETTINGS, whose acknowledgements the client does not read", open: hot, attack: unread(func(_ *h2, fr *http2.Framer) error {
 		return fr.WriteSettings(http2.Setting{ID: http2.SettingHeaderTableSize, Val: 1 << 20}, http2.Setting{ID: http2.SettingMaxFrameSize, Val: 1 << 20})
 	})},
-	{name: "ping", about: "PING, whose answers nobody reads", open: hot, attack: unread(func(_ *h2, fr *http2.Framer) error {
+	{name: "ping", about: "PING, whose answers the client does not read", open: hot, attack: unread(func(_ *h2, fr *http2.Framer) error {
 		return fr.WritePing(false, [8]byte{1})
 	})},
 	{name: "reset", about: "requests that are taken back at once (rapid reset)", open: hot, attack: pumped(func(h *h2, fr *http2.Framer) error {

@@ -217,7 +217,7 @@ func (h *h2) reflect() error {
 
 // exchanges stop in the middle of the exchange before HTTP.
 var exchanges = []flood{
-	{name: "idle-tcp", about: "connections that say nothing", attack: func(_ context.Context, c *client) error { return hold(c) }},
+	{name: "idle-tcp", about: "connections that send nothing", attack: func(_ context.Context, c *client) error { return hold(c) }},
 	{name: "idle", about: "connections of HTTP/2 that ask for nothing", attack: func(ctx context.Context, c *client) error {
 		h, err := c.h2(ctx)
 		if err != nil {
@@ -337,7 +337,7 @@ func credential() (blob, secret []byte) {
 
 // metrics are floods of the plain HTTP/1 listeners.
 var metrics = []flood{
-	{name: "metrics-idle", about: "connections that say nothing, to metrics", attack: func(_ context.Context, c *client) error { return hold(c) }},
+	{name: "metrics-idle", about: "connections that send nothing, to metrics", attack: func(_ context.Context, c *client) error { return hold(c) }},
 	{name: "metrics-slow-headers", about: "a byte of a header every half second, to metrics", attack: func(ctx context.Context, c *client) error {
 		return drip(ctx, c, slowHeader, 500*time.Millisecond)
 	}},

@@ -1,5 +1,5 @@
 // Command flooder is a client without a TPM that exhausts one of Muster's listeners. It has many floods, which it
-// lists with -list; each ends when its time is over, and prints its counts as JSON.
+// lists with -list. Each one ends after its time limit, and prints its counts as JSON.
 //
 // Every connection comes from one of -sources addresses of the loopback network, from -first on. It implements TLS,
 // HTTP/2 and muster-atls/1 itself, and breaks their rules where a flood requires that.
@@ -76,7 +76,7 @@ const (
 	// oneSource is the number of new connections per second that one source opens, and allSources that of all
 	// together.
 	oneSource, allSources = 16, 200
-	// oneBurst and allBurst are the numbers that they begin with.
+	// oneBurst and allBurst are their initial numbers.
 	oneBurst, allBurst = 64, 400
 	// oneOpen and allOpen are the numbers that they keep open, somewhat more than any listener allows.
 	oneOpen, allOpen = 600, 4400
@@ -191,7 +191,7 @@ func hold(c net.Conn) error {
 	return err
 }
 
-// pause waits, until the flood is over at most.
+// pause waits, at most until the flood ends.
 func pause(ctx context.Context, d time.Duration) error {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

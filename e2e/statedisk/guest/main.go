@@ -85,7 +85,7 @@ func run(ctx context.Context) error {
 			return unlock(ctx, l, key, wrong)
 		}
 	}
-	return errors.New("the command line does not say what to do")
+	return errors.New("the command line names no action")
 }
 
 // system sets up what a program expects of a system.

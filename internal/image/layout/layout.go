@@ -54,8 +54,8 @@ const (
 // BlockSize is the size of data and hash blocks of dm-verity, in bytes.
 const BlockSize = 4096
 
-// VerityKey is the word of the kernel's command line that names the root. It is not one of systemd's: its generators would
-// wait for partitions that they detect themselves.
+// VerityKey is the parameter of the kernel's command line that names the root. It is not one of systemd's: its generators
+// would wait for partitions that they detect themselves.
 const VerityKey = "muster.verity="
 
 // Root is all that dm-verity needs; none of it is read from the disk. The tree has no superblock and no salt.

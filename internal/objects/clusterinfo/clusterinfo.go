@@ -70,7 +70,7 @@ type Info struct {
 	// release before, with which machines join. Previous is the release before, from then on until all nodes are upgraded. At most
 	// one of them is set.
 	Next, Previous *Release
-	// Rotation is the replacement of a key that is in progress; nil: there is none.
+	// Rotation is the replacement of a key that is in progress; nil if there is none.
 	Rotation *Rotation
 }
 
@@ -96,7 +96,7 @@ func (i *Info) Current() Release {
 	return Release{KubernetesVersion: i.KubernetesVersion, Components: i.Components, Images: i.Images}
 }
 
-// Other returns the second release that nodes may run while the cluster is upgraded; nil: there is none.
+// Other returns the second release that nodes may run while the cluster is upgraded; nil if there is none.
 func (i *Info) Other() *Release {
 	if i.Next != nil {
 		return i.Next

@@ -36,7 +36,7 @@ func RotatedKeys() []RotatedKey {
 }
 
 // PublicFile returns the file below /etc/kubernetes/pki with the accepted keys' public parts, which a machine that reboots compares with the cluster's
-// (B8); empty: the key has none.
+// (B8); empty if the key has none.
 func (k RotatedKey) PublicFile() string {
 	switch k {
 	case ServiceAccountKey:
@@ -52,8 +52,8 @@ func (k RotatedKey) PublicFile() string {
 	return ""
 }
 
-// CheckPublic returns an error unless public is the public part of the key with this ID, as one block of PEM: who can write where it is read could else
-// have control planes accept a key of his own.
+// CheckPublic returns an error unless public is the public part of the key with this ID, as one block of PEM. Otherwise an attacker who can write its
+// source could make control planes accept another key.
 func (k RotatedKey) CheckPublic(id, public string) error {
 	block, rest := pem.Decode([]byte(public))
 	if block == nil || strings.TrimSpace(string(rest)) != "" {
@@ -78,7 +78,7 @@ func (k RotatedKey) CheckPublic(id, public string) error {
 	if err != nil {
 		return fmt.Errorf("the public part of a new %s: %w", k, err)
 	}
-	if is := sha256.Sum256(block.Bytes); hex.EncodeToString(is[:]) != id { // [KeyState] says what an ID is
+	if is := sha256.Sum256(block.Bytes); hex.EncodeToString(is[:]) != id { // [KeyState] defines the ID
 		return fmt.Errorf("the public part of the new %s has the ID %x, and the key has %s", k, is, id)
 	}
 	return nil
@@ -155,18 +155,18 @@ const KeysAnnotation = "muster.dev/control-plane-keys"
 // KeyState is what a control plane does with one kind of key. Keys are named by their IDs: the SHA-256 of a public key (SubjectPublicKeyInfo) or of a
 // certificate, each in DER, or of a secret key with a label before it; 64 hexadecimal digits.
 type KeyState struct {
-	// Accepts are the keys that it verifies or decrypts with.
+	// Accepts are its keys for verification or decryption.
 	Accepts []string `json:"accepts"`
-	// Uses is the key that it signs or encrypts with.
+	// Uses is its key for signatures or encryption.
 	Uses string `json:"uses"`
-	// Staged are the new keys that it has for a rotation, and can pass on.
+	// Staged are the new keys of a rotation that it has, and can pass to other control planes.
 	Staged []string `json:"staged,omitempty"`
 }
 
 // KeyStates are a control plane's.
 type KeyStates map[RotatedKey]KeyState
 
-// ParseKeyStates reads the value of [KeysAnnotation]; nil: there is none, or it is damaged. Root on the machine can have written anything.
+// ParseKeyStates reads the value of [KeysAnnotation]; nil if there is none, or it is damaged. Root on the machine can have written anything.
 func ParseKeyStates(value string) KeyStates {
 	var s KeyStates
 	if err := json.Unmarshal([]byte(value), &s); err != nil {

@@ -61,8 +61,8 @@ func idOf(key []byte) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// ID returns the key's ID, 64 hexadecimal digits: SHA-256 of a label and the key, which says nothing of a random key. It returns an error for a key of
-// another form.
+// ID returns the key's ID, 64 hexadecimal digits: SHA-256 of a label and the key, which reveals nothing about a random key. It returns an error for a
+// key of another form.
 func (k Key) ID() (string, error) {
 	b, err := base64.StdEncoding.DecodeString(k.Secret)
 	if err != nil || len(b) != keySize || !validName.MatchString(k.Name) {
@@ -91,8 +91,8 @@ resources:
       keys:
 `
 
-// Parse returns the keys of a file that has the form of [Format], in any notation of YAML. It refuses all other files, such as those with further
-// resources or providers, which only their author can change.
+// Parse returns the keys of a file in the form of [Format], in any notation of YAML. It refuses all other files, such as those with further
+// resources or providers, because only their author can change them.
 func Parse(text []byte) ([]Key, error) {
 	var c struct {
 		APIVersion string `json:"apiVersion"`

@@ -237,7 +237,7 @@ func (l *List) Data() (map[string]string, error) {
 	}
 	put(KeyRevoked, text)
 	if all-suspended > maxSize || all > maxSizeSuspended {
-		return nil, fmt.Errorf("%w: %d KiB are more than it has room for: %d nodes were removed or banned whose certificates are still valid. Removals go on when the oldest entries have lapsed",
+		return nil, fmt.Errorf("%w: it would need %d KiB, because certificates of %d removed or banned nodes are still valid. Further removals are possible when the oldest entries have expired",
 			ErrFull, all>>10, len(l.entries))
 	}
 	return data, nil

@@ -43,7 +43,7 @@ const (
 type Entry struct {
 	// Machine is its ID, the key in the ConfigMap; the value does not repeat it.
 	Machine string `json:"-"`
-	// Node and Role are what it asks for; empty if it was refused before it could send them, and is not enrolled.
+	// Node and Role are the requested ones; empty if it was refused before it could send them, and is not enrolled.
 	Node string `json:"node,omitempty"`
 	Role string `json:"role,omitempty"`
 	// Reason is the reason code (R1).
@@ -58,7 +58,7 @@ type Entry struct {
 	Class string `json:"class,omitempty"`
 	// List is the field of the policy that would have to list the machine; empty if that is not why it was refused.
 	List string `json:"list,omitempty"`
-	// Differs says in words why the policy would refuse the machine although a list had it; empty if it would not.
+	// Differs describes why the policy would refuse the machine even if a list had it; empty if it would not.
 	Differs string `json:"differs,omitempty"`
 	// Since is when it was first refused for this reason, Last when it last was; rounded to about a minute.
 	Since time.Time `json:"since"`
@@ -97,10 +97,10 @@ func (e Entry) Encode() (string, error) {
 }
 
 // Room reports whether an entry for one more machine has room beside those that are listed, by machine. evict is the machine
-// whose entry must be removed for it; empty: none.
+// whose entry must be removed for it; empty if there is none.
 //
-// Entries stay, so that many machines can't displace the one that the owner looks for. But of machines that a list of the
-// policy lacks, a source with more entries loses its newest to one that would still have fewer.
+// Entries stay, so that many machines can't displace the owner's. But of machines that a list of the policy lacks, a source
+// with more entries loses its newest to one that would still have fewer.
 func Room(listed map[string]Entry, e Entry) (evict string, ok bool) {
 	same, sources := 0, map[netip.Prefix]int{}
 	for _, o := range listed {

@@ -1,8 +1,8 @@
 // Package attester gets evidence of the machine for a service that may not open the TPM: it asks `bootstrapper attester`
 // over a unix socket.
 //
-// The socket determines the purpose. There is one for each, in a folder of its own, and a pod gets only the folder of its
-// own purpose, so that evidence made for a service is never valid for a machine (A5). The purpose is not in the request.
+// The socket determines the purpose. Each purpose has its own socket in its own folder, and a pod gets only the folder of
+// its purpose. So evidence made for a service is never valid for a machine (A5). The purpose is not in the request.
 //
 // The protocol is HTTP/1.1 with protobuf bodies (application/x-protobuf):
 //
@@ -144,6 +144,6 @@ func refusal(status string, body []byte) error {
 	}
 	return &attest.Refusal{
 		Reason: info.GetReason(), RetryAfter: max(info.GetRetryAfter().AsDuration(), 0),
-		Err: errors.New("the machine's attester refused; its log says why"),
+		Err: errors.New("the machine's attester refused; its log shows why"),
 	}
 }

@@ -48,7 +48,7 @@ type InForce struct {
 
 // Report is the result for the newest version of the AttestationPolicy.
 type Report struct {
-	// Observed is the version that the report is about; nil if there is none.
+	// Observed is the reported version; nil if there is none.
 	Observed *v1alpha1.AttestationPolicy
 	// InForce is the policy that is applied now; nil if there is none.
 	InForce *InForce
@@ -85,7 +85,7 @@ type Store struct {
 	noted    string        // the annotation that next was read from
 }
 
-// Candidate is a policy that the owner has signed but not put in force. It accepts nobody.
+// Candidate is a policy that the owner has signed but not put in force. It accepts no machine.
 type Candidate struct {
 	Policy *attest.Policy
 	// Digest is the SHA-256 of its text, in hexadecimal digits.

@@ -26,7 +26,7 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/vm"
 )
 
-// A Config is what the daemon starts from: lab.json in the lab's folder.
+// A Config is the daemon's initial configuration: lab.json in the lab's folder.
 type Config struct {
 	Dir     string            `json:"dir"`
 	Source  string            `json:"source"`  // the checkout that the lab was built from
@@ -59,7 +59,7 @@ type VMRequest struct {
 	ControlPlane bool              `json:"controlPlane"` // the load balancer sends it connections
 	Image        string            `json:"image"`        // path of the raw disk image that it boots
 	Medium       map[string][]byte `json:"medium"`       // files of its config medium
-	StateMiB     int               `json:"stateMiB"`     // size of its state disk; 0: vm.DefaultState
+	StateMiB     int               `json:"stateMiB"`     // size of its state disk; 0 for vm.DefaultState
 	MemoryMiB    int               `json:"memoryMiB"`    // 0: vm.DefaultMemory
 	ForeignEK    bool              `json:"foreignEK"`    // its TPM comes from the other CA
 	SecureBoot   bool              `json:"secureBoot"`   // its firmware starts only what vm.SecureBootKey signed
@@ -173,7 +173,7 @@ func (c *Client) RebootNode(ctx context.Context, name string) (m Machine, err er
 	return m, c.call(ctx, http.MethodPost, "/machines/"+name+"/reboot", nil, &m)
 }
 
-// KillNode cuts a machine's power. Its disk stays, and the load balancer goes on asking for it.
+// KillNode cuts a machine's power. Its disk stays, and the load balancer keeps connecting to it.
 func (c *Client) KillNode(ctx context.Context, name string) error {
 	return c.call(ctx, http.MethodPost, "/machines/"+name+"/kill", nil, nil)
 }

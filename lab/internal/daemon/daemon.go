@@ -199,7 +199,7 @@ func (d *Daemon) status() Status {
 
 func (d *Daemon) handler(life context.Context) http.Handler {
 	mux := http.NewServeMux()
-	// A machine's boot goes on when the caller goes away, and ends with the lab.
+	// A machine's boot continues after the caller disconnects, and ends with the lab.
 	handle := func(pattern string, f func(ctx context.Context, r *http.Request) (any, error)) {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			v, err := f(life, r)

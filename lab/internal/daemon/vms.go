@@ -33,7 +33,7 @@ type virtual struct {
 	mu      sync.Mutex
 	request VMRequest
 	vm      *vm.VM                  // nil before the first power on
-	abort   context.CancelCauseFunc // ends the boot that is going on; nil: none is
+	abort   context.CancelCauseFunc // cancels the boot in progress; nil if there is none
 }
 
 func newVirtual(dir string, r VMRequest) *virtual {
@@ -207,7 +207,7 @@ func (d *Daemon) bootVM(ctx context.Context, v *virtual) (*vm.VM, error) {
 		if err := d.spawn(cmd); err != nil {
 			return err
 		}
-		if err := d.cgroups.Enter(group, cmd.Process.Pid); err != nil && !errors.Is(err, syscall.ESRCH) { // ended already: its log says why
+		if err := d.cgroups.Enter(group, cmd.Process.Pid); err != nil && !errors.Is(err, syscall.ESRCH) { // ended already: its log shows why
 			err = errors.Join(err, cmd.Process.Kill())
 			_ = cmd.Wait() // killed
 			return err

@@ -51,8 +51,7 @@ type File struct {
 	Size   int64  `json:"size"`   // bytes
 }
 
-// An Event is one measurement: digest is what the PCR is extended with, data is what
-// the log says about it.
+// An Event is one measurement: the PCR is extended with digest, and the log has data as its description.
 type Event struct {
 	PCR    int
 	Type   uint32
@@ -63,7 +62,7 @@ type Event struct {
 // Events returns the events of a boot with these files, in the order of measuring.
 func Events(files []File) ([]Event, error) {
 	events := []Event{ofData(0, evSCRTMVersion, utf16z("muster lab 1"))}
-	// The lab has no Secure Boot, and its log says so where PFP section 3.3.4.8 wants it.
+	// The lab has no Secure Boot, and its log records that as PFP section 3.3.4.8 requires.
 	for _, v := range []struct {
 		name, guid string
 		data       []byte

@@ -1,5 +1,5 @@
-// Package host handles the Linux machine that the lab runs on: its Debian packages, its cgroup hierarchies, and
-// processes by an identity that a reused pid does not have.
+// Package host handles the lab's Linux machine: its Debian packages, its cgroup hierarchies, and processes by an
+// identity that a reused pid does not have.
 //
 // The lab adds cgroup sub-directories and processes there, records each one, and removes exactly those again; it
 // never mounts, unmounts or reconfigures anything that it did not make.

@@ -1,9 +1,9 @@
 // Package kube builds the Kubernetes programs that the lab runs, from the Go modules that tools/kube (and, of the
 // release that a test upgrades from, tools/kube-previous) pins, once for each content of that pin.
 //
-// A build is named by its inputs (go.mod, go.sum, the Go version, the linker flags), so a call with a warm cache only
-// hashes 700 MB, in two seconds, and two checkouts share a cache without ever sharing a wrong binary. The cache is
-// not trusted: the module's sha256sums.json has the hash of each program, which is checked at each call.
+// A build is named by its inputs (go.mod, go.sum, the Go version, the linker flags). So a call with a warm cache only
+// hashes 700 MB, in two seconds, and two checkouts can share a cache without sharing a wrong binary. The cache is not
+// trusted: the module's sha256sums.json has the hash of each program, which is checked at each call.
 package kube
 
 import (

@@ -21,7 +21,7 @@ type Forwarder struct {
 	// Healthy, if set, is asked every second for each back end. One that is not healthy is tried
 	// after all others, and loses the connections that it has.
 	Healthy func(ctx context.Context, backend string) error
-	// Timeout is how long a back end may take to accept before the next is tried; 0: 500 ms.
+	// Timeout is how long a back end may take to accept before the next is tried; 0 for 500 ms.
 	Timeout time.Duration
 	Log     *slog.Logger
 

@@ -46,7 +46,7 @@ func Enter(specPath string) error {
 }
 
 // makeRoom moves this process out of the machine's top cgroup where that is of version 2: a group with processes of
-// its own cannot delegate controllers. PID 1 moves too, before it goes on ([leaveTopCgroup]).
+// its own cannot delegate controllers. PID 1 also moves, before it continues ([leaveTopCgroup]).
 func makeRoom(s Spec) error {
 	if !s.Cgroups.Unified {
 		return nil

@@ -309,5 +309,5 @@ func leaveTopCgroup(c host.Cgroups) error {
 	if err := own.Enter(leaf, os.Getpid()); err != nil {
 		return err
 	}
-	return own.Create(leaf) // nobody is in the top group now: this enables its controllers
+	return own.Create(leaf) // the top group is empty now, so its controllers can be enabled
 }

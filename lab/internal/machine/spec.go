@@ -2,10 +2,9 @@
 // cgroups and makes its namespaces ([Enter]), its PID 1 ([Init]), and the systemctl that
 // talks to it ([Systemctl]).
 //
-// PID 1 goes through the stages of a real boot. It puts a root file system together,
-// plays firmware (package firmware), and only then starts units, as their files say. The
-// process tree is contained twice: the PID namespace dies with PID 1, and PID 1 dies with
-// the process that made it.
+// PID 1 goes through the stages of a real boot. It puts a root file system together, plays firmware
+// (package firmware), and only then starts units by their files. The process tree is contained
+// twice: the PID namespace dies with PID 1, and PID 1 dies with the process that made it.
 package machine
 
 import (
@@ -16,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/lab/internal/host"
 )
 
-// A Spec is all that a machine is started from: machine.json in its folder.
+// A Spec has all parameters of a machine's start: machine.json in its folder.
 type Spec struct {
 	Name      string       `json:"name"`
 	Address   string       `json:"address"`

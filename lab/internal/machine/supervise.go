@@ -22,7 +22,7 @@ import (
 // folders are where a supervisor reads and writes.
 type folders struct {
 	units   string // unit files
-	enabled string // a file for each unit that was enabled or disabled, which says which
+	enabled string // a file for each unit that was enabled or disabled, with that state
 	notify  string // sockets for sd_notify(3), a socket per unit
 	logs    string // what units print, NAME.log
 }
@@ -40,7 +40,7 @@ const (
 
 // A service is what runs, or doesn't, of a unit.
 type service struct {
-	state  string // inactive, activating, active, deactivating or failed, as systemctl says it
+	state  string // inactive, activating, active, deactivating or failed, as systemctl prints it
 	pid    int    // 0: no process
 	wanted bool   // by start; a service that ends by itself is restarted only while wanted
 	result string // how the last process ended
@@ -76,7 +76,7 @@ func newSupervisor(f folders, env []string, log *slog.Logger) (*supervisor, erro
 	return s, s.reload()
 }
 
-// reload reads the unit files again; what runs goes on.
+// reload reads the unit files again; running units continue.
 func (s *supervisor) reload() error {
 	units, err := loadUnits(s.at.units)
 	if err != nil {
@@ -104,7 +104,7 @@ func (s *supervisor) enable(name string, on bool) error {
 
 const disabled = "disabled\n"
 
-// isEnabled reports whether a unit starts at boot: as systemctl said last, or else as its file says.
+// isEnabled reports whether a unit starts at boot: by the last systemctl command, or otherwise by its file.
 func (s *supervisor) isEnabled(u Unit) bool {
 	said, err := os.ReadFile(filepath.Join(s.at.enabled, u.Name))
 	if err != nil {
@@ -229,8 +229,8 @@ func (s *supervisor) spawn(name string) error {
 	return nil
 }
 
-// listen opens the unit's notification socket (sd_notify(3)), one per unit, so that the
-// address says who is ready.
+// listen opens the unit's notification socket (sd_notify(3)), one per unit, so that the address identifies the unit that is
+// ready.
 func (s *supervisor) listen(name string, svc *service) error {
 	if svc.notify != nil {
 		return nil
@@ -341,7 +341,7 @@ func (s *supervisor) set(svc *service, state string) {
 	s.changed = make(chan struct{})
 }
 
-// reap collects every child that has ended, each time the kernel says that there is one.
+// reap collects every child that has ended, each time the kernel signals one.
 func (s *supervisor) reap(sigchld <-chan os.Signal) {
 	for range sigchld {
 		s.mu.Lock()

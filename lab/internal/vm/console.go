@@ -25,7 +25,7 @@ func Clean(line string) string {
 	return strings.TrimRight(escapes.ReplaceAllString(line, ""), " ")
 }
 
-// bootManager begins each line of EDK II's boot manager. Its last one says that it starts what is on the disk.
+// bootManager begins each line of EDK II's boot manager. Its last line reports the start of the system on the disk.
 const bootManager = "BdsDxe: "
 
 // nextConsole names the file for the console after the next power on: the ones before stay.
@@ -57,8 +57,8 @@ func lastConsole(dir string) (path string, last int, err error) {
 	return path, last, nil
 }
 
-// Wait returns the first line of the console since power on that match accepts. A line that is still
-// being written counts once the machine has gone off: before that, its end may say something else.
+// Wait returns the first line of the console since power on that match accepts. An incomplete line counts only
+// after the machine has gone off, because its end may change before.
 func (m *VM) Wait(ctx context.Context, match func(line string) bool) (string, error) {
 	return WaitLine(ctx, m.Console, m.Alive, match)
 }

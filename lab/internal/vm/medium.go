@@ -48,7 +48,7 @@ func WriteMedium(ctx context.Context, path string, files map[string][]byte) erro
 
 func run(ctx context.Context, name string, args ...string) error {
 	cmd := exec.CommandContext(ctx, name, args...)
-	// mtools writes the time at which it runs into directory entries unless told; FAT has local time.
+	// mtools writes the current time into directory entries by default; FAT has local time.
 	cmd.Env = append(os.Environ(), "SOURCE_DATE_EPOCH=1767225600", "TZ=UTC")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("%s: %w: %s", name, err, out)

@@ -36,7 +36,7 @@ const (
 	SecureBootCertificate = "/usr/share/ovmf/PkKek-1-snakeoil.pem"
 )
 
-// firmware returns the machine's firmware, and the variables that it begins with.
+// firmware returns the machine's firmware, and its initial variables.
 func firmware(c Config) (code, vars string) {
 	code, vars = firmwareCode, NoSecureBootVariables
 	if c.SecureBoot {

@@ -43,7 +43,7 @@ const FirmwareTimeout = 2 * time.Minute
 // ErrFirmware is returned if firmware was silent, or QEMU ended, before anything had booted, twice.
 var ErrFirmware = errors.New("the firmware has not started what is on the boot disk")
 
-// ErrNothingBoots is returned if firmware has looked at all there is to start, and started none: the console says why.
+// ErrNothingBoots is returned if firmware has tried all boot options without success: the console shows why.
 var ErrNothingBoots = errors.New("the firmware found nothing that it may start")
 
 // A Config describes a machine. Dir, Image, CA, Spawn and Log are required.
@@ -51,11 +51,11 @@ type Config struct {
 	Dir    string            // its folder
 	Image  string            // the raw disk image that it boots; it is not written to
 	CA     vtpm.CA           // where its TPM's certificates come from, when it gets power first
-	Medium map[string][]byte // files of its config medium; nil: it has none
-	State  int               // size of its state disk in MiB, when it gets power first; 0: DefaultState
-	Memory int               // MiB; 0: DefaultMemory
+	Medium map[string][]byte // files of its config medium; nil if it has none
+	State  int               // size of its state disk in MiB, when it gets power first; 0 for DefaultState
+	Memory int               // MiB; 0 for DefaultMemory
 	MAC    net.HardwareAddr  // of its network card
-	Tap    string            // the tap device that its network card is plugged into; empty: it has no card
+	Tap    string            // the tap device that its network card is plugged into; empty if it has no card
 	// SecureBoot gives it firmware that starts what [SecureBootKey] signed, and nothing else. It is for the whole
 	// life of the machine: its variables hold the key.
 	SecureBoot bool
@@ -97,9 +97,8 @@ func VariablesPath(dir string) string { return filepath.Join(dir, variablesFile)
 // tpmOf is the TPM of the machine in dir.
 func tpmOf(dir string) vtpm.TPM { return vtpm.TPM{Dir: filepath.Join(dir, "tpm")} }
 
-// Start powers a machine on. It first makes what the machine does not have yet: a TPM, firmware variables, a
-// state disk. It returns when something other than firmware has written to the console. Firmware that
-// hangs is given one more chance, and the log says so.
+// Start powers a machine on. It first creates a missing TPM, firmware variables and state disk. It returns when a program
+// other than firmware has written to the console. If firmware hangs, it retries once, and logs that.
 func Start(ctx context.Context, c Config) (*VM, error) {
 	if c.Dir == "" || c.Image == "" || c.Spawn == nil || c.Log == nil {
 		return nil, errors.New("vm: Dir, Image, Spawn and Log are required")

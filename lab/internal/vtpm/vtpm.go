@@ -68,7 +68,7 @@ func NewCA(dir, name string) (CA, error) {
 		{"localca.options", []byte("--platform-manufacturer Muster\n--platform-version 1\n--platform-model lab\n")},
 		{"setup.conf", fmt.Appendf(nil, "create_certs_tool = /usr/bin/swtpm_localca\ncreate_certs_tool_config = %s\ncreate_certs_tool_options = %s\nactive_pcr_banks = sha256\n", at("localca.conf"), at("localca.options"))},
 		{"key.pem", pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: pkcs8})},
-		{"ca.pem", pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})}, // last: it says that all is there
+		{"ca.pem", pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})}, // last, because it marks the state as complete
 	} {
 		if err := os.WriteFile(at(f.name), f.data, 0o600); err != nil {
 			return ca, err

@@ -56,9 +56,9 @@ type Config struct {
 	// Cluster and Node are the cluster's ID and the node's name.
 	Cluster keys.ClusterID
 	Node    string
-	// State returns what the cluster says of itself, and the owner's key for which a backup is encrypted.
+	// State returns the cluster's state, and the owner's key to which a backup is encrypted.
 	State func(context.Context) (backup.State, ed25519.PublicKey, error)
-	// Snapshot writes a snapshot of this machine's etcd, after it has asked whether there is room for so many bytes.
+	// Snapshot writes a snapshot of this machine's etcd. Before that, it checks that there is room for its size.
 	Snapshot func(ctx context.Context, caCert, caKey []byte, room func(size int64) error, w io.Writer) error
 	// Keep is how many backups stay.
 	Keep int
@@ -125,7 +125,7 @@ func (m *Maker) Make(ctx context.Context) (stored backup.Stored, err error) {
 		return stored, err
 	}
 	stored = backup.Stored{Name: backup.Name(m.cfg.Node, at), TakenAt: at, OwnerKey: base64.StdEncoding.EncodeToString(to)}
-	// K5: for a key of the image's owner, which nobody can change while it runs.
+	// K5: to an owner's key in the image, which can't be changed at run time.
 	err = m.place(&stored, func(w io.Writer) error {
 		manifest := backup.Manifest{ClusterID: m.cfg.Cluster.String(), Node: m.cfg.Node, TakenAt: at, State: state}
 		return backup.Write(w, to, authority.Signer(), manifest, small, io.LimitReader(interruptible(ctx, snapshot), size), size, sum)
@@ -164,7 +164,7 @@ func (m *Maker) files() (map[string][]byte, error) {
 		switch {
 		case errors.Is(err, fs.ErrNotExist) && name == etcdencryption.Name: // a cluster that Muster has adopted may not encrypt
 		case errors.Is(err, fs.ErrNotExist):
-			return nil, fmt.Errorf("%s is missing: backups are made on control planes whose authorities kubeadm has made, with an etcd of their own", filepath.Join(machine.PKIFolder, name))
+			return nil, fmt.Errorf("%s is missing: only control planes with kubeadm's authorities and their own etcd make backups", filepath.Join(machine.PKIFolder, name))
 		case err != nil:
 			return nil, err
 		default:
@@ -260,11 +260,11 @@ func (m *Maker) Run(ctx context.Context, every time.Duration) error {
 	for {
 		wait := poll
 		latest, err := Latest(m.cfg.Root)
-		if err != nil { // the next backup writes it anew
+		if err != nil { // the next backup writes it again
 			m.cfg.Log.WarnContext(ctx, "which backup is the newest can't be read", "err", err)
 			err = nil
 		}
-		// A backup from the future is one of before the clock was put back.
+		// A backup from the future was made before the clock was set back.
 		if age := m.cfg.Now().Sub(latest.TakenAt); age >= every || age < 0 {
 			if latest, err = m.Make(ctx); err == nil {
 				m.cfg.Log.InfoContext(ctx, "a backup of the cluster is made", "file", filepath.Join(Folder, latest.Name), "bytes", latest.Size)
@@ -282,7 +282,7 @@ func (m *Maker) Run(ctx context.Context, every time.Duration) error {
 	}
 }
 
-// Latest returns the newest backup on a machine; zero: there is none.
+// Latest returns the newest backup on a machine; zero if there is none.
 func Latest(root string) (backup.Stored, error) {
 	var s backup.Stored
 	path := filepath.Join(root, Folder, backup.Latest)

@@ -39,7 +39,7 @@ const (
 	Inbox = "/var/lib/muster/attester/authorities"
 	// begun exists while the kubelet may run with an earlier kubeconfig.
 	begun = "/var/lib/muster/renewal/authorities-begun"
-	// caFile is what the kubelet verifies clients with.
+	// caFile has the authorities by which the kubelet verifies clients.
 	caFile = machine.PKIFolder + "/ca.crt"
 	// maxList bounds the authorities of a cluster, maxBytes their certificates.
 	maxList, maxBytes = 4, 64 << 10
@@ -164,7 +164,7 @@ func Watch(ctx context.Context, cfg Config) error {
 		switch {
 		case err == nil:
 			last = ""
-		case ctx.Err() == nil && err.Error() != last: // it is the same until somebody does something
+		case ctx.Err() == nil && err.Error() != last: // the error stays the same until an administrator acts
 			last = err.Error()
 			cfg.Log.ErrorContext(ctx, "the authorities that this node trusts are not brought up to date", "err", err)
 		}

@@ -74,7 +74,7 @@ func WriteCross(dir string, next *x509.Certificate) error {
 		return err
 	}
 	if old.cert.Equal(next) {
-		return fmt.Errorf("%s is missing or damaged, and the key that could sign it anew is replaced: reset this control plane, which then joins with the new authority", CrossFile)
+		return fmt.Errorf("%s is missing or damaged, and its signing key is already replaced: reset this control plane, which then joins with the new authority", CrossFile)
 	}
 	c, err := old.CrossSign(next)
 	if err != nil {
@@ -83,7 +83,7 @@ func WriteCross(dir string, next *x509.Certificate) error {
 	return machine.WriteFile(filepath.Join(dir, CrossFile), pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Raw}), 0o644, 0o755)
 }
 
-// Cross returns the cross certificate for the authority that signs in a folder, the first of ca.crt; nil: there is none, it is another's, or the authority
+// Cross returns the cross certificate for the authority that signs in a folder, the first of ca.crt; nil if there is none, it is another's, or the authority
 // that signed it is not trusted any more.
 func Cross(dir string) (*x509.Certificate, error) {
 	list, err := authorities(dir)

@@ -45,8 +45,8 @@ type Limits struct {
 var DefaultLimits = Limits{Download: 1 << 30, Unpacked: 4 << 30, Entries: 50_000, Attempts: 6, Pause: 500 * time.Millisecond, Try: 15 * time.Minute}
 
 // An attempt ends when leastBytes of content (64 KiB) take longer than leastTime (30 s), about 2 KiB a second: at that rate a whole attempt brings 2
-// MiB, and kubeadm alone has 70. A mirror that stalls, or a network attacker, would delay the machine for the time of all attempts, and a control plane
-// holds the join lease meanwhile, for which others wait (J8).
+// MiB, and kubeadm alone has 70. A stalling mirror, or a network attacker, would delay the machine for the time of all attempts. A control plane
+// holds the join lease meanwhile, so others wait (J8).
 const (
 	leastBytes = 64 << 10
 	leastTime  = 30 * time.Second
@@ -58,7 +58,7 @@ type Installer struct {
 	client *http.Client
 	limits Limits
 	log    *slog.Logger
-	staged string // the folder of [Installer.Stage]; empty: there is none
+	staged string // the folder of [Installer.Stage]; empty if there is none
 
 	leastTime time.Duration // the constant, or less in tests
 }

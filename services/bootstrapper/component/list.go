@@ -28,7 +28,7 @@ type ListFile string
 // Save writes the list, by rename.
 func (f ListFile) Save(list versions.List) error { return save(string(f), list) }
 
-// Load reads the list; nil: the file does not exist.
+// Load reads the list; nil if the file does not exist.
 func (f ListFile) Load() (*versions.List, error) {
 	text, err := load(string(f))
 	if err != nil || text == nil {
@@ -48,7 +48,7 @@ func Same(a, b versions.List) bool {
 
 // Desired is the software that a cluster requires on one of its nodes, and the data by which the node recognizes the cluster.
 type Desired struct {
-	// Uncompared is why there is nothing to compare the disk with; empty: the other fields are set.
+	// Uncompared is why there is nothing to compare the disk with; empty if the other fields are set.
 	Uncompared string `json:"uncompared,omitempty"`
 	// Recovered means that the list is of the owner's folder, whose recovery opened the disk. There are no Authorities and no Rotation then.
 	Recovered bool `json:"recovered,omitempty"`
@@ -56,7 +56,7 @@ type Desired struct {
 	Replace bool `json:"replace,omitempty"`
 	// List is the required software.
 	List versions.List `json:"list"`
-	// Other is the software of the second release that nodes may run while the cluster is upgraded; nil: there is none.
+	// Other is the software of the second release that nodes may run while the cluster is upgraded; nil if there is none.
 	Other *versions.List `json:"other,omitempty"`
 	// Adopted means that the cluster existed before Muster.
 	Adopted bool `json:"adopted,omitempty"`
@@ -64,7 +64,7 @@ type Desired struct {
 	Endpoint string `json:"endpoint"`
 	// Authorities has the content of public files by their path below /etc/kubernetes/pki: [Authorities].
 	Authorities map[string][]byte `json:"authorities"`
-	// Rotation is of a key that control planes share; nil: none is in progress, or the machine is a worker.
+	// Rotation is of a key that control planes share; nil if none is in progress, or the machine is a worker.
 	Rotation *Rotation `json:"rotation,omitempty"`
 }
 
@@ -100,7 +100,7 @@ type DesiredFile string
 // Save writes it, by rename.
 func (f DesiredFile) Save(d Desired) error { return save(string(f), d) }
 
-// Load reads it; nil: the file does not exist.
+// Load reads it; nil if the file does not exist.
 func (f DesiredFile) Load() (*Desired, error) {
 	text, err := load(string(f))
 	if err != nil || text == nil {
@@ -121,7 +121,7 @@ func save(file string, what any) error {
 	return machine.WriteFile(file, text, 0o600, 0o700)
 }
 
-// load reads a file; nil: it does not exist.
+// load reads a file; nil if it does not exist.
 func load(file string) ([]byte, error) {
 	text, err := os.ReadFile(file)
 	if errors.Is(err, fs.ErrNotExist) {

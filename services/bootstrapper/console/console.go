@@ -81,7 +81,7 @@ func (c *Console) print(sense, line string) {
 	_, _ = c.f.WriteString("muster: " + printable.ASCII(line, maxLine) + "\r\n")
 }
 
-// Wait describes what a machine waits for.
+// Wait describes the reason why a machine waits.
 type Wait struct {
 	// For is the phase in words: "waiting for the key of the state disk".
 	For string
@@ -89,11 +89,11 @@ type Wait struct {
 	Err error
 	// Asked lists the endpoints, HOST:PORT.
 	Asked []string
-	// By is the endpoint that refused, or was refused, HOST:PORT; empty: none answered.
+	// By is the endpoint that refused, or was refused, HOST:PORT; empty if none answered.
 	By string
-	// Also is a sentence that is always true while it waits; empty: none.
+	// Also is a sentence that is always true while it waits; empty if there is none.
 	Also string
-	// Was reports that the machine was a node: NOT_ENROLLED then says that its enrollment has ended.
+	// Was reports that the machine was a node: NOT_ENROLLED then means that its enrollment has ended.
 	Was bool
 	// Next is the pause before the next attempt.
 	Next time.Duration
@@ -122,7 +122,7 @@ func (w Wait) why() string {
 	case w.By == "":
 		return name + words(ours, reason)
 	case atls.UnprovenRefusal(w.Err):
-		return name + " by " + w.By + w.theirs(reason) + ", which has not proven to be a joinservice"
+		return name + " by " + w.By + w.theirs(reason) + ", which was not attested as a joinservice"
 	case remote(w.Err):
 		return name + " by " + w.By + w.theirs(reason)
 	}
@@ -138,7 +138,7 @@ func (w Wait) theirs(r attestv1.Reason) string {
 }
 
 // forgotten explains NOT_ENROLLED to a machine that was a node.
-const forgotten = "this machine is enrolled no longer, as after muster forget: it starts over with an empty state disk, or goes on with this one if the owner enrolls it again with its disk"
+const forgotten = "this machine is no longer enrolled, for example after muster forget: it joins as new with an empty state disk, or continues with this one if the owner enrolls it again with its disk"
 
 // ownStep are the reasons of steps that this machine takes by itself, with its disk, its configuration and the listed files and images. They do not
 // include kubeadm, whose text may name a token: the infrastructure provider reads the console.

@@ -18,7 +18,7 @@ import (
 type Attempts struct {
 	mu        sync.Mutex
 	reason    attestv1.Reason // of the latest failed attempt
-	unproven  bool            // it is from a peer that has not proven to be a joinservice
+	unproven  bool            // it is from a peer that was not attested as a joinservice
 	last      time.Time
 	next      time.Time // zero: now, or never
 	failed    uint32
@@ -68,7 +68,7 @@ func (t *Attempts) Report(out *initv1.GetStatusResponse, again bool) {
 }
 
 // RemedyOf returns what the owner can do about the last reason of a status that has the machine's role, one sentence; empty if there is no such reason, or if it has no general
-// remedy. A refusal by a peer that has not proven to be a joinservice has one remedy, whatever its reason.
+// remedy. A refusal by a peer that was not attested as a joinservice has one remedy, whatever its reason.
 func RemedyOf(s *initv1.GetStatusResponse) string {
 	if s.GetLastReasonUnproven() {
 		return rpc.RemedyUnproven

@@ -25,7 +25,7 @@ var (
 	ErrUnreachable   = errors.New("no joinservice can be reached")
 )
 
-// maxDialPause bounds the pause while no joinservice answers, and after an answer by a peer that has not proven to be a joinservice.
+// maxDialPause bounds the pause while no joinservice answers, and after an answer by a peer that was not attested as a joinservice.
 const maxDialPause = 5 * time.Second
 
 // Pauses are the waits between the attempts of one series. The zero value is not useful.
@@ -163,8 +163,8 @@ func Race(ctx context.Context, endpoints []string, stagger, timeout time.Duratio
 	}
 }
 
-// headStart returns the pause after the n-th of so many endpoints, at most stagger. Those behind the first ones share a quarter of the timeout, so that many
-// endpoints that drop connections do not keep the last ones from their turn; the first ones keep a longer head start, since they are known without DNS.
+// headStart returns the pause after the n-th endpoint, at most stagger. The first ones, which are known without DNS, have a longer head start. The
+// others share a quarter of the timeout, so that the last ones are also tried if many endpoints drop connections.
 func headStart(n, of int, stagger, timeout time.Duration) time.Duration {
 	const first = 8
 	if n <= first {

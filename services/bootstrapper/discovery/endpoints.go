@@ -38,7 +38,7 @@ type Order struct { // a copy is independent: no slice is changed in place
 	failed []string // of named, the latest at the end
 	ofDNS  bool     // the latest that failed was of DNS, which may not name it again
 	list   []string // named, in the order of the next attempt
-	served string   // the one that served last; empty: none
+	served string   // the one that served last; empty if there is none
 }
 
 // List returns the endpoints of the next attempt, at most [metadata.MaxEndpoints].
@@ -113,7 +113,8 @@ func split(endpoints []string) (static, names []string) {
 	return static, names
 }
 
-// at returns the endpoints at addresses by the first ports, at most so many; all addresses by one port are before those by the next.
+// at returns the endpoints at addresses with the first ports, up to the given limit; all addresses with one port come before
+// those with the next port.
 func at(addresses []netip.Addr, ports []string, most int) (out []string) {
 	ports = unique(ports)
 	for _, port := range ports[:min(len(ports), most)] {

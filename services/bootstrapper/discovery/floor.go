@@ -12,9 +12,9 @@ import (
 // Accepted compares the policy that the state disk was opened under, below root, with the newest one that this machine had accepted before, by its
 // journal and its attester. An older one is refused with POLICY_INVALID; files that can't be read are NODE_LOCKED.
 //
-// The initramfs can't read the journal before the disk is open, so it may have accepted an old policy that the owner signed, and with it a joinservice
-// that the owner has removed since. The initramfs calls this function too, before anything of the disk runs: later the attester may accept newer
-// policies. owner has the keys of the image.
+// The initramfs can't read the journal before the disk is open, so it may have accepted an old policy of the owner, and with it a removed
+// joinservice. The initramfs calls this function too, before anything of the disk runs: later the attester may accept newer policies. owner has the
+// keys of the image.
 func Accepted(root string, journaled *journal.Policy, owner attest.OwnerKeys) error {
 	attested, err := policyIn(root, journal.AttesterPolicy)
 	if err != nil {
@@ -27,7 +27,7 @@ func Accepted(root string, journaled *journal.Policy, owner attest.OwnerKeys) er
 	return NotOlder(newer(journaled, attested, owner), *unlocked, owner) // J2
 }
 
-// Recall returns the newest policy that this machine has accepted, for its journal; nil: none. Like [Accepted], but it compares only with the journal,
+// Recall returns the newest policy that this machine has accepted, for its journal; nil if there is none. Like [Accepted], but it compares only with the journal,
 // which only its caller writes.
 func Recall(root string, journaled *journal.Policy, owner attest.OwnerKeys) (*journal.Policy, error) {
 	attested, err := policyIn(root, journal.AttesterPolicy)
@@ -74,7 +74,7 @@ func compared(a, b journal.Policy, owner attest.OwnerKeys) bool {
 	return bytes.Equal(a.OwnerKey, b.OwnerKey) || owner.Has(a.OwnerKey) && owner.Has(b.OwnerKey) // B7
 }
 
-// Same reports whether p, which is not older than the known policy, is that policy; nil: none is known.
+// Same reports whether p, which is not older than the known policy, is that policy; nil if none is known.
 func Same(known *journal.Policy, p journal.Policy, owner attest.OwnerKeys) bool {
 	return known != nil && compared(*known, p, owner) && known.Serial == p.Serial
 }
@@ -85,7 +85,7 @@ type Floor struct {
 		Load() (journal.Record, error)
 		Save(r journal.Record) error
 	}
-	// Known is the policy of the other process; nil: none.
+	// Known is the policy of the other process; nil if there is none.
 	Known *journal.Policy
 }
 

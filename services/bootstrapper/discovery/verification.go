@@ -27,14 +27,14 @@ type Verification struct {
 	Bank        tpm.Bank
 	PCRs        PCRReader
 	NewVerifier func([]*x509.Certificate) (attest.Verifier, error)
-	// Lowest is the least serial that a policy may have, as in [metadata.Image]; 0: any.
+	// Lowest is the least serial that a policy may have, as in [metadata.Image]; 0 for any.
 	Lowest uint64
 	// Newest refuses a policy that is older than the newest accepted one, and stores it if keep. owner is OwnerKeys.
 	Newest func(p journal.Policy, owner attest.OwnerKeys, keep bool) error
 }
 
 // OwnerKeys returns the owner's keys that a machine with this image and journal obeys: those of the image. With insecure.noOwnerKey they are those of an
-// earlier image, under which it joined; nil: there are none.
+// earlier image, under which it joined; nil if there are none.
 func OwnerKeys(image *metadata.Image, rec journal.Record) (keys attest.OwnerKeys) {
 	if len(image.OwnerKeys) > 0 || !image.NoOwnerKey {
 		return image.OwnerKeys
@@ -150,10 +150,10 @@ func (o ownersPolicy) open(s *attestv1.SignedPolicy) (*attest.Policy, error) {
 // StateFolder holds the journal and the state disk's folder.
 const StateFolder = "/var/lib/muster"
 
-// StartOver is how a machine loses its journal, and what else is on its state disk, where nobody can log in.
+// StartOver is the remedy that erases a machine's journal, with its whole state disk, without a login.
 const StartOver = "run `muster reset NODE` if it is a node, or erase the first MiB of its state disk and boot it (docs/state-disk.md)"
 
-// NotOlder returns an error if p is older than the newest known policy of the same owner, who has the keys; nil: none is known.
+// NotOlder returns an error if p is older than the newest known policy of the same owner, who has the keys; nil if none is known.
 func NotOlder(known *journal.Policy, p journal.Policy, owner attest.OwnerKeys) error {
 	if known == nil || !compared(*known, p, owner) {
 		return nil
@@ -174,7 +174,7 @@ type Memory struct {
 	policy *journal.Policy
 }
 
-// Policy returns the newest policy; nil: there was none.
+// Policy returns the newest policy; nil if there was none.
 func (m *Memory) Policy() *journal.Policy {
 	m.mu.Lock()
 	defer m.mu.Unlock()

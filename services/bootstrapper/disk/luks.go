@@ -66,7 +66,7 @@ func (s State) String() string {
 // A disk is new until one write of one sector marks it as the cluster's, and that write comes last.
 type LUKS struct {
 	device    string
-	number    string // MAJOR:MINOR that the device must have; empty: any
+	number    string // MAJOR:MINOR that the device must have; empty for any
 	integrity luks2.Integrity
 	sys       string // path of sysfs
 	dev       string // path of devtmpfs

@@ -20,7 +20,7 @@ type mapping struct {
 	dir string      // its folder in sysfs
 }
 
-// mapped returns the open volume; nil: it is not open. Its ID is in device-mapper's UUID, which libcryptsetup forms as CRYPT-LUKS2-UUID-NAME without the
+// mapped returns the open volume; nil if it is not open. Its ID is in device-mapper's UUID, which libcryptsetup forms as CRYPT-LUKS2-UUID-NAME without the
 // UUID's dashes.
 func (l *LUKS) mapped() (*mapping, error) {
 	names, err := filepath.Glob(filepath.Join(l.sys, "block/dm-*/dm/name"))

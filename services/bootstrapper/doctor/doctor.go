@@ -123,7 +123,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 func (d *doctor) files() {
 	var err error
 	if d.image, err = metadata.LoadImage(d.Image); err != nil {
-		d.Err(CheckImage, "Correct the image's configuration and build the image anew: the file is measured.", err)
+		d.Err(CheckImage, "Correct the image's configuration and rebuild the image: the file is measured.", err)
 	} else {
 		d.OK(CheckImage, "valid, state disk %s", d.image.StateDisk.Mode)
 		const remedy = "Put ownerKeys into the image, so that its machines verify joinservices by their owner's policy."
@@ -133,7 +133,7 @@ func (d *doctor) files() {
 			d.Add(CheckImage, checkup.Warn, remedy, "insecure.noOwnerKey: joinservices are only compared with what this machine booted, so a worker could pose as one")
 		}
 		if d.image.StateDisk.Integrity == metadata.IntegrityNone {
-			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and let its machines format their disks anew.", "stateDisk.integrity is none: a change of the state disk by an attacker is not detected")
+			d.Add(CheckImage, checkup.Warn, "Build the image with stateDisk.integrity: hmac-sha256, and reset its machines, so that they format their disks again.", "stateDisk.integrity is none: a change of the state disk by an attacker is not detected")
 		}
 	}
 	if d.meta, err = metadata.LoadMachine(d.Metadata, d.Found); err != nil {
@@ -297,7 +297,7 @@ func (d *doctor) eventLog(ctx context.Context) {
 	}
 	r, err := eventlog.Replay(log, pcrs)
 	if err != nil {
-		d.Err(CheckEventLog, "Reboot the machine. If it goes on, its firmware's log does not lead to its PCR values: update the firmware.", err)
+		d.Err(CheckEventLog, "Reboot the machine. If the error persists, its firmware's log does not match its PCR values: update the firmware.", err)
 		return
 	}
 	fw, err := r.Firmware()
@@ -326,7 +326,7 @@ func (d *doctor) lock(ctx context.Context) {
 	case d.record.Locked() && string(now) == string(attest.LockValue(hash, [32]byte(d.record.ClusterID))):
 		d.OK(CheckLock, "locked to cluster %x", []byte(d.record.ClusterID[:8]))
 	case zero:
-		d.Add(CheckLock, checkup.Warn, "Reboot the machine, which then takes the lock again: `muster reboot NODE`.", "the journal says locked, and PCR 15 is zero")
+		d.Add(CheckLock, checkup.Warn, "Reboot the machine, which then takes the lock again: `muster reboot NODE`.", "the journal has the state locked, but PCR 15 is zero")
 	default:
 		d.Add(CheckLock, checkup.Fail, "Reboot the machine: it was locked to another cluster since it booted.", "PCR 15 is %x, which is not what the journal's cluster gives", now)
 	}
@@ -404,7 +404,7 @@ func (d *doctor) space() {
 			}
 			continue
 		}
-		if st.Type == unix.SQUASHFS_MAGIC || st.Type == unix.EROFS_SUPER_MAGIC_V1 { // an image's root: nobody writes there
+		if st.Type == unix.SQUASHFS_MAGIC || st.Type == unix.EROFS_SUPER_MAGIC_V1 { // an image's root, which is read-only
 			continue
 		}
 		free := st.Bavail * uint64(st.Bsize)
@@ -449,7 +449,7 @@ func (d *doctor) certificates() {
 	for _, c := range list {
 		switch now := d.Now(); {
 		case c.Unreadable != "":
-			d.Add(CheckCertificates, checkup.Fail, "Restore it from a backup of this machine, or have kubeadm make it anew (kubeadm init phase).", "%s", c.Unreadable)
+			d.Add(CheckCertificates, checkup.Fail, "Restore it from a backup of this machine, or recreate it with kubeadm (kubeadm init phase).", "%s", c.Unreadable)
 		case now.After(c.NotAfter):
 			d.Add(CheckCertificates, checkup.Fail, remedy, "%s ended at %s", c.Name, c.NotAfter.UTC().Format(time.RFC3339))
 		case c.NotAfter.Sub(now) < c.NotAfter.Sub(c.DueAt())/2:

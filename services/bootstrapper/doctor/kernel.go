@@ -39,7 +39,7 @@ func (d *doctor) kernel() {
 	}
 }
 
-// value returns a file of the kernel's without the end of its line; empty: it can't be read.
+// value returns a file of the kernel's without the end of its line; empty if it can't be read.
 func (d *doctor) value(name string) string {
 	b, err := os.ReadFile(filepath.Join(d.Root, name))
 	if err != nil {

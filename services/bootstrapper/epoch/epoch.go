@@ -54,15 +54,15 @@ type Record struct {
 	Version int `json:"version"`
 	// Counter is the value of the TPM's counter for this record.
 	Counter uint64 `json:"counter"`
-	// Epoch is the cluster's epoch; 0: the machine has not asked the cluster yet.
+	// Epoch is the cluster's epoch; 0 if the machine has not asked the cluster yet.
 	Epoch uint64 `json:"epoch"`
 	// PolicySerial is the policy's serial.
 	PolicySerial uint64 `json:"policySerial"`
 	// Bans are the names of banned nodes, in order, at most [MaxBans].
 	Bans []string `json:"bans,omitempty"`
-	// BannedMachines are their machine IDs, in the same order; empty: an earlier version wrote the record.
+	// BannedMachines are their machine IDs, in the same order; empty if an earlier version wrote the record.
 	BannedMachines []string `json:"bannedMachines,omitempty"`
-	// EpochID distinguishes this epoch from others with the same number, in another history of the cluster; empty: it has none yet.
+	// EpochID distinguishes this epoch from others with the same number, in another history of the cluster; empty if it has none yet.
 	EpochID string `json:"epochID,omitempty"`
 	// Written is the time of writing, by the machine's clock.
 	Written time.Time `json:"written"`
@@ -78,15 +78,15 @@ type Keeper struct {
 
 // Standing is the state of disk and TPM.
 type Standing struct {
-	// Record is the disk's record; nil: it has none.
+	// Record is the disk's record; nil if it has none.
 	Record *Record
-	// Counter is the TPM's counter; 0: it has none.
+	// Counter is the TPM's counter; 0 if it has none.
 	Counter uint64
 	// Err is why the disk is not the newest; nil if it is.
 	Err error
 }
 
-// Load reads the record; nil: there is none.
+// Load reads the record; nil if there is none.
 func (k Keeper) Load() (*Record, error) {
 	path := filepath.Join(k.Dir, fileName)
 	b, err := os.ReadFile(path)
@@ -203,7 +203,7 @@ func (v verdict) refusal(r *Record, counter uint64) error {
 		return refuse("the state disk was written at %d of a counter, and the TPM's is at %d: it was another one", r.Counter, counter)
 	case interrupted:
 	}
-	return refuse("the TPM's counter does not go on") // it was incremented and does not have the right value
+	return refuse("the TPM's counter does not increase") // it was incremented and does not have the right value
 }
 
 // Advance writes a newer record and increments the counter. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.
@@ -233,10 +233,10 @@ func (k Keeper) onNewest(ctx context.Context, do func(Standing) error) error {
 
 // Begin is for a machine that becomes a control plane, or whose owner has accepted its disk: the earlier state of disk and TPM is ignored.
 //
-// Unlike a change of the record, which is made on the newest disk, it first increments the counter past every value that a disk may have, also one from
-// a crash before the last increment, and then writes the file. In the other order, an attacker could cut the power in between, restore the newest disk,
-// which is still valid, and replace it by the accepted one once the counter reaches its value: in another boot than the order is for (B7). After a crash
-// here no disk is the newest, and the caller begins again.
+// A change of the record is made on the newest disk. In contrast, this first increments the counter past every value that a disk may have, also one
+// from a crash before the last increment, and then writes the file. In the other order, an attacker could cut the power in between, restore the
+// newest disk, which is still valid, and replace it with the accepted one after the counter has reached its value: in another boot than the order
+// is for (B7). After a crash here no disk is the newest, and the caller begins again.
 func (k Keeper) Begin(ctx context.Context, r Record) error {
 	return k.exclusive(func() error {
 		counter, err := k.TPM.Counter(ctx)

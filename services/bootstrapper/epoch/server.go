@@ -29,7 +29,7 @@ type Waiting struct {
 	// Cluster and Machine identify the machine.
 	Cluster keys.ClusterID
 	Machine attest.MachineID
-	// Owner has the owner's public keys; nil: the image has none, and no order is accepted.
+	// Owner has the owner's public keys; nil if the image has none, and no order is accepted.
 	Owner attest.OwnerKeys
 	// Attester makes evidence of the purpose machine.
 	Attester attest.Attester
@@ -83,7 +83,7 @@ func (w *Waiting) Wait(ctx context.Context, l net.Listener) error {
 	}
 	stop()
 	if err := <-done; err != nil {
-		w.Log.WarnContext(ctx, "the listener for the owner's order did not end well; the boot goes on", "err", err)
+		w.Log.WarnContext(ctx, "the listener for the owner's order ended with an error; the boot continues", "err", err)
 	}
 	return ctx.Err()
 }
@@ -129,7 +129,7 @@ func (w *Waiting) AcceptEpoch(ctx context.Context, req *recoverv1.AcceptEpochReq
 	if err != nil {
 		return nil, err
 	}
-	if s.Err == nil { // accepted by an earlier order, whose answer may have been an error
+	if s.Err == nil { // already accepted by an earlier order, although its answer may have been an error
 		w.goOn()
 		return &recoverv1.AcceptEpochResponse{}, nil
 	}

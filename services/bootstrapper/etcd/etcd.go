@@ -122,8 +122,8 @@ func dial(ctx context.Context, endpoints []string, caCert, caKey []byte) (*clien
 	return c, nil
 }
 
-// Snapshot writes a snapshot of the etcd at an address: its database, and the SHA-256 of that in the last 32 bytes. It asks room first whether there is
-// room for so many bytes. The certificate authority is etcd's, PEM.
+// Snapshot writes a snapshot of the etcd at an address: its database, and the SHA-256 of that in the last 32 bytes. It first calls room with the
+// size, to check that there is room. The certificate authority is etcd's, PEM.
 func Snapshot(ctx context.Context, at netip.Addr, caCert, caKey []byte, room func(size int64) error, w io.Writer) error {
 	c, err := connect(ctx, []netip.Addr{at}, caCert, caKey)
 	if err != nil {
@@ -165,10 +165,10 @@ type cluster interface {
 
 // Restore makes the data of an etcd with one member from a snapshot. dir is missing or empty, name and peer (HOST:PORT) are the member's.
 //
-// The IDs of the cluster and of its member are random, by the token: members of the lost etcd, which trust the same authority, do not take it for one of
-// them, also if it has the address of one. The revision is raised by the time in milliseconds: higher than what a client can have seen since the
-// snapshot, or of an earlier restore of it. All earlier revisions count as compacted, so that each watch begins anew, and none continues on another
-// history.
+// The IDs of the cluster and of its member are random, from the token. So members of the lost etcd, which trust the same authority, do not accept it
+// as one of them, even at the address of one. The revision is raised by the time in milliseconds: it is higher than all revisions that a client can
+// have seen since the snapshot, or of an earlier restore. All earlier revisions count as compacted, so that each watch restarts, and none continues
+// on another history.
 func Restore(snapshotFile, dir, name, peer string) error {
 	at := "https://" + peer
 	return snapshot.NewV3(zap.NewNop()).Restore(snapshot.RestoreConfig{

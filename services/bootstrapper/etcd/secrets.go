@@ -44,7 +44,7 @@ func oldSecrets(ctx context.Context, c clientv3.KV, prefix []byte) (old int, err
 			}
 		}
 		switch {
-		case seen == 0: // they are elsewhere, and none of them was looked at
+		case seen == 0: // they are stored elsewhere, so none of them was read
 			return 0, fmt.Errorf("etcd: there is no Secret below %s, so it is not known with which key they are encrypted: the API servers have another --etcd-prefix than /registry, with which the encryption key can't be rotated", secretsPrefix)
 		case !page.More || len(page.Kvs) == 0:
 			return old, nil

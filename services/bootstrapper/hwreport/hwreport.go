@@ -64,8 +64,9 @@ type Reports struct {
 	since time.Time
 }
 
-// New returns the Reports of a machine with that TPM. azure says that the firmware's tables name Azure: elsewhere root could
-// have written such a report into the TPM, where it stays, and a neighbor could answer for the metadata service.
+// New returns the Reports of a machine with that TPM. azure reports that the firmware's tables name Azure. Elsewhere, root
+// could have stored such a report in the TPM permanently, and another machine in the network could answer as the metadata
+// service.
 func New(t TPM, azure bool) *Reports {
 	return &Reports{none: !azure, kernel: tsm.New(tsm.Dir), tpm: t, metadata: AzureMetadata, now: time.Now, check: func(kind hcl.Kind, report, runtime, added []byte, now time.Time) error {
 		return hcl.CheckAdded(kind, report, runtime, added, snp.AMD(), tdx.Intel(), now)

@@ -61,21 +61,21 @@ type Store struct {
 	Socket  string        // containerd's, as a unix:// URL
 	Pause   time.Duration // before containerd is asked again for its images
 	Log     *slog.Logger
-	// Found is called once if content was not what its name says.
+	// Found is called once if content did not match its digest.
 	Found func(what, done string)
 
 	open func(name string) (io.ReadCloser, error) // nil: os.Open; tests replace it by a disk with errors
 }
 
-// Renew stops containerd, removes everything from its store but content that is what its name says, and starts it with the images that are complete. Nothing
-// of containerd's database or of the unpacked layers is used again: whoever was root once can have changed both, and containerd compares neither.
+// Renew stops containerd, removes everything from its store except content that matches its digest, and starts it with the complete images.
+// containerd's database and the unpacked layers are not used again: an attacker with root could have changed both, and containerd verifies neither.
 //
-// Images keep the names that contain their digest. A name with a tag is not kept, since nothing proves what the tag named: the kubelet asks the registry for
-// it, and downloads what is missing. Layers are unpacked again when a container needs them.
+// Images keep the names that contain their digest. A name with a tag is not kept, because its digest is not proven: the kubelet asks the registry for
+// the tag, and downloads missing layers. Layers are unpacked again when a container needs them.
 //
-// It reads the kept content twice and writes it once, and deletes the unpacked layers before; so the disk needs room for the kept images a second time. Images
-// that containerd does not import, for instance because that is missing, are not kept. An image whose manifest has more than 1 MiB, or one with more than 100 manifests, is not kept, nor more than 8,192 names. It may
-// only be called before a container runs in this boot.
+// It reads the kept content twice and writes it once, and deletes the unpacked layers before. So the disk needs room for the kept images a second
+// time. Images that containerd does not import are not kept, for instance because containerd is missing. An image whose manifest has more than 1 MiB,
+// or one with more than 100 manifests, is not kept, nor more than 8,192 names. It may only be called before a container runs in this boot.
 func (s Store) Renew(ctx context.Context) error {
 	for _, folder := range []string{"io.containerd.content.v1.content", blobs, blobs + "/sha256", kept, kept + "/blobs", kept + "/blobs/sha256"} {
 		if err := removeUnlessFolder(s.on(folder)); err != nil {
@@ -106,7 +106,7 @@ func (s Store) Renew(ctx context.Context) error {
 	if err := s.Machine.Unit(ctx, "start", machine.UnitContainerd); err != nil {
 		return err
 	}
-	if err := s.load(ctx, images); err != nil { // the next boot goes on
+	if err := s.load(ctx, images); err != nil { // the next boot continues
 		return err
 	}
 	// A power cut while kept is removed must not leave a part of it, with which the next boot would replace the complete store.
@@ -285,7 +285,7 @@ type verified struct {
 	have   map[string]bool
 }
 
-// content is an image: its descriptor, with each of its names, and the blobs that it consists of.
+// content is an image: its descriptor, with each of its names, and its blobs.
 type content struct {
 	descriptor v1.Descriptor
 	names      []v1.Descriptor
@@ -354,7 +354,7 @@ func (l verified) manifest(digest string, m document) ([]string, bool) {
 	return blobs, true
 }
 
-// hexOf returns the name of a blob by its digest; empty: it is not by SHA-256.
+// hexOf returns the name of a blob by its digest; empty if it is not by SHA-256.
 func hexOf(digest string) string {
 	name, ok := strings.CutPrefix(digest, "sha256:")
 	if !ok {

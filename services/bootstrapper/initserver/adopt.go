@@ -54,7 +54,7 @@ func (s *Server) isControlPlane(o *initOrder) error {
 		return refuse("%s: %w", kubelet.ClientFile, err)
 	}
 	if have, want := leaf.Subject.CommonName, clusterinfo.NodeUserPrefix+o.meta.Name; have != want {
-		return refuse("its kubelet is %s, and its metadata say %s", have, want)
+		return refuse("its kubelet is %s, but its metadata have %s", have, want)
 	}
 	return nil
 }

@@ -1,4 +1,5 @@
-// Package initserver serves init.v1: the machine's owner makes it the first node of a new cluster, or adopts the cluster that it is a control plane of.
+// Package initserver serves init.v1: the machine's owner makes it the first node of a new cluster, or adopts the existing
+// cluster of this control plane.
 //
 // It competes with package joinclient for the node lock. An init continues without its callers, which may disconnect and call again.
 package initserver
@@ -52,7 +53,7 @@ type Server struct {
 
 	mu    sync.Mutex // guards the fields below
 	wrong int        // wrong init secrets so far, at most maxAttempts
-	run   *initRun   // the running or finished init; nil: none
+	run   *initRun   // the running or finished init; nil if there is none
 }
 
 // New returns a Server, which handles calls after Start.

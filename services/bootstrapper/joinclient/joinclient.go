@@ -94,7 +94,7 @@ func (c *Client) Run(ctx context.Context) error {
 // joinTry is the state that one attempt leaves to the next, and to the console.
 type joinTry struct {
 	order discovery.Order
-	by    string // the endpoint that answered; empty: none did
+	by    string // the endpoint that answered; empty if none did
 	init  bool   // whether the metadata allow an init
 }
 

@@ -65,7 +65,7 @@ type Step int
 // These are the steps, in order. Each is written after its work, except Locking and Kubeadm, which are written before, since their work can't be
 // repeated.
 const (
-	StepWaiting    Step = iota // nothing has begun
+	StepWaiting    Step = iota // nothing has started
 	StepLocking                // about to extend PCR 15 with the cluster ID
 	StepLocked                 // PCR 15 holds the cluster ID
 	StepDisk                   // the state disk has its key
@@ -140,7 +140,7 @@ type Record struct {
 	DiskID   string `json:"diskID,omitempty"`
 	// OwnerKeys are the Ed25519 public keys of the image's owner at the last join, 32 bytes each.
 	OwnerKeys []Hex `json:"ownerKeys,omitempty"`
-	// Policy is the newest policy by which a joinservice was accepted; nil: none.
+	// Policy is the newest policy by which a joinservice was accepted; nil if there is none.
 	Policy *Policy `json:"policy,omitempty"`
 	// ResultSent means that an init's result was sent to a client.
 	ResultSent bool `json:"resultSent,omitempty"`

@@ -73,7 +73,7 @@ type Image struct {
 	proxy        *kubeproxyv1.KubeProxyConfiguration
 }
 
-// ParseImage parses an image's fragments (JSON, without apiVersion and kind; nil: none). Unknown fields are errors.
+// ParseImage parses an image's fragments (JSON, without apiVersion and kind; nil if there is none). Unknown fields are errors.
 func ParseImage(criSocket string, ignoreChecks []string, cluster, kubelet, proxy []byte) (*Image, error) {
 	img := &Image{criSocket: criSocket, ignoreChecks: ignoreChecks}
 	if err := strict(cluster, &img.cluster); err != nil {
@@ -235,7 +235,7 @@ func registration(img *Image, n Node, controlPlane bool) v1beta4.NodeRegistratio
 	}
 }
 
-// kubeletArgs returns the kubelet's flags that say what its Node is.
+// kubeletArgs returns the kubelet's flags that describe its Node.
 func kubeletArgs(n Node) []v1beta4.Arg {
 	args := []v1beta4.Arg{{Name: "node-ip", Value: nodeIP(n.Addresses)}}
 	if len(n.Labels) > 0 {

@@ -47,7 +47,8 @@ func Upgrade(img *Image, version string) ([]byte, error) {
 	})
 }
 
-// UpgradeArgs returns the arguments by which kubeadm upgrades this node. apply upgrades the cluster's own objects, too.
+// UpgradeArgs returns the arguments by which kubeadm upgrades this node. With apply, it also upgrades the cluster's own
+// objects.
 func UpgradeArgs(apply bool, config string) []string {
 	if apply {
 		return []string{"upgrade", "apply", "--yes", "--config", config}

@@ -135,7 +135,7 @@ func ClusterOf(root, name string) (*clientcmdapi.Cluster, error) {
 	return out, nil
 }
 
-// Authorities returns the authorities of a kubeconfig's current context, in PEM; nil: it has none in it.
+// Authorities returns the authorities of a kubeconfig's current context, in PEM; nil if it has none in it.
 func Authorities(kubeconfig []byte) []byte {
 	c, err := clientcmd.Load(kubeconfig)
 	if err != nil || c.Contexts[c.CurrentContext] == nil || c.Clusters[c.Contexts[c.CurrentContext].Cluster] == nil {

@@ -90,7 +90,7 @@ func checkClock(fresh *x509.Certificate, now time.Time) error {
 	if !now.Before(fresh.NotBefore) && !now.After(fresh.NotAfter) {
 		return nil
 	}
-	return attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this machine's clock says %s, the cluster's at least %s: the certificate that it has just made is valid from then to %s",
+	return attest.Refuse(attestv1.Reason_REASON_CLOCK_SKEW, "this machine's clock is at %s, but the certificate that the cluster has just issued is valid from %s to %s",
 		now.UTC().Format(time.RFC3339), fresh.NotBefore.UTC().Format(time.RFC3339), fresh.NotAfter.UTC().Format(time.RFC3339))
 }
 

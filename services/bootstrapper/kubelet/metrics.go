@@ -29,7 +29,7 @@ var certificateFiles = map[string]string{
 type Collector struct {
 	// Root is the root of the file system: "/" on a machine.
 	Root string
-	// PlatformKey returns the certificate of a cloud's platform key; nil: the machine has none, or none is known yet. The function may be left out.
+	// PlatformKey returns the certificate of a cloud's platform key; nil if the machine has none, or none is known yet. The function may be left out.
 	PlatformKey func() *x509.Certificate
 }
 
@@ -72,7 +72,7 @@ func (c Collector) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// validity returns the times of the first certificate in a PEM file; 0: there is none.
+// validity returns the times of the first certificate in a PEM file; 0 if there is none.
 func validity(file []byte) (notBefore, notAfter float64) {
 	if cert := leafOf(file); cert != nil {
 		return seconds(cert.NotBefore), seconds(cert.NotAfter)
@@ -80,7 +80,7 @@ func validity(file []byte) (notBefore, notAfter float64) {
 	return 0, 0
 }
 
-// leafOf returns the first certificate in a PEM file; nil: there is none.
+// leafOf returns the first certificate in a PEM file; nil if there is none.
 func leafOf(file []byte) *x509.Certificate {
 	for block, rest := pem.Decode(file); block != nil; block, rest = pem.Decode(rest) {
 		if block.Type != "CERTIFICATE" {

@@ -52,7 +52,7 @@ func Watch(ctx context.Context, cfg WatchConfig) error {
 	}
 }
 
-// ended returns why the kubelet's client certificate can't be used any more; empty: it may be usable. One that begins in the future may be: it was
+// ended returns why the kubelet's client certificate can't be used any more; empty if it may be usable. One that begins in the future may be: it was
 // issued by the API server's clock, which decides, and a kubelet is not stopped because its machine's clock is behind.
 func ended(root string, now time.Time) string {
 	leaf, err := Certificate(root, ClientFile)

@@ -1,4 +1,4 @@
-// Package machine changes the machine that the bootstrapper runs on: it starts and stops units, runs kubeadm, and places files.
+// Package machine changes the bootstrapper's own machine: it starts and stops units, runs kubeadm, and places files.
 //
 // Programs run with a fixed environment and path, which have no secret (K3): secrets are only in files with mode 0600.
 package machine
@@ -68,7 +68,7 @@ const (
 // disk (B8).
 var environment = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin", "HOME=/root", "LANG=C.UTF-8"}
 
-// Real is the machine that this process runs on.
+// Real is this process's machine.
 type Real struct{}
 
 // Unit implements [Machine].
@@ -89,7 +89,7 @@ func (Real) Unit(ctx context.Context, verb, unit string) error {
 	return nil
 }
 
-// Oneshot runs a unit of Type=oneshot to its end; if it runs already, it waits for that end. The unit has a time limit of its own: if ctx ends, it goes on.
+// Oneshot runs a unit of Type=oneshot to its end, or waits for the end if the unit already runs. The unit has its own time limit: it continues if ctx ends.
 func Oneshot(ctx context.Context, unit string) error {
 	var out []string
 	if err := run(ctx, func(l string) { out = append(out, l) }, "systemctl", "start", unit); err != nil {
@@ -114,7 +114,7 @@ func Version(ctx context.Context, program string) (string, error) {
 	return version, nil
 }
 
-// Reboot tells systemd to restart the machine, without logind, which Muster's image does not have. It returns before the machine
+// Reboot makes systemd restart the machine, without logind, which Muster's image does not have. It returns before the machine
 // goes down.
 func Reboot(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, unitTimeout)
@@ -155,7 +155,7 @@ func run(ctx context.Context, line func(string), name string, args ...string) er
 	return feed(ctx, nil, line, name, args...)
 }
 
-// feed runs a program with in as its standard input; nil: it has none.
+// feed runs a program with in as its standard input; nil if it has none.
 func feed(ctx context.Context, in io.Reader, line func(string), name string, args ...string) error {
 	path, err := LookPath(name)
 	if err != nil {

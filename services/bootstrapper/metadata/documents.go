@@ -69,7 +69,7 @@ func plain(n *yamlv3.Node, depth int) error {
 	return nil
 }
 
-// Field returns the text of a field of a document of [Documents]; empty: there is no such field. A document that is no mapping is an error.
+// Field returns the text of a field of a document of [Documents]; empty if there is no such field. A document that is no mapping is an error.
 func Field(doc *yamlv3.Node, name string) (string, error) {
 	fields := doc.Content[0]
 	if fields.Kind != yamlv3.MappingNode {

@@ -65,7 +65,7 @@ type Image struct {
 	// NoOwnerKey is insecure: without OwnerKeys, a machine accepts a joinservice on every machine that booted the same as itself, under one of EKRoots.
 	// Without both it neither joins nor becomes a first machine; see [Image.KnowsOwner].
 	NoOwnerKey bool
-	// LowestPolicySerial is the least serial that a policy of this owner may have (B7); 0: any.
+	// LowestPolicySerial is the least serial that a policy of this owner may have (B7); 0 for any.
 	LowestPolicySerial uint64
 	// EKRoots are the EK roots for NoOwnerKey.
 	EKRoots []*x509.Certificate
@@ -148,7 +148,7 @@ const (
 	MinBackupEvery = 10 * time.Minute
 	// MaxBackups bounds the backups on a state disk.
 	MaxBackups = 100
-	// backupsKept is how many stay unless the image says otherwise.
+	// backupsKept is the default number of kept backups.
 	backupsKept = 3
 )
 

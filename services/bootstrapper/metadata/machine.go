@@ -40,12 +40,12 @@ type Machine struct {
 	// JoinEndpoints are joinservices as HOST:PORT, or names of DNS SRV records after [ServicePrefix]; at most [MaxEndpoints], none if there is no cluster
 	// yet.
 	JoinEndpoints []string
-	// ProviderID is the Node's spec.providerID, by which a cloud's controllers find the machine; empty: none.
+	// ProviderID is the Node's spec.providerID, by which a cloud's controllers find the machine; empty if there is none.
 	ProviderID string
 	// Labels and Taints are those with which the kubelet registers the Node; at most [maxLabels] and [maxTaints].
 	Labels map[string]string
 	Taints []Taint
-	// Source is where the metadata are from; nil: from a file that the operator wrote.
+	// Source is the origin of the metadata; nil: from a file that the operator wrote.
 	Source *Source
 }
 

@@ -10,7 +10,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Source is where a machine's metadata are from. The machine writes it into the file, and refuses it in what it reads.
+// Source is the origin of a machine's metadata. The machine writes it into the file, and refuses it in what it reads.
 type Source struct {
 	// Provider is one of [ProviderNames].
 	Provider string `json:"provider"`

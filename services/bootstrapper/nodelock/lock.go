@@ -65,7 +65,7 @@ func (l *Lock) Acquire(ctx context.Context, claim journal.Record) error {
 		if err := MayResume(l.rec, claim); err != nil {
 			return err
 		}
-		// The recorded request stays the one that kubeadm last ran for.
+		// The recorded request stays that of kubeadm's last run.
 		claim.Step, claim.ResultSent, claim.RequestDigest = l.rec.Step, l.rec.ResultSent, l.rec.RequestDigest
 	} else {
 		claim.Step = journal.StepLocking
@@ -172,7 +172,7 @@ func (l *Lock) Update(change func(*journal.Record)) error {
 	return l.save(r)
 }
 
-// save is called with the mutex held. It does not keep a record that it returns an error for.
+// save is called with the mutex held. If it returns an error, it does not keep the record.
 func (l *Lock) save(r journal.Record) error {
 	if r.Locked() {
 		r.MachineID = l.machine

@@ -17,7 +17,7 @@ import (
 )
 
 const (
-	// downWithin is how long a machine may take from the order to restart until the units are told to stop.
+	// downWithin is how long a machine may take from the reboot call until systemd stops the units.
 	downWithin = 10 * time.Minute
 	// diesWith is how long this process waits for its own end after systemctl has failed: in a machine that goes down, systemctl
 	// may be killed before it can answer.
@@ -33,19 +33,20 @@ type Action struct {
 	Args []string
 	// Time is how long it may take; 0: [Config.ActionTime].
 	Time time.Duration
-	// Cannot is why this machine can't execute it; nil: it can. Such an order is refused, and so its owner is not told that it has begun.
+	// Cannot is the reason why this machine can't execute it, or nil. Such an order is refused, so that its start is not reported to the owner.
 	Cannot error
 	// Run executes it, and returns the output that the owner wants.
 	Run func(ctx context.Context, args Args) (output string, err error)
-	// Resume goes on after this process has ended in the middle; rebooted reports whether the machine has.
+	// Resume continues an action that this process did not complete before it ended; rebooted reports whether the machine
+	// has rebooted since.
 	Resume func(ctx context.Context, args Args, rebooted bool) (output string, err error)
 }
 
 // maxFinding bounds each text of a finding, in bytes.
 const maxFinding = 300
 
-// Doctor returns the action that reports the findings of examine, in JSON. What does not fit is left out, and said to be: first
-// what is OK, then the warnings.
+// Doctor returns the action that reports the findings of examine, in JSON. Findings that do not fit are left out, and that is
+// reported: first those with OK, then the warnings.
 func Doctor(examine func(context.Context) *checkup.Report) Action {
 	return repeatable(func(ctx context.Context, _ Args) (string, error) { return fitting(examine(ctx), maxOutput) })
 }
@@ -91,7 +92,7 @@ func Reboot(reboot func(context.Context) error) Action {
 		case <-t.C:
 		}
 		if err == nil {
-			err = fmt.Errorf("this machine was told to restart, and still runs after %s", downWithin)
+			err = fmt.Errorf("systemd was called to restart this machine, but it still runs after %s", downWithin)
 		}
 		return err
 	}
@@ -118,13 +119,13 @@ func Backup(save func(context.Context) (backup.Stored, error)) Action {
 	})
 }
 
-// repeatable returns the action that begins anew after an interruption.
+// repeatable returns the action that runs again from its start after an interruption.
 func repeatable(run func(context.Context, Args) (string, error), args ...string) Action {
 	return Action{Args: args, Run: run, Resume: func(ctx context.Context, args Args, _ bool) (string, error) { return run(ctx, args) }}
 }
 
-// Reset returns the action that erases the state disk, which has that mode, and restarts the machine. Nobody reports its end: the journal is on that disk.
-// After an interruption it begins anew, in the next boot too: there the disk was not erased.
+// Reset returns the action that erases the state disk, which has the given mode, and restarts the machine. Its end is never reported, because the
+// journal is on that disk. After an interruption it runs again from its start, also in the next boot if the disk was not erased.
 func Reset(mode string, recorded, erase, reboot func(context.Context) error) Action {
 	restart := Reboot(reboot)
 	a := repeatable(func(ctx context.Context, args Args) (string, error) {

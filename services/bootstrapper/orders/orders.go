@@ -55,7 +55,7 @@ const (
 	// refused, too.
 	maxMessage = 1 << 10
 	maxOutput  = 4 << 10
-	// maxTries is how often an order is begun again after a crash.
+	// maxTries limits how often an order is started again after a crash.
 	maxTries = 3
 	// Poll is how often the inbox is read.
 	Poll = 2 * time.Second
@@ -81,9 +81,9 @@ var wireStates = map[State]joinv1.OrderState{
 
 // record is the content of [Journal].
 type record struct {
-	// Begun is the latest time of signature of the genuine orders that this machine has decided on: none signed before begins.
+	// Begun is the latest signature time of the genuine orders that this machine has started or refused. No order that was signed earlier starts.
 	Begun time.Time `json:"begun"`
-	// Last is the latest order that was begun, Refused the latest that was refused: what anybody sends does not replace a result.
+	// Last is the latest started order, Refused the latest refused one, kept separately so that forged orders do not replace a result.
 	Last    entry `json:"last"`
 	Refused entry `json:"refused"`
 }
@@ -93,7 +93,7 @@ type entry struct {
 	Order  order             `json:"order"`
 	Action ownerorder.Action `json:"action,omitempty"` // empty if the signature is not the owner's
 	State  State             `json:"state,omitempty"`
-	// Boot is the boot in which it first began, Tries how often it has begun.
+	// Boot is the boot of its first start, Tries the number of its starts.
 	Boot    string     `json:"boot,omitempty"`
 	Tries   int        `json:"tries,omitempty"`
 	Message string     `json:"message,omitempty"`
@@ -134,8 +134,8 @@ func Deliver(root string, w *joinv1.OwnerOrder) error {
 	return machine.WriteFile(path, b, 0o600, 0o700)
 }
 
-// Report returns what the machine says of the order in its inbox, or else of the latest that it has begun; nil if it never had
-// one.
+// Report returns the machine's report about the order in its inbox, or otherwise about the latest one that it has started; nil
+// if it never had one.
 func Report(root string) (*joinv1.OrderReport, error) {
 	var rec record
 	if err := read(filepath.Join(root, Journal), &rec); err != nil {
@@ -220,8 +220,9 @@ func New(cfg Config) (*Executor, error) {
 	return &Executor{cfg: cfg}, nil
 }
 
-// Run executes orders until ctx ends. It first goes on with one that an earlier process, or boot, has left unfinished. It
-// returns an error if it can't read or write its journal, since an order might run twice without, or if an action does not end.
+// Run executes orders until ctx ends. It first continues an order that an earlier process or boot has left unfinished. It
+// returns an error if it can't read or write its journal, because without it an order could run twice, or if an action does not
+// end.
 func (e *Executor) Run(ctx context.Context) error {
 	rec, err := e.load(ctx)
 	if err != nil {
@@ -257,7 +258,7 @@ func (e *Executor) load(ctx context.Context) (record, error) {
 	case !errors.Is(err, errDamaged):
 		return record{}, err
 	}
-	e.cfg.Log.ErrorContext(ctx, "the journal of orders is damaged, and begins anew; orders that were signed before now are refused", "err", err)
+	e.cfg.Log.ErrorContext(ctx, "the journal of orders is damaged, and is replaced; orders that were signed before now are refused", "err", err)
 	if err := os.Remove(path + ".damaged"); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return record{}, err
 	}
@@ -286,7 +287,7 @@ func (e *Executor) once(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if in.equal(rec.Last.Order) || in.equal(rec.Refused.Order) { // B11: what was begun or refused stays so
+	if in.equal(rec.Last.Order) || in.equal(rec.Refused.Order) { // B11: orders that were started or refused stay so
 		return nil
 	}
 	log := e.cfg.Log.With("order", in.signed().Digest())
@@ -340,7 +341,7 @@ func addressee(image *metadata.Image, load func() (journal.Record, error)) (atte
 	return discovery.OwnerKeys(image, rec), ownerorder.Addressee{Cluster: keys.ClusterID(rec.ClusterID), Node: rec.NodeName, Machine: id, Disk: rec.DiskID}, nil
 }
 
-// may returns nil if a genuine order may begin now.
+// may returns nil if a genuine order may start now.
 func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 	if err := o.Timely(e.cfg.Now()); err != nil {
 		return err
@@ -363,8 +364,8 @@ func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
 
-// Begun returns the order that this machine has begun and not ended, with its digest; an error if there is none with this action. Programs that run with
-// the rights that an action needs check it: whoever can start their unit can't give orders (B11).
+// Begun returns the order that this machine has started and not finished, with its digest, or an error if there is none with this action. Programs
+// with the rights for an action check it, so that the right to start their unit is not a right to give orders (B11).
 func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action) (o ownerorder.MachineOrder, digest string, err error) {
 	var rec record
 	if err := read(filepath.Join(root, Journal), &rec); err != nil {
@@ -384,8 +385,8 @@ func Begun(root string, image *metadata.Image, load func() (journal.Record, erro
 	return o, rec.Last.Order.signed().Digest(), err
 }
 
-// resume goes on with an order that was begun, within a day of its expiry. Whoever can write the journal of a plain disk can't
-// invent one: the signature is verified again.
+// resume continues a started order, within a day of its expiry. It verifies the signature again, so that an attacker who can
+// write the journal of a plain disk can't forge one.
 func (e *Executor) resume(ctx context.Context, rec record) error {
 	owner, on, err := addressee(e.cfg.Image, e.cfg.Journal)
 	if err != nil {
@@ -402,13 +403,13 @@ func (e *Executor) resume(ctx context.Context, rec record) error {
 	case err != nil:
 		err = fmt.Errorf("it was interrupted: %w", err)
 	case !known:
-		err = fmt.Errorf("it was interrupted, and this version of the bootstrapper can't go on with %q", o.Action)
+		err = fmt.Errorf("it was interrupted, and this version of the bootstrapper can't continue %q", o.Action)
 	case e.cfg.Now().Sub(o.NotAfter) > ownerorder.MaxMachineLife:
 		err = fmt.Errorf("it was interrupted, and was valid until %s", stamp(o.NotAfter))
-	case rec.Last.Tries >= maxTries && (!rebooted || o.Action != ownerorder.ActionReboot): // a reboot that has happened is over
+	case rec.Last.Tries >= maxTries && (!rebooted || o.Action != ownerorder.ActionReboot): // a reboot that has happened is finished
 		err = fmt.Errorf("it was interrupted %d times", rec.Last.Tries)
 	}
-	e.cfg.Log.InfoContext(ctx, "order goes on", "order", rec.Last.Order.signed().Digest(), "action", string(rec.Last.Action), "rebooted", rebooted, "err", err)
+	e.cfg.Log.InfoContext(ctx, "order continues", "order", rec.Last.Order.signed().Digest(), "action", string(rec.Last.Action), "rebooted", rebooted, "err", err)
 	if err != nil {
 		return e.end(ctx, rec, "", err)
 	}
@@ -417,7 +418,7 @@ func (e *Executor) resume(ctx context.Context, rec record) error {
 
 // execute writes that the latest order runs, runs it, and writes its end.
 func (e *Executor) execute(ctx context.Context, rec record, run func(context.Context) (string, error)) error {
-	if rec.Last.Tries == 0 { // the first boot of several: a reboot is over in each later one
+	if rec.Last.Tries == 0 { // the first boot of several: a reboot is finished in each later one
 		boot, err := e.cfg.Boot()
 		if err != nil {
 			return err
@@ -425,7 +426,7 @@ func (e *Executor) execute(ctx context.Context, rec record, run func(context.Con
 		rec.Last.State, rec.Last.Boot = Running, boot
 	}
 	rec.Last.Tries++
-	if err := e.save(rec); err != nil { // B11: before it begins
+	if err := e.save(rec); err != nil { // B11: before it starts
 		return err
 	}
 	limit := e.cfg.ActionTime
@@ -459,7 +460,7 @@ func (e *Executor) execute(ctx context.Context, rec record, run func(context.Con
 	}
 }
 
-// end writes the result, unless this process is told to end: then the next one goes on.
+// end writes the result, unless this process is being stopped: then the next process continues.
 func (e *Executor) end(ctx context.Context, rec record, output string, err error) error {
 	if ctx.Err() != nil {
 		return nil //nolint:nilerr // stopped by its caller
@@ -475,7 +476,7 @@ func (e *Executor) end(ctx context.Context, rec record, output string, err error
 
 func (e *Executor) now() *time.Time { return new(e.cfg.Now().UTC().Truncate(time.Second)) }
 
-// cut returns at most so many bytes of a text.
+// cut returns at most n bytes of a text.
 func cut(text string, limit int) string {
 	if len(text) <= limit {
 		return text

@@ -35,8 +35,8 @@ type unitResult struct {
 	Error  string `json:"error,omitempty"`
 }
 
-// UpgradeKubernetes returns the action that brings this node to another release of Kubernetes. start runs the unit with the rights for it to its end, or
-// waits for the end of one that runs: after an interruption of this process it goes on.
+// UpgradeKubernetes returns the action that upgrades this node to another release of Kubernetes. start runs the privileged unit to its end, or waits
+// for the end if the unit already runs, because it continues after an interruption of this process.
 func UpgradeKubernetes(root string, start func(context.Context) error) Action {
 	a := byUnit(root, ownerorder.ActionUpgradeKubernetes, start, ownerorder.ArgVersion, ownerorder.ArgList, ownerorder.ArgPart)
 	a.Time = UpgradeTime

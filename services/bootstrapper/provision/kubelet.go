@@ -131,7 +131,7 @@ func (n *Node) replaceKubelet(ctx context.Context, client, serving []byte) error
 // asked is the state that one attempt leaves to the next, and to the console.
 type asked struct {
 	order discovery.Order
-	by    string // the endpoint that answered; empty: none did
+	by    string // the endpoint that answered; empty if none did
 }
 
 // renewByJoinservice asks until it has received certificates, or until they need no renewal now.

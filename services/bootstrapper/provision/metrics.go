@@ -60,7 +60,7 @@ func (m *metrics) observe(r journal.Record) {
 	}
 }
 
-// Since returns when the journal's step was reached; zero: the journal was always at it.
+// Since returns when the journal's step was reached; zero if the journal was always at it.
 func (n *Node) Since() time.Time {
 	n.metrics.mu.Lock()
 	defer n.metrics.mu.Unlock()

@@ -96,7 +96,7 @@ type Config struct {
 	Calls *rpc.Metrics
 	// Log receives all records, also details that a caller does not get.
 	Log *slog.Logger
-	// Console shows the progress on the machine's screen; nil: it has none.
+	// Console shows the progress on the machine's screen; nil if it has none.
 	Console *console.Console
 	// Now returns the time for checks of certificates; nil means [time.Now].
 	Now func() time.Time
@@ -112,7 +112,7 @@ type Node struct {
 	Disk      disk.Disk
 	DiskID    keys.DiskID
 	MachineID attest.MachineID
-	// OwnerKeys verify the owner's signatures; nil: the owner is not known.
+	// OwnerKeys verify the owner's signatures; nil if the owner is not known.
 	OwnerKeys attest.OwnerKeys
 	// Attempts records the machine's calls to joinservices, for its status.
 	Attempts discovery.Attempts
@@ -122,7 +122,7 @@ type Node struct {
 	metrics  metrics
 	renewing atomic.Bool // the kubelet's certificates
 	older    atomic.Bool // the state disk is not the newest
-	newest   atomic.Bool // since this process started, the state disk was found to be the newest, or a new record was begun
+	newest   atomic.Bool // set after this process has checked that the state disk is the newest, or has started a new record
 }
 
 // New reads the journal and checks the disk and the TPM. It returns an error that names the fields of cfg that are missing or wrong, or the reason why

@@ -115,7 +115,7 @@ func New(cfg Config) (*Attester, error) {
 		}),
 	}
 	changed := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "muster_state_disk_findings", Help: "Files of the state disk that were removed or written anew in this boot, since the cluster does not list them.",
+		Name: "muster_state_disk_findings", Help: "Files of the state disk that were removed or rewritten in this boot, since the cluster does not list them.",
 	}, func() float64 { return machine.Findings(cfg.Root) })
 	for _, c := range []prometheus.Collector{r.total, r.last, changed} {
 		if err := cfg.Metrics.Register(c); err != nil {
@@ -165,7 +165,7 @@ var refusesNode = map[attestv1.Reason]bool{
 }
 
 // labelOf returns the metric's reason. Alerts take a plain name of [refusesNode] as the cluster's refusal of this machine, so no other peer may cause
-// one: a refusal by a peer that has not proven to be a joinservice has the prefix UNPROVEN_, and a refusal by this machine of the peer has the prefix
+// one: a refusal by a peer that was not attested as a joinservice has the prefix UNPROVEN_, and a refusal by this machine of the peer has the prefix
 // JOINSERVICE_.
 func labelOf(err error) string {
 	reason := discovery.ReasonOf(err)

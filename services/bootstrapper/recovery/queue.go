@@ -132,7 +132,7 @@ func (q *queue) enter(from netip.Prefix) (*source, *slot, error) {
 	return s, mine, nil
 }
 
-// giveUp removes a call whose client hung up from the queue, or passes its permission on.
+// giveUp removes the call of a disconnected client from the queue, or passes its permission to the next call.
 func (q *queue) giveUp(mine *slot, why error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -36,7 +36,7 @@ type file struct {
 	certificate, key string
 	// ca is the authority's certificate.
 	ca string
-	// component is the static pod that has to restart to use it; empty: none.
+	// component is the static pod that has to restart to use it; empty if there is none.
 	component string
 }
 
@@ -89,8 +89,8 @@ func (c Certificate) invalid(now time.Time) bool {
 	return c.Unreadable == "" && (now.After(c.NotAfter) || now.Before(c.NotBefore.Add(-slack)))
 }
 
-// IsControlPlane reports whether the machine below root has the key of the cluster's authority. If the disk does not tell, that is an error, and not a
-// worker: a worker skips checks of a control plane (B7).
+// IsControlPlane reports whether the machine below root has the key of the cluster's authority. If the disk can't be read, it returns an error
+// instead of false, because a worker does not make a control plane's checks (B7).
 func IsControlPlane(root string) (bool, error) {
 	_, err := os.Stat(filepath.Join(root, pki, "ca.key"))
 	if errors.Is(err, fs.ErrNotExist) {

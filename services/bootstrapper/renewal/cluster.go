@@ -43,8 +43,8 @@ type Cluster interface {
 	Runs(ctx context.Context, component, annotation string) (bool, error)
 	// ShutOut reports whether this control plane's enrollment is banned or being deleted. Its kubelet can't update the status that Runs reads then.
 	ShutOut(ctx context.Context) (bool, error)
-	// Banned returns the nodes of the other banned enrollments by an ID of the ban, except those that `muster replace` works on. A second ban of the
-	// same enrollment has another ID.
+	// Banned returns the nodes of the other banned enrollments by an ID of the ban, except those of an unfinished `muster replace`. A second ban of
+	// the same enrollment has another ID.
 	Banned(ctx context.Context) (map[string]string, error)
 	// Evicted reports whether neither a Node of the name nor a pod on it exists.
 	Evicted(ctx context.Context, node string) (bool, error)
@@ -239,7 +239,7 @@ func (c *cluster) ShutOut(ctx context.Context) (bool, error) {
 	return n != nil && n.ShutOut(), err
 }
 
-// enrollment returns the enrollment of a node; nil: it has none.
+// enrollment returns the enrollment of a node; nil if it has none.
 func (c *cluster) enrollment(ctx context.Context, node string) (*v1alpha1.AttestedNode, error) {
 	text, err := c.CoreV1().RESTClient().Get().AbsPath("/apis", v1alpha1.GroupVersion.String(), "attestednodes", node).DoRaw(ctx)
 	if apierrors.IsNotFound(err) {

@@ -201,7 +201,7 @@ func (c *cluster) policy(ctx context.Context) (p v1alpha1.AttestationPolicy, err
 	return p, nil
 }
 
-// serial returns the serial of a policy that the owner signed; 0: there is none, or the owner is not known.
+// serial returns the serial of a policy that the owner signed; 0 if there is none, or the owner is not known.
 func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
 	policy, err := signedpolicy.Open(&p, c.owner)
 	if err != nil {

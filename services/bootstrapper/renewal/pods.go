@@ -39,7 +39,7 @@ func (p plane) digest(component string) (string, error) {
 		}
 		h.Write(leaf.Raw)
 	}
-	// A digest of keys of at least 128 bits says nothing of them.
+	// A digest of keys with at least 128 bits reveals nothing about them.
 	for _, name := range rotation.Files(component) {
 		text, err := os.ReadFile(p.on(filepath.Join(pki, name)))
 		if errors.Is(err, fs.ErrNotExist) {

@@ -39,8 +39,8 @@ type plane struct {
 
 func (p plane) on(path string) string { return filepath.Join(p.root, path) }
 
-// pending reports whether a renewal was begun and not finished, or may have been: after an error of the disk, its files would be put in place later, when
-// nothing compares them (B8).
+// pending reports whether there is, or may be, an unfinished renewal. A disk error counts as one: otherwise its files would be installed later
+// without a comparison (B8).
 func (p plane) pending() bool {
 	_, err := os.Stat(p.on(Folder))
 	return !errors.Is(err, fs.ErrNotExist)
@@ -168,7 +168,7 @@ func (p plane) follow() error {
 			return err
 		}
 		if _, err := f.verified(p.on(folder), p.on(folder)); err != nil || slices.EqualFunc(chain[1:], following, (*x509.Certificate).Equal) {
-			continue // a rotation or a renewal issues one of another authority anew
+			continue // a rotation or a renewal issues a new one if the authority differs
 		}
 		text := pkiutil.EncodeCertPEM(chain[0])
 		for _, c := range following {
@@ -181,7 +181,7 @@ func (p plane) follow() error {
 	return nil
 }
 
-// trusts returns the authorities that a kubeconfig trusts, and those that it has to trust, which are all of ca.crt; nil: it has none of them, and leads to
+// trusts returns the authorities that a kubeconfig trusts, and those that it has to trust, which are all of ca.crt; nil if it has none of them, and leads to
 // something else than the cluster's API servers.
 func (p plane) trusts(c *clientcmdapi.Config) (is, right []byte, err error) {
 	cluster := c.Clusters[c.Contexts[c.CurrentContext].Cluster]
@@ -250,7 +250,7 @@ func (p plane) checkAuthorities(now time.Time) error {
 			return err
 		}
 		if now.Before(c.NotBefore) || now.After(c.NotAfter) {
-			return fmt.Errorf("%s is valid from %s to %s, and this machine's clock says %s: nothing is renewed",
+			return fmt.Errorf("%s is valid from %s to %s, but this machine's clock is at %s: nothing is renewed",
 				ca, c.NotBefore.UTC().Format(time.RFC3339), c.NotAfter.UTC().Format(time.RFC3339), now.UTC().Format(time.RFC3339))
 		}
 	}

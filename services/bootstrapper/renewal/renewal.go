@@ -43,9 +43,9 @@ type Config struct {
 	Root string
 	// Kubeadm is the image's configuration of certificates: [kubeadm.Image.Certificates].
 	Kubeadm kubeadmapi.ClusterConfiguration
-	// Cluster is the ID of the cluster that the machine is locked to.
+	// Cluster is the ID of the machine's cluster, by its lock.
 	Cluster keys.ClusterID
-	// Owner has the owner's public keys in the image; nil: there is none, and no order is accepted.
+	// Owner has the owner's public keys in the image; nil if there is none, and no order is accepted.
 	Owner attest.OwnerKeys
 	// Epoch keeps what this machine knows of the cluster's epoch.
 	Epoch Keeper
@@ -128,7 +128,7 @@ func (p plane) atBoot(now time.Time, log *slog.Logger, stop func() error) error 
 // alone renews without the lease, and restarts all components at once: a control plane with expired certificates serves no request, so nothing is lost,
 // and waiting for one component before the next would never end.
 func (p plane) alone(now time.Time) error {
-	if p.pending() { // it is old, and expired as well
+	if p.pending() { // it is old and also expired
 		if err := p.finish(); err != nil {
 			return err
 		}
@@ -272,10 +272,10 @@ func (r *Renewer) renew(ctx context.Context, now time.Time) error {
 	}
 	list := Read(r.Root)
 	if len(list) == 0 {
-		return fmt.Errorf("%s has no certificates: restore them, or have kubeadm make them anew", filepath.Join(r.Root, pki))
+		return fmt.Errorf("%s has no certificates: restore them, or recreate them with kubeadm", filepath.Join(r.Root, pki))
 	}
 	if i := slices.IndexFunc(list, func(c Certificate) bool { return c.Unreadable != "" }); i >= 0 {
-		return fmt.Errorf("%s: restore it, or have kubeadm make it anew", list[i].Unreadable)
+		return fmt.Errorf("%s: restore it, or recreate it with kubeadm", list[i].Unreadable)
 	}
 	if slices.ContainsFunc(list, func(c Certificate) bool { return c.invalid(now) }) {
 		return r.plane.alone(now)
@@ -311,8 +311,8 @@ func admitted(ctx context.Context, c Cluster) error {
 	return err
 }
 
-// othersRun returns an error if a component of another control plane is not Ready, so that no two control planes lack one at a time. A renewal that was
-// begun continues, and with less than a tenth of a certificate's life left a broken control plane is not waited for.
+// othersRun returns an error if a component of another control plane is not Ready, so that never two control planes lack a component at the same
+// time. It does not delay an unfinished renewal, nor one with less than a tenth of a certificate's life left.
 func (r *Renewer) othersRun(ctx context.Context, c Cluster, list []Certificate, now time.Time) error {
 	urgent := slices.ContainsFunc(list, func(c Certificate) bool { return c.NotAfter.Sub(now) < c.NotAfter.Sub(c.NotBefore)/10 })
 	if r.plane.pending() || urgent {
@@ -320,7 +320,7 @@ func (r *Renewer) othersRun(ctx context.Context, c Cluster, list []Certificate, 
 	}
 	bad, err := c.Unhealthy(ctx)
 	if err == nil && len(bad) > 0 {
-		err = fmt.Errorf("not begun, since these are not Ready: %s", strings.Join(bad, ", "))
+		err = fmt.Errorf("not started, since these are not Ready: %s", strings.Join(bad, ", "))
 	}
 	return err
 }

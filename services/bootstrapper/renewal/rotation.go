@@ -20,7 +20,7 @@ import (
 )
 
 const (
-	// wellWithin is how long the control planes may take to be well before one of them changes its keys.
+	// wellWithin is how long the control planes may take to become healthy before one of them changes its keys.
 	wellWithin = 6 * time.Minute
 	// publishWithin is how long the state of the keys is tried to be written: this control plane's API server has just restarted.
 	publishWithin = 2 * time.Minute
@@ -37,8 +37,8 @@ func ConnectRotation(root, node string, log *slog.Logger) (Cluster, error) {
 }
 
 // Change runs do, which replaces files that static pods read, while no other control plane joins, renews or restarts (J8), and this machine does not
-// renew. Then it restarts the components whose files differ from those that they run with, each when the one before is Ready. With resume, do was begun
-// before: this control plane may not be well because of that.
+// renew. Then it restarts the components whose files differ from those that they run with, each when the one before is Ready. With resume, an earlier
+// run has started do, so this control plane may be unhealthy.
 func (r *Renewer) Change(ctx context.Context, resume bool, do func() error, restart ...string) error {
 	unlock, left, err := pause(ctx, r.plane, r.Timing.Poll, resume)
 	if err != nil {
@@ -98,7 +98,7 @@ func (r *Renewer) untilWell(ctx context.Context, c Cluster, resume bool) error {
 			return nil
 		}
 		if err == nil {
-			err = fmt.Errorf("not begun, since these are not Ready: %s", strings.Join(bad, ", "))
+			err = fmt.Errorf("not started, since these are not Ready: %s", strings.Join(bad, ", "))
 		}
 		if retry.Wait(ctx, r.Timing.Poll) != nil {
 			return err

@@ -16,8 +16,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// State returns what the cluster says of itself to a control plane that makes a backup, and the owner's key for which that is encrypted: of an image's
-// several keys the one that signed the policy in force, so that neither a key that is not used yet nor one that is not used any more can read it.
+// State returns the cluster's state for a backup, and the owner's key to which the backup is encrypted. If an image has several keys, it is the one
+// that signed the policy in force. So a key that is not in use, before or after a rotation, can't read the backup.
 func State(ctx context.Context, root, node string, owner attest.OwnerKeys, log *slog.Logger) (backup.State, ed25519.PublicKey, error) {
 	c, err := connect(root, node, owner, log)
 	if err != nil {

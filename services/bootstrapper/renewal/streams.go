@@ -26,7 +26,7 @@ const (
 	// evictedWithin is how long an eviction may take before the API server restarts anyway: a finalizer of a tenant's can hold it for any time. After
 	// the end of such an eviction the API server restarts again, since the node could read the held objects meanwhile.
 	evictedWithin = 2 * time.Minute
-	// heldBack is the suffix of the ID of a ban after which the API server restarted before the eviction was over.
+	// heldBack is the suffix of the ID of a ban after which the API server restarted before the eviction had completed.
 	heldBack = "/held"
 )
 
@@ -56,7 +56,7 @@ func (r *Renewer) RunStreams(ctx context.Context) error {
 			return nil //nolint:nilerr // stopped by its caller
 		case err != nil:
 			wait = pause.Next(0)
-			r.Log.WarnContext(ctx, "watches of banned nodes may go on: the API server is not restarted", "err", err, "again_in", wait.String())
+			r.Log.WarnContext(ctx, "watches of banned nodes may continue: the API server is not restarted", "err", err, "again_in", wait.String())
 		default:
 			pause.Reset()
 		}
@@ -68,7 +68,7 @@ func (r *Renewer) RunStreams(ctx context.Context) error {
 
 // endStreams restarts the API server if a node that was seen banned before is evicted, or its eviction is overdue; an enrollment that `muster forget`
 // bans is gone by the next check. It returns since when each ban is seen, by its ID, and whether nothing is left to do. wanted is since when a restart
-// is due; zero: none was.
+// is due; zero if none was.
 func (r *Renewer) endStreams(ctx context.Context, seen map[string]time.Time, wanted time.Time) (map[string]time.Time, bool, error) {
 	c, err := r.Connect()
 	if err != nil {
@@ -138,7 +138,7 @@ func (r *Renewer) restartAPIServer(ctx context.Context, c Cluster, bans []string
 	return c.Exclusively(ctx, func(ctx context.Context) error { // J8
 		// A component that stays broken does not keep watches open for ever.
 		if bad, err := c.Unhealthy(ctx); err != nil || len(bad) > 0 && (wanted.IsZero() || r.Now().Sub(wanted) < restartWithin) {
-			return errors.Join(err, fmt.Errorf("not begun, since these are not Ready: %s", strings.Join(bad, ", ")))
+			return errors.Join(err, fmt.Errorf("not started, since these are not Ready: %s", strings.Join(bad, ", ")))
 		}
 		r.Log.InfoContext(ctx, "restarting this control plane's API server to end the watches that banned nodes had open", "bans", strings.Join(bans, ", "))
 		text, err := json.Marshal(bans)
@@ -158,7 +158,7 @@ func (r *Renewer) restartAPIServer(ctx context.Context, c Cluster, bans []string
 		if err := r.untilRuns(ctx, c, apiServer, annotation); err != nil {
 			return err
 		}
-		r.Log.InfoContext(ctx, "this control plane's API server was restarted: no watch of a banned node goes on here")
+		r.Log.InfoContext(ctx, "this control plane's API server was restarted: it has no watch of a banned node any more")
 		return nil
 	})
 }

@@ -45,14 +45,14 @@ func (u Upgrading) API() kubernetes.Interface { return u.c.Interface }
 // Close frees idle connections.
 func (u Upgrading) Close() { u.c.Close() }
 
-// Pause takes the lock of this machine's renewal, which neither renews nor restarts a static pod until the returned function is called. A renewal that was
-// begun ends first.
+// Pause takes the lock of this machine's renewal, which neither renews nor restarts a static pod until the returned function is called. It waits for
+// a renewal in progress.
 func Pause(ctx context.Context, root string, every time.Duration) (func(), error) {
 	unlock, _, err := pause(ctx, plane{root: root}, every, false)
 	return unlock, err
 }
 
-// pause is [Pause]. With over it takes the lock of a renewal that was begun as well, and reports that there is one.
+// pause is [Pause]. With over, it also takes the lock if there is an unfinished renewal, and reports that.
 func pause(ctx context.Context, p plane, every time.Duration, over bool) (unlock func(), pending bool, err error) {
 	for {
 		unlock, err := p.exclusive()
@@ -72,7 +72,7 @@ func pause(ctx context.Context, p plane, every time.Duration, over bool) (unlock
 	}
 }
 
-// NoteOf returns the value of [Annotation] in a static pod's manifest; empty: it has none.
+// NoteOf returns the value of [Annotation] in a static pod's manifest; empty if it has none.
 func NoteOf(root, component string) (string, error) {
 	text, err := os.ReadFile(filepath.Join(root, manifests, component+".yaml"))
 	if errors.Is(err, fs.ErrNotExist) {

@@ -153,8 +153,8 @@ func (a authority) accept(pki string, staged []byte) error {
 	return a.write(pki, append(list, cert))
 }
 
-// use replaces the authority. Its caller issues the certificates with it. A machine that goes down between the two files issues nothing until this was
-// repeated: the renewal refuses a certificate whose authority is not the one on the disk.
+// use replaces the authority. Its caller issues the certificates with it. If the machine goes down between the two files, it issues nothing until
+// this call is repeated, because the renewal refuses certificates of another authority than the one on the disk.
 func (a authority) use(pki string, staged []byte) error {
 	list, err := a.list(pki)
 	if err != nil {

@@ -125,9 +125,9 @@ func (p Peers) from(ctx context.Context, endpoint string, rec journal.Record, ke
 	return resp.GetContent(), nil
 }
 
-// withoutKubelet stops the kubelet while ask runs, at most for [callTime]: static pods run on, and the Node stays Ready for 40 s. If no joinservice has seen the
-// boot before this one end (J11), as after a reboot with a plain disk or after a recovery, it watches whether the kubelet renews the node's Lease now, which would
-// be that of another machine: a copy can't stop it.
+// withoutKubelet stops the kubelet while ask runs, at most for [callTime]: static pods run on, and the Node stays Ready for 40 s. If no joinservice
+// has seen the previous boot end (J11), for example after a reboot with a plain disk or after a recovery, it watches the node's Lease. A renewal now
+// would be by the kubelet of another machine, which a copy can't stop.
 func (p Peers) withoutKubelet(ctx context.Context, ask func() error) error {
 	if err := p.Unit(ctx, "stop", machine.UnitKubelet); err != nil {
 		return fmt.Errorf("%s: %w", machine.UnitKubelet, err)

@@ -30,7 +30,8 @@ type kind interface {
 	create(cfg kubeadmapi.ClusterConfiguration, now time.Time) ([]byte, error)
 	// identify returns the ID and the public part of a staged key. It refuses one that is damaged. Its errors contain no key (K3).
 	identify(staged []byte) (id string, public []byte, err error)
-	// state returns what the files below pki say; an error that wraps [fs.ErrNotExist]: the cluster has no such key.
+	// state returns the state of the files below pki. It returns an error that wraps [fs.ErrNotExist] if the cluster has no
+	// such key.
 	state(pki string) (clusterinfo.KeyState, error)
 	// accept writes the files that accept the new key as the last one. use writes those that use it, and accept it as the first one. only writes those
 	// that accept no other key than the one in use.

@@ -33,7 +33,7 @@ const (
 	// Staged is the folder below /etc/kubernetes/pki with the new key, as KEY.ID. joinservice passes it on from there, and its pod mounts no other folder
 	// of keys.
 	Staged = "muster-rotation"
-	// begun exists while the files may be newer than what the static pods have read.
+	// begun exists while the files may be newer than the versions that the static pods have read.
 	begun = "/var/lib/muster/rotation/begun"
 	// made has the digest of the order by which this control plane last made a key, and the key's ID.
 	made = "/var/lib/muster/rotation/made"
@@ -42,7 +42,7 @@ const (
 // ControlPlane changes this control plane.
 type ControlPlane interface {
 	// Change runs do, which replaces files, while no other control plane joins, renews or restarts (J8), and then restarts the components that read
-	// them, each when the one before is Ready. With resume, do was begun before, so that this control plane may not be well.
+	// them, each when the one before is Ready. With resume, an earlier run has started do, so this control plane may be unhealthy.
 	Change(ctx context.Context, resume bool, do func() error, components ...string) error
 	// Reissue issues all certificates of an authority, whose path below pki is given without .crt, with the one on the disk, unless they are right. Those of the
 	// cluster's authority are followed by the cross certificate.
@@ -196,8 +196,8 @@ func (r *Rotator) accept(ctx context.Context, order string, key clusterinfo.Rota
 	return Result{id, string(public)}, r.change(ctx, key, func() error { return k.accept(r.pki(), staged) })
 }
 
-// make returns the ID of a new key. After a crash, the same order has the key that it has made. Any other key that is staged is removed: somebody who had
-// root rights on this machine before the order was signed can have put it there, and would know the cluster's new key.
+// make returns the ID of a new key. After a crash, the same order gets the key that it has already made. Any other staged key is removed: an attacker
+// who had root on this machine before the order was signed could have put it there, and would know the cluster's new key.
 func (r *Rotator) make(order string, key clusterinfo.RotatedKey, k kind) (string, error) {
 	if text, err := os.ReadFile(r.on(made)); err == nil {
 		if id, ours := strings.CutPrefix(string(text), order+" "); ours && clusterinfo.IsKeyID(id) {

@@ -38,7 +38,7 @@ func (ck *check) checkAuthz(ctx context.Context, d *component.Desired) error {
 		if err := machine.WriteFile(ck.On(name), []byte(want), 0o600, 0o755); err != nil {
 			return err
 		}
-		ck.found(ctx, name, "written anew")
+		ck.found(ctx, name, "rewritten")
 	}
 	return nil
 }

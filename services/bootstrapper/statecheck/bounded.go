@@ -72,9 +72,9 @@ func onlyFile(name string) bool {
 	return isMusters && strings.Count(in, "/") == 1 && in != "upgrade/staged"
 }
 
-// checkFiles makes sure that files which programs of this machine read or replace are files, and not too large to be read, and that folders are folders, with
-// not too many entries to be listed. Otherwise an attacker who was root once could leave a sparse file, or a folder in the place of a file, and the programs
-// would fail at each boot.
+// checkFiles checks the paths that programs of this machine read or replace: files must be regular files of a limited size, and folders must be
+// folders with a limited number of entries. Otherwise an attacker who was root once could leave a sparse file, or a folder in the place of a file,
+// and the programs would fail at each boot.
 func (ck *check) checkFiles(ctx context.Context) error {
 	for _, name := range folders {
 		if err := ck.wantFolder(ctx, name); err != nil {

@@ -114,7 +114,7 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 		if err := machine.WriteFile(ck.On(upgrade.InstanceConfig), ck.Kubeadm.InstanceConfig(), 0o644, 0o755); err != nil {
 			return err
 		}
-		ck.found(ctx, upgrade.InstanceConfig, "written anew")
+		ck.found(ctx, upgrade.InstanceConfig, "rewritten")
 	}
 	text, err = os.ReadFile(flags)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -124,7 +124,7 @@ func (ck *check) checkKubelet(ctx context.Context, meta *metadata.Machine, d *co
 		if err := machine.WriteFile(flags, kubeadm.KubeletFlags(provision.KubeadmNode(meta)), 0o644, 0o755); err != nil {
 			return err
 		}
-		ck.found(ctx, kubeletFlags, "written anew")
+		ck.found(ctx, kubeletFlags, "rewritten")
 	}
 	if err := ck.checkKubeconfig(ctx, meta, d); err != nil {
 		return err
@@ -170,7 +170,7 @@ func (ck *check) checkKubeconfig(ctx context.Context, meta *metadata.Machine, d 
 		ck.Log.InfoContext(ctx, "the authorities that the kubelet trusts are brought up to date", "file", kubeadm.KubeletConf)
 		return nil
 	}
-	ck.found(ctx, kubeadm.KubeletConf, "written anew")
+	ck.found(ctx, kubeadm.KubeletConf, "rewritten")
 	return nil
 }
 

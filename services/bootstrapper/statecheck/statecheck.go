@@ -430,7 +430,7 @@ func (ck *check) checkAuthorities(ctx context.Context, want map[string][]byte, r
 		if err := machine.WriteFile(ck.On(file), want[name], 0o644, 0o755); err != nil {
 			return err
 		}
-		ck.found(ctx, file, "written anew")
+		ck.found(ctx, file, "rewritten")
 	}
 	return nil
 }

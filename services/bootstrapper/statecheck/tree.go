@@ -172,7 +172,7 @@ func (ck *check) ownFile(ctx context.Context, at, name string) error {
 	return nil
 }
 
-// finishRenewal finishes an interrupted renewal of certificates, so that the files that it puts in place are compared as well.
+// finishRenewal completes an interrupted renewal of certificates, so that its files are also compared.
 func (ck *check) finishRenewal(ctx context.Context, controlPlane bool) error {
 	if ck.Lock.Record().Step < journal.StepDone {
 		return renewal.Discard(ck.Root) // there is no node whose certificates could be renewed
@@ -259,7 +259,7 @@ func (ck *check) checkAdministrators(ctx context.Context, meta *metadata.Machine
 			if err := machine.WriteFile(ck.On(name), right, 0o600, 0o755); err != nil {
 				return err
 			}
-			done = "written anew"
+			done = "rewritten"
 		}
 		ck.found(ctx, name, done)
 	}

@@ -137,7 +137,7 @@ func TestTheListOfWhoOpenedTheDiskIsKept(t *testing.T) {
 	cfg.Desired = component.DesiredFile(filepath.Join(noFolder, "desired"))
 	w.bootWith(cfg)
 	eventually(t, "it can't be kept", func() bool {
-		return bytes.Contains(w.log.Bytes(), []byte("save what the disk is to be compared with"))
+		return bytes.Contains(w.log.Bytes(), []byte("save the lists for the comparison of the disk"))
 	})
 	w.disk.set(func(v *volume) {
 		if v.tried > 0 {

@@ -66,7 +66,7 @@ func TestTheOwnerOpensAControlPlanesDiskBesideTheTriesToRejoin(t *testing.T) {
 	if err := w.boot().end(t); err != nil || w.disk.opens != 1 || !answered {
 		t.Errorf("%v, opened %d times, answered %t", err, w.disk.opens, answered)
 	}
-	if !slices.ContainsFunc(w.lines(), func(l string) bool { return strings.Contains(l, "`muster recover` opens it as well") }) {
+	if !slices.ContainsFunc(w.lines(), func(l string) bool { return strings.Contains(l, "`muster recover` also opens it") }) {
 		t.Errorf("console %q", w.lines())
 	}
 }

@@ -73,7 +73,7 @@ func (s *search) run(ctx context.Context) {
 		wait := pauses.Next(err)
 		w := console.Wait{For: "waiting for the key of the state disk", Err: err, By: s.by, Asked: s.order.List(), Was: true, Next: wait}
 		if s.serving {
-			w.Also = "`muster recover` opens it as well"
+			w.Also = "`muster recover` also opens it"
 		}
 		s.failed(ctx, w)
 		if retry.Wait(ctx, wait) != nil {

@@ -304,7 +304,7 @@ func (u *Unlocker) try(ctx context.Context, key keys.Disk, cluster keys.ClusterI
 // note saves what the running system compares the disk with, also if that is nothing: a missing file means that an attacker removed it.
 func (u *Unlocker) note(desired component.Desired) error {
 	if err := u.cfg.Desired.Save(desired); err != nil {
-		return fmt.Errorf("save what the disk is to be compared with: %w", err)
+		return fmt.Errorf("save the lists for the comparison of the disk: %w", err)
 	}
 	return nil
 }

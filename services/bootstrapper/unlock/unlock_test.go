@@ -175,7 +175,7 @@ func TestALockedDiskIsOpenedByTheKeyOfAJoinservice(t *testing.T) {
 // The refusal of a joinservice is reported with its reason, and the machine asks again until it gets the key.
 func TestARefusalIsToldAndTheMachineAsksAgain(t *testing.T) {
 	for reason, words := range map[attestv1.Reason]string{
-		attestv1.Reason_REASON_NOT_ENROLLED:    "enrolled no longer, as after muster forget",
+		attestv1.Reason_REASON_NOT_ENROLLED:    "no longer enrolled, for example after muster forget",
 		attestv1.Reason_REASON_POLICY_REFUSED:  "measurements are not in the owner's policy",
 		attestv1.Reason_REASON_DISK_MISMATCH:   "another state disk",
 		attestv1.Reason_REASON_NAME_TAKEN:      "belongs to another one",

@@ -34,7 +34,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 				unreachable(w, j)
 				w.meta.Role = "control-plane"
 			},
-			"NOT_READY", key + "no joinservice can be reached at 127.0.0.1:1; `muster recover` opens it as well; next try in ",
+			"NOT_READY", key + "no joinservice can be reached at 127.0.0.1:1; `muster recover` also opens it; next try in ",
 		},
 		"no joinservice is named": {
 			func(w *fixture, _ *joinservice) { w.meta.JoinEndpoints = nil },
@@ -46,7 +46,7 @@ func TestWhatAMachineWaitsForIsOnItsConsoleInItsLogAndInItsStatus(t *testing.T) 
 		},
 		"forgotten": {
 			refused(attestv1.Reason_REASON_NOT_ENROLLED), "NOT_ENROLLED",
-			key + "NOT_ENROLLED by JOINSERVICE (this machine is enrolled no longer, as after muster forget: it starts over with an empty state disk, or goes on with this one if the owner enrolls it again with its disk); next try in ",
+			key + "NOT_ENROLLED by JOINSERVICE (this machine is no longer enrolled, for example after muster forget: it joins as new with an empty state disk, or continues with this one if the owner enrolls it again with its disk); next try in ",
 		},
 		"the control plane is busy": {
 			refused(attestv1.Reason_REASON_BUSY), "BUSY", key + "BUSY by JOINSERVICE (too many machines ask at once, or this one reboots twice within two minutes; it tries again by itself); next try in ",

@@ -111,7 +111,7 @@ func (c cluster) setAddons(ctx context.Context, images versions.Images) error {
 	return nil
 }
 
-// imagePatch returns the patch that sets the image of a container by digest (B9); nil: it has it.
+// imagePatch returns the patch that sets the image of a container by digest (B9); nil if it has it.
 func imagePatch(containers []corev1.Container, name string, image versions.Image) ([]byte, error) {
 	i := slices.IndexFunc(containers, func(c corev1.Container) bool { return c.Name == name })
 	if i < 0 {

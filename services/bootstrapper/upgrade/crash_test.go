@@ -97,7 +97,7 @@ func (n *node) boots(died string) {
 func TestAnUpgradeThatWaitsTooLongDoesNotBegin(t *testing.T) {
 	n := newNode(t, true)
 	n.cluster.busy, n.begin = true, 50*time.Millisecond
-	if _, err := n.run(n.args(ownerorder.PartFirst)); err == nil || !strings.Contains(err.Error(), "could not begin within 50ms") {
+	if _, err := n.run(n.args(ownerorder.PartFirst)); err == nil || !strings.Contains(err.Error(), "could not start within 50ms") {
 		t.Errorf("%v", err)
 	}
 	for _, controlPlane := range []bool{true, false} {

@@ -41,12 +41,12 @@ func (u *Upgrader) controlPlane(ctx, waiting context.Context, begin func() error
 			// server is the only one.
 			stop := context.AfterFunc(leased, func() {
 				if ctx.Err() == nil {
-					u.Log.WarnContext(ctx, "the lease of control planes is lost during the upgrade, which goes on")
+					u.Log.WarnContext(ctx, "the lease of control planes is lost during the upgrade, which continues")
 				}
 			})
 			defer stop()
 			// etcd must not lose two members at a time. It can have one whose control plane the cluster does not know.
-			err := u.await(ctx, "not begun, since not all control planes are well", func(ctx context.Context) error {
+			err := u.await(ctx, "not started, since not all control planes are healthy", func(ctx context.Context) error {
 				bad, err := c.Unhealthy(ctx)
 				switch {
 				case err != nil:
@@ -112,7 +112,7 @@ func (u *Upgrader) room() error {
 
 // kubeadm installs the new kubeadm and upgrades the node with it.
 func (u *Upgrader) kubeadm(ctx context.Context, r *release, in *component.Installer) error {
-	if err := u.await(ctx, "not begun, since the kubelet does not run", u.Healthy); err != nil {
+	if err := u.await(ctx, "not started, since the kubelet does not run", u.Healthy); err != nil {
 		return err
 	}
 	if err := in.Install(ctx, []component.Component{r.kubeadm}, u.progress(ctx)); err != nil {
@@ -203,7 +203,7 @@ func (u *Upgrader) keepKubelet() error {
 		return err
 	}
 	if _, _, err := u.Kubeadm.CheckKubelet(text); err != nil {
-		return fmt.Errorf("%w; reset the machine, which then joins anew", err)
+		return fmt.Errorf("%w; reset the machine, which then joins as new", err)
 	}
 	return machine.WriteFile(u.on(kubeletCopy), text, 0o600, 0o700)
 }

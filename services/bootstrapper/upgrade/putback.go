@@ -103,7 +103,7 @@ func there(path string) bool {
 	return err == nil && (!st.Mode().IsRegular() || st.Size() > 0)
 }
 
-// newest returns the newest manifest of a static pod that kubeadm has moved away; nil: there is none.
+// newest returns the newest manifest of a static pod that kubeadm has moved away; nil if there is none.
 func newest(root, name string, img *kubeadm.Image, lists []versions.Images) ([]byte, error) {
 	found, err := filepath.Glob(filepath.Join(root, kubeadmFolder, "kubeadm-backup-manifests*", name+".yaml"))
 	if err != nil {

@@ -1,4 +1,4 @@
-// Package upgrade brings a node to another release of Kubernetes, as its owner has ordered.
+// Package upgrade upgrades a node to another release of Kubernetes by its owner's order.
 //
 // Each step may be repeated after a crash at any time. Everything is fetched and compared before the first program is replaced. Then kubeadm upgrades the
 // node, and only after that the other programs are installed: a node counts as upgraded when its list says so, and its kubelet runs.
@@ -31,7 +31,7 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/renewal"
 )
 
-// The files of an upgrade that is not over.
+// The files of an unfinished upgrade.
 const (
 	folder       = "/var/lib/muster/upgrade"
 	stagedFolder = folder + "/staged"
@@ -57,7 +57,8 @@ type Cluster interface {
 
 // Timing are the waits; see [DefaultTiming].
 type Timing struct {
-	// Poll is the pause between two checks. Ready is how long the control planes, and the kubelet, may take to be well.
+	// Poll is the pause between two checks. Ready is how long the control planes, and the kubelet, may take to become
+	// healthy.
 	Poll, Ready time.Duration
 	// Begin is how long everything before kubeadm may take, so that kubeadm is not killed in the middle by the unit's time limit.
 	Begin time.Duration
@@ -189,7 +190,7 @@ func (u *Upgrader) permits(ctx context.Context, r *release) error {
 		return err
 	}
 	if r.kept == nil {
-		return fmt.Errorf("this machine's Kubernetes was not installed by Muster: %s is missing; upgrade it as it was installed, or reset the machine, which then joins anew", component.KeptList)
+		return fmt.Errorf("this machine's Kubernetes was not installed by Muster: %s is missing; upgrade it as it was installed, or reset the machine, which then joins as new", component.KeptList)
 	}
 	want, err := version.ParseGeneric(r.version)
 	if err != nil {
@@ -230,7 +231,7 @@ func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) e
 	if err != nil {
 		return err
 	}
-	// The list of before is on the state disk. After a boot, that is the cluster's: see DropLists.
+	// The previous list is on the state disk. After a boot, it is the cluster's: see DropLists.
 	put, err := PutBack(u.Root, controlPlane, u.Kubeadm, previous.Images, r.software.Images)
 	if err != nil {
 		return err
@@ -240,7 +241,7 @@ func (u *Upgrader) upgrade(ctx context.Context, r *release, controlPlane bool) e
 	}
 	waiting, giveUp := context.WithCancelCause(ctx)
 	defer giveUp(nil)
-	late := fmt.Errorf("it could not begin within %s", u.Timing.Begin)
+	late := fmt.Errorf("it could not start within %s", u.Timing.Begin)
 	timer := time.AfterFunc(u.Timing.Begin, func() { giveUp(late) })
 	defer timer.Stop()
 	begin := func() error {
@@ -272,7 +273,7 @@ func (u *Upgrader) progress(ctx context.Context) func(string) {
 	return func(text string) { u.Log.InfoContext(ctx, "components", "at", text) }
 }
 
-// remember keeps the lists of before and after until the upgrade is over.
+// remember keeps the previous and the new list until the upgrade is complete.
 func (u *Upgrader) remember(r *release) (*component.Software, error) {
 	file := component.ListFile(u.on(previousList))
 	list, err := file.Load()
@@ -402,7 +403,7 @@ func KubeletHealthy(ctx context.Context) error {
 	return nil
 }
 
-// read returns a file; nil: it does not exist.
+// read returns a file; nil if it does not exist.
 func read(path string) ([]byte, error) {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -26,7 +26,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// accessBatch bounds how many nodes one write of the list is about.
+// accessBatch limits the nodes in one write of the list.
 const accessBatch = 64
 
 // revokedWithin is how much earlier a stored revocation may end than the one that this replica would write, and still count

@@ -38,7 +38,7 @@ type clocks struct {
 
 type peerClock struct {
 	version string
-	seen    time.Time // when it changed last, by the monotonic clock; zero: it was seen once
+	seen    time.Time // when it changed last, by the monotonic clock; zero if it was seen once
 	offset  time.Duration
 }
 

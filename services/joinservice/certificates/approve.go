@@ -392,7 +392,7 @@ func checkUsages(kind nodecert.Kind, usages []certificatesv1.KeyUsage) error {
 }
 
 // decide writes the record, then the decision (J3). Denials above the node's limit are recorded as a number only. n is the
-// enrollment that the decision is based on.
+// enrollment on which the decision is based.
 func (a *Approver) decide(ctx context.Context, o *certificatesv1.CertificateSigningRequest, n *v1alpha1.AttestedNode, refusal error) error {
 	reason := attest.ReasonName(attest.ReasonOf(refusal))
 	record := audit.Record{

@@ -91,9 +91,9 @@ func compareBoots(last v1alpha1.Boot, now Boot) (later bool, why string, reason 
 	case order > 0:
 		return true, "", attestv1.Reason_REASON_ACCEPTED
 	case order < 0:
-		// This is late evidence of a machine that has booted since. Evidence is valid for a minute, so an earlier boot that
-		// attests after that is that of a copy or of its original, even if joinservice's clock was ahead when the last boot
-		// was recorded.
+		// This is late evidence of a machine that has booted since. Evidence is valid for a minute. So an earlier boot that
+		// attests after that belongs to a copy, or to the original of a copy, even if joinservice's clock was ahead when the
+		// last boot was recorded.
 		if late := last.Since.Sub(now.Verified); late >= 0 && late <= maxLate {
 			return false, "the evidence was made before the machine's next boot", attestv1.Reason_REASON_VERDICT_OLD
 		}

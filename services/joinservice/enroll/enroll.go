@@ -111,7 +111,7 @@ func (es *Enrollments) check(c Claim, own *v1alpha1.AttestedNode) error {
 			return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "control planes are enrolled by the owner: `muster enroll %s --role control-plane --machine-id %s`", c.Node, c.Machine)
 		}
 		if e, _ := es.list.Entry(c.Node); e.Unattested { // J4: unattested certificates can write under it
-			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "%q was a node before Muster was here, and its certificates live on; `muster forget %s` retires them", c.Node, c.Node)
+			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "%q was a node before Muster was installed, and its certificates are still valid; `muster forget %s` revokes them", c.Node, c.Node)
 		}
 		if es.state.HasNode(c.Node) {
 			return attest.Refuse(attestv1.Reason_REASON_NODE_EXISTS, "there is a Node %q that Muster did not enroll; `muster forget %s` if it is not used", c.Node, c.Node)

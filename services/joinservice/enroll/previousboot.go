@@ -121,7 +121,7 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 		return attest.RefuseFor(retryWait, attestv1.Reason_REASON_BUSY, "whether an earlier boot of node %s still runs is being looked at, or that of %d other machines", n.Name, maxLeaseWaits)
 	}
 	defer es.waits.end(m)
-	es.state.Log.InfoContext(ctx, "a machine has booted anew; waiting whether its kubelet still renews its Lease", "node", n.Name, "machine", m.String(), "boot", b.String())
+	es.state.Log.InfoContext(ctx, "a machine connects in a later boot; checking whether the kubelet of its previous boot still renews the Lease", "node", n.Name, "machine", m.String(), "boot", b.String())
 	tick := time.NewTicker(es.leases.poll())
 	defer tick.Stop()
 	for {

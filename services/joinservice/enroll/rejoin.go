@@ -40,11 +40,11 @@ func (r *Rejoining) Record(ctx context.Context) error {
 }
 
 // Rejoin checks that the claim, whose addresses are ignored, matches the machine's enrollment. It reads the enrollment from
-// the API, so that a name that the owner has just given away opens no disk any more, at any replica. A released enrollment
-// counts while it is held for its machine, which could get the same key by joining. A disk without an AttestedDisk has no
-// salt, and so no key that could open it. Errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH, BANNED,
-// ROLE_REFUSED, DISK_MISMATCH, DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It changes
-// nothing: [Rejoining.Record] must be called before the key is sent.
+// the API, so that after the owner has given a name to another machine, no replica opens a disk for the old one. A released
+// enrollment counts while it is held for its machine, which could get the same key by joining. A disk without an
+// AttestedDisk has no salt, so no key for it can be derived. Errors are refusals: NOT_ENROLLED, NAME_TAKEN, NAME_MISMATCH,
+// BANNED, ROLE_REFUSED, DISK_MISMATCH, DISK_ERASED, MACHINE_CLONED, CLOCK_WENT_BACK, VERDICT_OLD, API_UNAVAILABLE. It
+// changes nothing: [Rejoining.Record] must be called before the key is sent.
 func (es *Enrollments) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) {
 	own, err := es.readTicketed(ctx, c.Node)
 	if err != nil {
@@ -61,7 +61,7 @@ func (es *Enrollments) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) 
 	}
 	for _, other := range es.state.Cluster.Nodes.ByDisk(c.Disk) { // J2
 		if other.Name != c.Node && !es.Expired(other) && !es.ownOutranks(own, other) {
-			return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is enrolled to node %q as well", c.Disk, other.Name)
+			return nil, attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is also enrolled to node %q", c.Disk, other.Name)
 		}
 	}
 	salt, held, err := es.readDisk(ctx, c) // J2
@@ -74,7 +74,7 @@ func (es *Enrollments) Rejoin(ctx context.Context, c Claim) (*Rejoining, error) 
 	return &Rejoining{enrollments: es, node: own, claim: c, Salt: salt}, nil
 }
 
-// readTicketed reads the enrollment of a name from the API; nil if there is none that a ticket was issued for.
+// readTicketed reads the enrollment of a name from the API; nil if there is none with an issued ticket.
 func (es *Enrollments) readTicketed(ctx context.Context, node string) (*v1alpha1.AttestedNode, error) {
 	n := &v1alpha1.AttestedNode{}
 	err := es.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n)
@@ -99,5 +99,5 @@ func (es *Enrollments) refuseUnenrolled(c Claim, own *v1alpha1.AttestedNode) err
 	if own != nil { // J4
 		return attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "node name %q is enrolled to machine %s", c.Node, own.Spec.MachineID)
 	}
-	return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "neither machine %s nor node %q is enrolled: erase its state disk if it should join anew", c.Machine, c.Node)
+	return attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "neither machine %s nor node %q is enrolled: to let it join as new, erase its state disk", c.Machine, c.Node)
 }

@@ -46,7 +46,7 @@ func (es *Enrollments) Reattest(ctx context.Context, m attest.MachineID, boot Bo
 }
 
 func resetCountWentBack(n *v1alpha1.AttestedNode, now, before int64) error {
-	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM counts %d resets, and counted %d before: it was cleared; if that was you, `muster replace %s --tpm ID` with the machine's own ID, which its console shows, lets it go on", now, before, n.Name)
+	return attest.Refuse(attestv1.Reason_REASON_CLOCK_WENT_BACK, "the TPM's reset counter is %d, but was %d before: the TPM was cleared. If that was you, `muster replace %s --tpm ID` with the machine's own ID, which its console shows, admits it again", now, before, n.Name)
 }
 
 // Has reports whether a machine has an AttestedNode.

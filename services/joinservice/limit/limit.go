@@ -24,8 +24,8 @@ type Rate struct {
 // Most returns the maximum number of grants of one machine within d.
 func (r Rate) Most(d time.Duration) int { return r.Burst + int(d/r.Every) }
 
-// maxMachines bounds how many machines are remembered, about 1 MiB. Above that, the one that asked longest ago is
-// forgotten, and may start with a full burst: a policy that accepts so many machines has rates in proportion.
+// maxMachines limits the number of machines in memory (about 1 MiB). Above that, the machine with the oldest request is
+// dropped, and starts again with a full burst: a policy that accepts that many machines has rates in proportion.
 const maxMachines = 4096
 
 // ByMachine keeps a Rate for each machine, by a machine ID or a node's name. It is safe for concurrent use.

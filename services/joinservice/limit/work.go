@@ -24,8 +24,8 @@ func NewWork(slots int64, wait time.Duration) *Work {
 	return &Work{slots: semaphore.NewWeighted(slots), wait: wait}
 }
 
-// Begin waits for a slot, which the caller frees by end. It returns ctx's error, or BUSY if no slot was free in time, with
-// a random pause of one to three times the wait, so that machines that were refused together do not return together.
+// Begin waits for a slot, which the caller frees by end. It returns ctx's error, or BUSY if no slot was free in time. BUSY
+// has a random pause of one to three times the wait, so that machines that were refused together do not return together.
 func (w *Work) Begin(ctx context.Context) (end func(), err error) {
 	limited, cancel := context.WithTimeout(ctx, w.wait)
 	defer cancel()

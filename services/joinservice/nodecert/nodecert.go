@@ -1,4 +1,4 @@
-// Package nodecert decides what a node's certificate requests may ask for.
+// Package nodecert decides which certificates a node's requests may contain.
 //
 // A kubelet needs two certificates: one to authenticate as its node, one to serve. Kubernetes' signers copy the contents of
 // a request, so this package reads a request byte by byte, and refuses everything that is not known to be harmless

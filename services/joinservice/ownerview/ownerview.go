@@ -42,7 +42,7 @@ type Records struct {
 	enrollments *enroll.Enrollments
 
 	mu    sync.Mutex
-	wait  map[string]*waiting.Entry // by machine; nil: the machine was admitted
+	wait  map[string]*waiting.Entry // by machine; nil if the machine was admitted
 	certs map[string]enroll.Expiry  // by node
 }
 
@@ -125,8 +125,8 @@ func (r *Records) Serve(ctx context.Context) error {
 	}
 }
 
-// writeWaiting updates the ConfigMap with one read and at most one write. A write after another replica's is made anew: the
-// numbers of entries hold for all replicas together.
+// writeWaiting updates the ConfigMap with one read and at most one write. After a conflict with another replica, it starts
+// again: the limits of entries apply to all replicas together.
 func (r *Records) writeWaiting(ctx context.Context, news map[string]*waiting.Entry, now time.Time) error {
 	var err error
 	for range state.WriteAttempts {
@@ -205,7 +205,7 @@ func waitingPatch(have map[string]string, news map[string]*waiting.Entry, now ti
 	return patch
 }
 
-// same reports whether two entries of a machine say the same.
+// same reports whether two entries of a machine are equal.
 func same(a, b waiting.Entry) bool {
 	b.Since, b.Last = a.Since, a.Last
 	return a == b

@@ -37,7 +37,7 @@ const (
 
 // How a node can vanish: reasons of the condition, and of the metric's series.
 const (
-	vanishedNeverCame = "NeverCame" // a ticket was issued, or begun, and no Node appeared
+	vanishedNeverCame = "NeverCame" // a ticket was issued, or its issuance has started, but no Node appeared
 	vanishedNodeGone  = "NodeGone"  // the Node was deleted
 	vanishedSilent    = "Silent"    // the Node exists, but its machine no longer attests
 )
@@ -186,7 +186,7 @@ func (s *Sweeper) mark(ctx context.Context, n *v1alpha1.AttestedNode) error {
 			return clusterview.Unavailable(what, err)
 		}
 		if n.UID != uid {
-			return clusterview.Unavailable(what, errors.New("it was enrolled anew meanwhile"))
+			return clusterview.Unavailable(what, errors.New("it has a new enrollment meanwhile"))
 		}
 	}
 	return clusterview.Unavailable(what, fmt.Errorf("it changed %d times meanwhile", state.WriteAttempts))

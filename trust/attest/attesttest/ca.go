@@ -100,7 +100,7 @@ func create(t testing.TB, template, issuer *x509.Certificate, public any, signer
 	return der
 }
 
-// Root returns the root that ca chains to.
+// Root returns the root of ca's chain.
 func (ca *CA) Root() *x509.Certificate {
 	for ca.parent != nil {
 		ca = ca.parent

@@ -42,14 +42,14 @@ type Options struct {
 	EK attest.EKKind
 	// Bare leaves the endorsement key without a certificate.
 	Bare bool
-	// Platform gives the machine a platform key; nil: it has none.
+	// Platform gives the machine a platform key; nil if it has none.
 	Platform *Platform
-	// Nitro makes its TPM a NitroTPM, whose quotes are of SHA-384 unless Bank is set; nil: it is none.
+	// Nitro makes its TPM a NitroTPM, whose quotes are of SHA-384 unless Bank is set; nil if it is none.
 	Nitro *Nitro
-	// TPM is a machine that has the same TPM, and so the same attestation key; nil: none. With
+	// TPM is a machine that has the same TPM, and so the same attestation key; nil if there is none. With
 	// another endorsement key it is another machine.
 	TPM *Machine
-	// Hardware makes its hardware reports; nil: it has none.
+	// Hardware makes its hardware reports; nil if it has none.
 	Hardware tpm2.Hardware
 	// Tamper makes the machine's evidence differ from genuine evidence.
 	Tamper Tamper

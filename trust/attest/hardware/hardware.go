@@ -175,8 +175,8 @@ type End struct {
 	Evaluation uint32
 }
 
-// CRLEnds returns when revocation lists in DER end. It checks no signatures. The error says which list
-// cannot be read.
+// CRLEnds returns when revocation lists in DER end. It checks no signatures. The error names a list
+// that cannot be read.
 func CRLEnds(lists [][]byte) (out []End, err error) {
 	for i, der := range lists {
 		l, err := x509.ParseRevocationList(der)

@@ -234,7 +234,7 @@ func (v *AMD) Report(t testing.TB, c Chip, data hardware.ReportData) snp.Evidenc
 	return snp.Evidence{Report: b, Certificate: cert.Cert.Raw}
 }
 
-// SignReport signs a report anew; nothing if the key is no ECDSA key on P-384.
+// SignReport signs a report again; it does nothing if the key is not an ECDSA key on P-384.
 func SignReport(t testing.TB, b []byte, key crypto.Signer) {
 	t.Helper()
 	k, ok := key.(*ecdsa.PrivateKey)

@@ -28,8 +28,8 @@ func HCL(kind hcl.Kind, report, runtime []byte) []byte {
 	return append(append(b, runtime...), make([]byte, 10)...)
 }
 
-// Runtime returns the JSON text that names a TPM's attestation key, and the report data that it is
-// bound to.
+// Runtime returns the JSON text that names a TPM's attestation key, and the report data to which it is
+// bound.
 func Runtime(ak *rsa.PublicKey, secureBoot bool) ([]byte, hardware.ReportData) {
 	text := fmt.Appendf(nil, `{"keys":[{"kid":"HCLAkPub","kty":"RSA","n":%q,"e":"AQAB"}],"vm-configuration":{"secure-boot":%t,"vmUniqueId":"V"}}`, base64.RawURLEncoding.EncodeToString(ak.N.Bytes()), secureBoot)
 	var data hardware.ReportData

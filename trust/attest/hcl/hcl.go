@@ -60,7 +60,7 @@ func (e *OtherKindError) Error() string {
 }
 
 // Split takes an HCL report apart, as the TPM's NV index has it: the hardware report and the JSON
-// text that it is bound to. Nothing is verified. The refusal is EVIDENCE_MALFORMED, with an
+// text to which it is bound. Nothing is verified. The refusal is EVIDENCE_MALFORMED, with an
 // [OtherKindError] for a well-formed report of another kind.
 func Split(b []byte) (kind Kind, report, runtime []byte, err error) {
 	refuse := func(format string, args ...any) (Kind, []byte, []byte, error) {

@@ -110,7 +110,7 @@ type Report struct {
 	Policy   GuestPolicy
 	// VMPL is the privilege level that asked for the report: 0, the highest, to 3.
 	VMPL uint32
-	// Reported is the TCB that the key was derived from. The host can set it below Current, which is
+	// Reported is the TCB from which the key was derived. The host can set it below Current, which is
 	// the running one, and the firmware cannot go below Committed. Launch is that of the guest's
 	// start.
 	Reported, Current, Committed, Launch TCB

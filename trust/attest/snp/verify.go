@@ -3,8 +3,8 @@
 //
 // A genuine report shows: a guest on a processor of AMD, launched with this measurement and policy,
 // under firmware of at least the reported TCB, asked for a report over this value. It does not show
-// that a TPM beside it belongs to the same guest, unless the value came from software that the
-// measurement covers and that says so; see docs/hardware-reports.md.
+// that a TPM beside it belongs to the same guest, unless the value came from measured software that
+// guarantees this; see docs/hardware-reports.md.
 package snp
 
 import (

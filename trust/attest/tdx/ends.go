@@ -55,7 +55,7 @@ func (c Collateral) Models() (out []string) {
 	return out
 }
 
-// Repeated returns an FMSPC that several TCB infos have, as [Collateral.Models] does; empty: none. Quotes
+// Repeated returns an FMSPC that several TCB infos have, as [Collateral.Models] does; empty if there is none. Quotes
 // are verified by the first TCB info of their model, so another one behind it, newer, would only count
 // where ages are compared.
 func (c Collateral) Repeated() string {

@@ -1,10 +1,9 @@
 // Package tdx verifies quotes of Intel TDX (Intel TDX DCAP Quoting Library API, appendix A), of the
 // versions 4 and 5.
 //
-// A genuine quote shows: a TD on a processor of Intel, with these measurements, under a TDX module
-// and firmware of these TCB levels, asked for a quote over this value. It does not show that a TPM
-// beside it belongs to the same TD, unless the value came from software that the measurements cover
-// and that says so; see docs/hardware-reports.md.
+// A genuine quote shows: a TD on a processor of Intel, with these measurements, under a TDX module and firmware of these TCB
+// levels, asked for a quote over this value. It does not show that a TPM beside it belongs to the same TD, unless the value
+// came from measured software that guarantees this; see docs/hardware-reports.md.
 package tdx
 
 import (
@@ -33,8 +32,8 @@ func Verify(quote []byte, want hardware.ReportData, c Collateral, roots []*x509.
 	return q, nil
 }
 
-// CheckSigned checks what needs no collateral: that a key below one of roots has signed the quote, which is bound to want (A1). Nothing
-// is said about revocations and the TCB: only [Verify] returns a quote that rules can accept. Refusals: EVIDENCE_MALFORMED,
+// CheckSigned checks what needs no collateral: that a key below one of roots has signed the quote, which is bound to want (A1). It does
+// not check revocations and the TCB: only [Verify] returns a quote that rules can accept. Refusals: EVIDENCE_MALFORMED,
 // HARDWARE_UNTRUSTED, SIGNATURE_INVALID, BINDING_MISMATCH.
 func CheckSigned(quote []byte, want hardware.ReportData, roots []*x509.Certificate, now time.Time) error {
 	p, err := parse(quote)

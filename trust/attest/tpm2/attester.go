@@ -28,7 +28,7 @@ type Config struct {
 	// /sys/kernel/security/tpm0/binary_bios_measurements. Empty: the machine has none, and none is
 	// sent.
 	EventLog string
-	// Hardware makes hardware reports; nil: the machine has none.
+	// Hardware makes hardware reports; nil if the machine has none.
 	Hardware Hardware
 }
 
@@ -46,7 +46,7 @@ type Attester struct {
 	next   time.Time     // when the next quote may begin; owned by the token's holder
 
 	mu      sync.Mutex
-	waiting *batch // takes statements until its quote begins; nil: none
+	waiting *batch // takes statements until its quote begins; nil if there is none
 }
 
 // publicInterval is the interval between quotes for the public. Any client may ask for one, and a
@@ -232,7 +232,8 @@ func (a *Attester) run(ctx context.Context, b *batch) {
 	if b.by, b.err = a.endorse(ctx, top); b.err != nil {
 		return
 	}
-	// Public evidence has no report: no session accepts it, so nobody verifies one, and any client may ask.
+	// Public evidence has no report, because no session accepts such evidence or verifies its report, and any
+	// client may request it.
 	if b.quote, b.err = a.cfg.TPM.Quote(ctx, top, a.cfg.Bank); b.err != nil || a.cfg.Hardware == nil || a.cfg.Purpose == attest.PurposePublic {
 		return
 	}

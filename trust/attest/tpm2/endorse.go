@@ -81,8 +81,7 @@ func keys(ctx context.Context, t Endorser, nonce digest) (known, error) {
 	return known{ek: ek}, err
 }
 
-// Identity returns the machine's own ID and the name of the endorsement that it is known by. It is no
-// proof for a peer.
+// Identity returns the machine's own ID and the name of its endorsement. It is no proof for a peer.
 func Identity(ctx context.Context, t Endorser) (attest.MachineID, string, error) {
 	found, err := keys(ctx, t, digest{})
 	switch {

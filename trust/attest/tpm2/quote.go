@@ -164,10 +164,10 @@ const (
 	pcr0to15      = "\xFF\xFF\x00" // PCR 0 to 15 of 24
 )
 
-// VerifyQuote checks a quote by a primary key of the endorsement hierarchy: its signature, that it
-// is a quote of exactly PCR 0 to 15 of the bank, extraData, and that the signed digest is that of
-// the PCR values. It does not check which TPM the key belongs to: [Verifier] does, and a quote
-// alone proves nothing.
+// VerifyQuote checks a quote by a primary key of the endorsement hierarchy: its signature, that it is
+// a quote of exactly PCR 0 to 15 of the bank, extraData, and that the signed digest is that of the PCR
+// values. It does not check that the key belongs to a TPM: [Verifier] does, and a quote alone proves
+// nothing.
 func VerifyQuote(ak AttestationKey, e *attestv1.Tpm2Evidence, extraData [32]byte) (*Quoted, error) {
 	if err := wire.VerifySignature(ak.Key, e.GetAttest(), e.GetSignature()); err != nil {
 		return nil, err

@@ -155,7 +155,7 @@ type Evidence struct {
 type Session struct {
 	_ [0]func()
 
-	// Purpose is the purpose that the peer's evidence was checked for.
+	// Purpose is the checked purpose of the peer's evidence.
 	Purpose string
 	// VerifiedAt is the time of the verdict.
 	VerifiedAt time.Time

@@ -135,12 +135,12 @@ func (h Chain) Path(certs, roots []*x509.Certificate, now time.Time) ([]*x509.Ce
 	return slices.Concat(certs, []*x509.Certificate{root}), nil
 }
 
-// issuerAt says where the certificate of c's issuer is, by the word of c (RFC 5280, section 4.2.2.1). Nothing of it is proven.
+// issuerAt returns a text with the unverified address of the issuer's certificate that c contains (RFC 5280, section 4.2.2.1).
 func issuerAt(c *x509.Certificate) string {
 	if len(c.IssuingCertificateURL) == 0 {
 		return "and names no address of that authority's certificate"
 	}
-	return fmt.Sprintf("whose certificate it says is at %.200q", c.IssuingCertificateURL[0])
+	return fmt.Sprintf("whose certificate, by its own statement, is at %.200q", c.IssuingCertificateURL[0])
 }
 
 // mayIssue checks an issuer's extended key usages, if it has any.

@@ -41,7 +41,7 @@ type Endorsement interface {
 	Parse(p *attestv1.Policy) (Rules, error)
 }
 
-// Input is what Verify decides by.
+// Input is the input of Verify's decision.
 type Input struct {
 	// Evidence has passed all checks but those of its endorsement.
 	Evidence *attestv1.Tpm2Evidence

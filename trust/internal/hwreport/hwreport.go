@@ -1,10 +1,10 @@
 // Package hwreport appraises the hardware report of evidence by the rules of a policy
 // (docs/hardware-reports.md).
 //
-// Whether a report is genuine depends on what the vendors have published, and the policy has that.
-// So, unlike the rest of evidence, a report is verified when a policy appraises it, and package attest
-// does this last: an unproven peer makes nobody check a signature of a report. Until then its bytes
-// are data without a meaning (A2). A report adds nothing to the machine's ID.
+// Whether a report is genuine depends on the vendors' published data, which are in the policy. So,
+// unlike the rest of the evidence, a report is verified when a policy appraises it. Package attest does
+// this last, so that an unverified peer cannot cause the check of a report's signatures. Until then the
+// report's bytes are not interpreted (A2). A report adds nothing to the machine's ID.
 package hwreport
 
 import (
@@ -69,7 +69,7 @@ func KindOf(r *attestv1.HardwareReport) (Kind, error) {
 	return "", nil
 }
 
-// Evidence is a report with what it must be bound to. All of it but the report is proven.
+// Evidence is a report with the value to which it must be bound. All of it but the report is proven.
 type Evidence struct {
 	// Report has passed [KindOf]; nil: the machine sent none.
 	Report *attestv1.HardwareReport

@@ -21,7 +21,7 @@ const (
 	maxTCBInfos   = 32
 )
 
-// Vendors are the certificates that reports must lead to.
+// Vendors are the certificates to which reports must chain.
 type Vendors struct {
 	AMD   snp.Authorities
 	Intel []*x509.Certificate

@@ -19,7 +19,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Contract checks the behavior that callers of a TPM rely on. Every [tpm.Device] passes it: the
+// Contract checks the behavior on which callers of a TPM rely. Every [tpm.Device] passes it: the
 // simulator, swtpm, and the software TPM of attesttest, so that all of them behave like a real TPM.
 // open is called once.
 func Contract(t *testing.T, open func(testing.TB) tpm.Device) { contract(t, open, false) }
@@ -115,7 +115,7 @@ func contract(t *testing.T, open func(testing.TB) tpm.Device, bare bool) {
 			}
 		}
 	})
-	t.Run("the clock goes on and the counters stay", func(t *testing.T) {
+	t.Run("the clock continues and the counters stay", func(t *testing.T) {
 		first := clock(t, must(dev.Quote(ctx, [32]byte{3}, tpm.SHA256))(t))
 		second := clock(t, must(dev.Quote(ctx, [32]byte{3}, tpm.SHA256))(t))
 		if second.Clock < first.Clock || second.ResetCount != first.ResetCount || second.RestartCount != first.RestartCount {

@@ -22,7 +22,7 @@ import (
 	"github.com/muster-k8s/muster/trust/tpm"
 )
 
-// Seen is what is known of a machine's boot.
+// Seen describes a machine's boot, as far as it is known.
 type Seen struct {
 	// From describes where it is from, Verified reports that a quote proves the PCRs and the log's digests.
 	From     string `json:"from"`
@@ -39,7 +39,7 @@ type Seen struct {
 	steps  []explain.Step
 }
 
-// SeenBy returns what a report of [Verify], or of a node by its order, shows. An error means that the evidence was not genuine, so nothing of it is known.
+// SeenBy returns what a report of [Verify], or of a node by its order, shows. An error means that the evidence was not genuine, so the boot is unknown.
 func SeenBy(s *Report, p *attest.Policy) (*Seen, error) {
 	if s.Machine == "" {
 		if s.Err != nil {
@@ -64,8 +64,8 @@ func SeenBy(s *Report, p *attest.Policy) (*Seen, error) {
 // tcgLog begins an event log as firmware writes it: a TCG_PCClientPCREvent of type EV_NO_ACTION (PC Client Platform Firmware Profile, section 10.2.1).
 var tcgLog = []byte{0, 0, 0, 0, 3, 0, 0, 0}
 
-// SeenInFile reads an event log, as the kernel has it in binary_bios_measurements, or evidence, as a machine writes it for muster verify NODE. Nothing of it is
-// verified: its PCRs are those to which the log leads, or those that the evidence names.
+// SeenInFile reads an event log, as the kernel has it in binary_bios_measurements, or evidence, as a machine writes it for muster verify NODE. It is
+// unverified: its PCRs are computed from the log, or copied from the evidence.
 func SeenInFile(path string, bank crypto.Hash) (*Seen, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -136,16 +136,16 @@ func evidenceFile(raw []byte, bank tpm.Bank) (*eventlog.Log, [][]byte, error) {
 	return log, t.GetPcrs(), err
 }
 
-// Explanation says in words how a machine's boot differs from what is expected.
+// Explanation describes how a machine's boot differs from the expected one.
 type Explanation struct {
 	Seen
 	// Fits are the closest image and class of the policy.
 	Fits []explain.Fit `json:"fits"`
-	// Differences are the measurements that differ from the image's, of the PCRs that the image determines.
+	// Differences are the measurements that differ from the image's, in the PCRs that the image determines.
 	Differences []explain.Difference `json:"differences,omitempty"`
-	// Log has the machine's measurements of other PCRs that differ.
+	// Log has the machine's measurements in other PCRs that differ.
 	Log []explain.Step `json:"log,omitempty"`
-	// OtherImage lists the PCRs in which the named image leads to another value than the policy's image: it is not the one that the policy accepts.
+	// OtherImage lists the PCRs for which the named image gives another value than the policy's image: then it is not the accepted image.
 	OtherImage []int `json:"otherImage,omitempty"`
 }
 

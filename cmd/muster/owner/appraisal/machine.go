@@ -23,7 +23,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// MachineStatus is the status that a machine reports which is in no cluster yet.
+// MachineStatus is the status of a machine that is not in a cluster yet, as it reports it.
 type MachineStatus struct {
 	Endpoint string `json:"endpoint"`
 	// Proven reports that the policy accepts the reporting machine. If not, Problem is the reason, and everything
@@ -33,11 +33,11 @@ type MachineStatus struct {
 
 	Phase string     `json:"phase"`
 	Since *time.Time `json:"since,omitempty"`
-	// Taker is who holds the node lock: "init", "join" or empty.
+	// Taker is the holder of the node lock: "init", "join" or empty.
 	Taker string `json:"taker,omitempty"`
 	// Reason is why the latest attempt failed, Remedy what to do about it.
 	Reason string `json:"reason,omitempty"`
-	// ReasonUnproven: the reason is from a server that had not proven to be a joinservice.
+	// ReasonUnproven: the reason is from a server that was not attested as a joinservice.
 	ReasonUnproven bool       `json:"reasonUnproven,omitempty"`
 	Remedy         string     `json:"remedy,omitempty"`
 	LastAttempt    *time.Time `json:"lastAttempt,omitempty"`
@@ -53,12 +53,12 @@ type MachineStatus struct {
 	NodeName    string `json:"nodeName,omitempty"`
 	Role        string `json:"role,omitempty"`
 	InitAllowed bool   `json:"initAllowed"`
-	// Skew is how far the machine's clock is ahead of this computer's.
+	// Skew is the machine's clock minus this computer's clock.
 	Skew time.Duration `json:"clockSkew"`
 }
 
-// AskMachine appraises the machine at cfg.Addr, and asks for its status. A machine that the policy refuses is asked
-// too, over plain HTTPS: its answer is shown as unproven and nothing is sent to it.
+// AskMachine appraises the machine at cfg.Addr, and asks for its status. It also asks a machine that the policy
+// refuses, over plain HTTPS: the answer is shown as unproven, and the machine is sent nothing else.
 func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
 	s, err := peerdial.Open(cfg.Target)
 	if err != nil {
@@ -70,7 +70,7 @@ func AskMachine(ctx context.Context, cfg VerifyConfig) (*MachineStatus, error) {
 	got, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
 	if refusal, refused := errors.AsType[*attest.Refusal](err); refused {
 		p := problem.Explain(err)
-		p.Message = refusal.Error() // without the connection's text around it
+		p.Message = refusal.Error() // without the text of the connection error
 		out.Problem = &p
 		began = time.Now()
 		got, err = askUnproven(ctx, cfg)
@@ -102,7 +102,7 @@ func notWaiting(addr string, err error) error {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return problem.WithRemedy(err, "The machine is a node already (muster status without --endpoint shows those, and muster doctor --node NODE examines one), or its bootstrapper is not running: look at the machine's console, and if you can log in, run bootstrapper doctor on it.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:
-		return problem.WithRemedy(err, "Something else than the bootstrapper of a waiting machine answers there, or one of an older version; the bootstrapper's port is 9000.")
+		return problem.WithRemedy(err, "Another program than a waiting machine's bootstrapper answers there, or a bootstrapper of an older version. The bootstrapper's port is 9000.")
 	}
 	return err
 }
@@ -113,7 +113,7 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 		s.Taker = strings.ToLower(strings.TrimPrefix(r.GetTaker().String(), "TAKER_"))
 	}
 	if r.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED {
-		// The remedy is this program's: that of an unproven machine is not repeated.
+		// The remedy is this program's: an unproven machine's is not shown.
 		s.Reason, s.Remedy, s.ReasonUnproven = attest.ReasonName(r.GetLastReason()), rpc.RemedyFor(r.GetLastReason(), r.GetRole()), r.GetLastReasonUnproven()
 		if s.ReasonUnproven {
 			s.Remedy = rpc.RemedyUnproven
@@ -133,9 +133,9 @@ func (s *MachineStatus) fill(r *initv1.GetStatusResponse, began time.Time) {
 	}
 }
 
-const maxEndpoints = 64 // addresses of joinservices that are shown
+const maxEndpoints = 64 // limit of shown joinservice addresses
 
-// at returns a time; nil if there is none, or it is not valid.
+// at returns a time; nil if it is missing or not valid.
 func at(t *timestamppb.Timestamp) *time.Time {
 	if t == nil || t.CheckValid() != nil {
 		return nil
@@ -144,6 +144,6 @@ func at(t *timestamppb.Timestamp) *time.Time {
 	return &v
 }
 
-// SkewWarn is the clock difference from which it is shown. Certificates are valid from five minutes before they are
-// made.
+// SkewWarn is the smallest clock difference that is shown. Certificates are valid from five minutes before they are
+// issued.
 const SkewWarn = time.Minute

@@ -1,6 +1,7 @@
-// Package appraisal verifies machines from the owner's workstation, and says in words what they booted.
+// Package appraisal verifies machines from the owner's workstation, and describes what they booted.
 //
-// The owner's program attests nothing. It appraises: it sends no secret before the machine at the other end of the same connection was accepted (A6).
+// The owner's program appraises, and does not attest. It sends no secret before it has accepted the machine at the other end
+// of the same connection (A6).
 package appraisal
 
 import (
@@ -21,23 +22,23 @@ import (
 type Report struct {
 	Endpoint string `json:"endpoint"`
 	Purpose  string `json:"purpose"`
-	// Node is the node that was verified by an order. Record is what the cluster says of it, if that was not possible; nothing of it is proven.
+	// Node is the node that was verified by an order. Record is the cluster's record of it, which is unverified, if that was not possible.
 	Node   string  `json:"node,omitempty"`
 	Record *Record `json:"clusterRecord,omitempty"`
-	// Disk is the UUID of the node's state disk, also by what the cluster says.
+	// Disk is the UUID of the node's state disk, also if only the cluster's record names it.
 	Disk string `json:"recordedDisk,omitempty"`
 	// Accepted is the verdict. Problem is the reason of a refusal.
 	Accepted bool             `json:"accepted"`
 	Problem  *problem.Problem `json:"problem,omitempty"`
 	// Err is the refusal itself; nil if the machine was accepted.
 	Err error `json:"-"`
-	// The following fields are empty if the evidence was not genuine: then none of it is shown.
+	// The following fields are empty if the evidence was not genuine: such evidence is not shown.
 	Machine string `json:"machine,omitempty"`
 	Lock    string `json:"lock,omitempty"`
 	Bank    string `json:"bank,omitempty"`
 	PCRs    []PCR  `json:"pcrs,omitempty"`
 	Root    string `json:"ekRoot,omitempty"`
-	// Endorsement is why the attestation key is believed to be in a genuine TPM.
+	// Endorsement names the proof that the attestation key is in a genuine TPM.
 	Endorsement string `json:"endorsement,omitempty"`
 	// Instance is the virtual machine that it names; empty if it names none.
 	Instance        string `json:"instance,omitempty"`
@@ -102,7 +103,7 @@ func Look(ctx context.Context, cfg VerifyConfig) (attest.Claims, *Report, error)
 	return j.Claims, s, nil
 }
 
-// Verify runs one exchange. The error is nil whenever there is something to show, also if the machine is refused.
+// Verify runs one exchange. If there is a report to show, the error is nil, also if the machine is refused.
 func Verify(ctx context.Context, cfg VerifyConfig) (*Report, error) {
 	s, _, err := look(ctx, cfg)
 	return s, err
@@ -131,7 +132,7 @@ func look(ctx context.Context, cfg VerifyConfig) (*Report, peerdial.Result, erro
 	return out, j, nil
 }
 
-// Show takes over what an appraisal has found.
+// Show copies the result of an appraisal.
 func (s *Report) Show(j peerdial.Result, cfg VerifyConfig) {
 	c := j.Claims
 	s.claims = c
@@ -213,7 +214,7 @@ func (s *Report) firmware(c attest.Claims) {
 	}
 	for _, e := range c.Events() {
 		if e.PCR == 0 && e.Type == "EV_S_CRTM_VERSION" {
-			s.Firmware = append(s.Firmware, fmt.Sprintf("PCR 0  version %s (as the log says)", e.Text))
+			s.Firmware = append(s.Firmware, fmt.Sprintf("PCR 0  version %s (by the log)", e.Text))
 		}
 	}
 	for _, e := range slices.Concat(fw.Drivers, fw.DriverConfig) {

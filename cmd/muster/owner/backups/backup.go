@@ -1,4 +1,4 @@
-// Package backups has control planes make backups, fetches them, and verifies them against the owner's folder.
+// Package backups orders backups from control planes, fetches them, and verifies them against the owner's folder.
 package backups
 
 import (
@@ -34,7 +34,7 @@ import (
 
 // BackupInfo describes a backup that was read and verified.
 type BackupInfo struct {
-	// File is where it is.
+	// File is its path.
 	File string `json:"file"`
 	// Size is in bytes, SHA256 in 64 hexadecimal digits.
 	Size   int64  `json:"size"`
@@ -43,22 +43,23 @@ type BackupInfo struct {
 	Node              string    `json:"node"`
 	TakenAt           time.Time `json:"takenAt"`
 	KubernetesVersion string    `json:"kubernetesVersion"`
-	// OwnerKey is the owner's public key for which it is encrypted, 32 bytes.
+	// OwnerKey is the owner's public key to which it is encrypted, 32 bytes.
 	OwnerKey []byte `json:"ownerKey"`
-	// Epoch and PolicySerial are the cluster's; 0: none.
+	// Epoch and PolicySerial are the cluster's; 0 if there is none.
 	Epoch        uint64 `json:"epoch"`
 	PolicySerial uint64 `json:"policySerial"`
 	// Nodes is the number of enrollments, ControlPlanes that of control planes among them.
 	Nodes         int `json:"nodes"`
 	ControlPlanes int `json:"controlPlanes"`
-	// KnownEpoch is the newest epoch in the owner's folder; 0: none.
+	// KnownEpoch is the newest epoch in the owner's folder; 0 if there is none.
 	KnownEpoch uint64 `json:"knownEpoch"`
-	// Differs is which values of the folder and of the backup differ. Since is what has changed since the backup, as far as the folder knows. A sentence each.
+	// Differs lists the values that differ between folder and backup. Since lists the changes since the backup that the
+	// folder records. Each entry is a sentence.
 	Differs []string `json:"differs"`
 	Since   []string `json:"since"`
 }
 
-// MakeBackup orders a control plane to make a backup; with node "", the first one that is Ready. It returns the control plane's name, too.
+// MakeBackup orders a control plane to make a backup; with node "", the first one that is Ready. It also returns the control plane's name.
 func MakeBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(string)) (string, backup.Stored, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -83,30 +84,30 @@ func MakeBackup(ctx context.Context, d *ownerdir.Dir, node string, report func(s
 	return node, stored, err
 }
 
-// madeFor returns an error if a backup was made before its order was signed. That may have been by an earlier run of the same command.
+// madeFor returns an error if a backup was made before its order was signed. The order may be that of an earlier run of the same command.
 func madeFor(signed ownerorder.SignedMachineOrder, node string, s backup.Stored) error {
 	o, err := ownerorder.ParseMachineOrder(signed.Text)
 	if err == nil && s.TakenAt.Before(o.SignedAt.Add(-ownerorder.MaxAge)) {
-		err = fmt.Errorf("%s says that it has made the backup at %s, before it was ordered: its clock is wrong, or the report is not its own", node, s.TakenAt.UTC().Format(time.RFC3339))
+		err = fmt.Errorf("%s reports that it made the backup at %s, before the order: its clock is wrong, or the report was forged", node, s.TakenAt.UTC().Format(time.RFC3339))
 	}
 	return err
 }
 
 func parseStored(text []byte) (s backup.Stored, err error) {
 	if err := json.Unmarshal(text, &s); err != nil || !s.Valid() {
-		return backup.Stored{}, fmt.Errorf("what the machine says of its backup can't be understood: %s", printable.ASCII(string(text), orders.MaxReport))
+		return backup.Stored{}, fmt.Errorf("the machine's report about its backup can't be read: %s", printable.ASCII(string(text), orders.MaxReport))
 	}
 	return s, nil
 }
 
-// isControlPlane refuses a node with another role at once. Its machine would refuse the order too, but only minutes later.
+// isControlPlane refuses a node with another role at once. Its machine would also refuse the order, but only minutes later.
 func isControlPlane(ctx context.Context, kube *clusterapi.Client, name string) error {
 	p, err := kube.Presence(ctx, name)
 	if err != nil {
 		return err
 	}
 	if p.Enrollment != nil && !p.ControlPlane {
-		return problem.WithRemedy(fmt.Errorf("%s is a worker, and only a control plane makes backups", name), "Name a control plane by --from, or leave it out: muster status shows the roles.")
+		return problem.WithRemedy(fmt.Errorf("%s is a worker, but only control planes make backups", name), "Name a control plane by --from, or leave it out: muster status shows the roles.")
 	}
 	return nil
 }
@@ -125,16 +126,16 @@ func readyControlPlane(ctx context.Context, kube *clusterapi.Client) (string, er
 			return c.Name, nil
 		}
 	}
-	return "", problem.WithRemedy(errors.New("no control plane is Ready"), "muster status shows why. With --from NODE one that is not Ready is asked.")
+	return "", problem.WithRemedy(errors.New("no control plane is Ready"), "muster status shows why. To order the backup from one that is not Ready: --from NODE.")
 }
 
-// readable returns an error if the folder does not have the owner's key for which a backup is encrypted.
+// readable returns an error if the folder does not have the owner's key to which a backup is encrypted.
 func readable(d *ownerdir.Dir, owner string) error {
 	have, err := d.ReadingKeys()
 	if err != nil || slices.ContainsFunc(have, func(k ed25519.PrivateKey) bool { return base64.StdEncoding.EncodeToString(access.PublicOf(k)) == owner }) {
 		return err
 	}
-	return problem.WithRemedy(fmt.Errorf("it is encrypted for the owner's key %s, and %s does not have that", owner, d.Path()), "Use the newest copy of the owner's folder: it has the keys before a rotation, too.")
+	return problem.WithRemedy(fmt.Errorf("it is encrypted to the owner's key %s, which %s does not have", owner, d.Path()), "Use the newest copy of the owner's folder: it also has the keys from before a rotation.")
 }
 
 // VerifyBackup reads a backup to its end, and checks that a control plane of the folder's cluster made it.
@@ -151,7 +152,7 @@ func VerifyBackup(d *ownerdir.Dir, path string) (*BackupInfo, error) {
 	return info, nil
 }
 
-// ReadBackup verifies the whole file, and compares it with the folder. It returns the authority that has signed the file, too.
+// ReadBackup verifies the whole file, and compares it with the folder. It also returns the authority that has signed the file.
 func ReadBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.Manifest, *x509.Certificate, error) {
 	owner, err := d.ReadingKeys()
 	if err != nil {
@@ -166,10 +167,10 @@ func ReadBackup(d *ownerdir.Dir, f *os.File, path string) (*BackupInfo, *backup.
 		return nil, nil, nil, err
 	}
 	if m.ClusterID != d.Cluster().ClusterID {
-		return nil, nil, nil, fmt.Errorf("it is of the cluster %s, and the folder of %s", problem.Printable(m.ClusterID), d.Cluster().ClusterID)
+		return nil, nil, nil, fmt.Errorf("it is a backup of cluster %s, but the folder belongs to cluster %s", problem.Printable(m.ClusterID), d.Cluster().ClusterID)
 	}
 	if ahead := time.Until(m.TakenAt); ahead > ownerorder.MaxAge {
-		return nil, nil, nil, fmt.Errorf("it was taken at %s by the clock of %s, and here it is %s: one of the clocks is wrong, and the file would be taken for the newest one", m.TakenAt.UTC().Format(time.RFC3339), problem.Printable(m.Node), time.Now().UTC().Format(time.RFC3339))
+		return nil, nil, nil, fmt.Errorf("it was taken at %s by the clock of %s, but this computer's clock is at %s: one of the clocks is wrong, and the file would be treated as the newest one", m.TakenAt.UTC().Format(time.RFC3339), problem.Printable(m.Node), time.Now().UTC().Format(time.RFC3339))
 	}
 	cluster, err := clusterinfo.Parse(m.Cluster)
 	if err != nil {
@@ -228,39 +229,39 @@ func signedBackup(d *ownerdir.Dir, f *os.File, identity age.Identity) (m *backup
 	return nil, "", nil, err
 }
 
-// droppedSince returns what a restore means if the cluster has dropped the authority that has signed the backup.
+// droppedSince returns the consequences of a restore if the cluster has dropped the authority that signed the backup.
 func droppedSince(d *ownerdir.Dir, signer *x509.Certificate) ([]string, error) {
 	admin, err := d.Read(ownerdir.AdminConf)
 	if err != nil || slices.ContainsFunc(access.TrustedBy(admin), signer.Equal) {
 		return nil, err
 	}
-	return []string{fmt.Sprintf("The cluster has dropped the certificate authority (SHA-256 %x) by which it is signed: who has stolen that one's key can have made it, at any time. A restore brings that authority back, and nodes that trust only the present one stay NotReady until their machines are rebooted.", sha256.Sum256(signer.Raw))}, nil
+	return []string{fmt.Sprintf("The cluster has dropped the certificate authority (SHA-256 %x) that signed it: an attacker with a stolen key of that authority could have made it at any time. A restore brings that authority back, and nodes that trust only the present one stay NotReady until their machines are rebooted.", sha256.Sum256(signer.Raw))}, nil
 }
 
-// newerBackup returns the newest file in the folder's backups that by its name is newer than a time; empty: none is.
+// newerBackup returns the newest file in the folder's backups whose name has a later time; empty if there is none.
 func newerBackup(d *ownerdir.Dir, than time.Time) (string, error) {
 	files, err := filepath.Glob(filepath.Join(d.File(ownerdir.BackupsFolder), "*"+backup.Suffix))
 	if err != nil || len(files) == 0 {
 		return "", err
 	}
-	newest := slices.Max(files) // their names are in the order of their times
+	newest := slices.Max(files) // names sort by time
 	if at, ok := backup.TimeOf(filepath.Base(newest)); !ok || !at.After(than) {
 		return "", nil
 	}
 	return newest, nil
 }
 
-// Differences returns which values of the folder and of a backup differ, a sentence each. A restore takes those of the backup.
+// Differences returns a sentence for each value that differs between the folder and a backup. A restore uses the backup's values.
 func Differences(c ownerdir.Cluster, in *clusterinfo.Info) []string {
 	out := []string{}
 	differ := func(what, folder, backup string) {
 		if folder != backup {
-			out = append(out, fmt.Sprintf("%s: %s in the folder, %s in the backup, which a restore takes.", what, folder, problem.Printable(backup)))
+			out = append(out, fmt.Sprintf("%s: %s in the folder, %s in the backup. A restore uses the backup's.", what, folder, problem.Printable(backup)))
 		}
 	}
 	differ("Kubernetes", c.KubernetesVersion, in.KubernetesVersion)
 	if o := in.Other(); o != nil {
-		out = append(out, fmt.Sprintf("The cluster was being upgraded: nodes ran Kubernetes %s and %s. muster upgrade kubernetes goes on after a restore.", problem.Printable(in.KubernetesVersion), problem.Printable(o.KubernetesVersion)))
+		out = append(out, fmt.Sprintf("The cluster was being upgraded: nodes ran Kubernetes %s and %s. After a restore, muster upgrade kubernetes continues.", problem.Printable(in.KubernetesVersion), problem.Printable(o.KubernetesVersion)))
 	}
 	differ("Control-plane endpoint", c.ControlPlaneEndpoint, in.ControlPlaneEndpoint)
 	var had, has []string
@@ -277,7 +278,7 @@ func Differences(c ownerdir.Cluster, in *clusterinfo.Info) []string {
 		for _, one := range []struct {
 			text      string
 			in, notIn []string
-		}{{"In the backup, which a restore takes, and not among the folder's ", l.has, l.had}, {"In the folder, and not among the backup's ", l.had, l.has}} {
+		}{{"In the backup, which a restore uses, but not among the folder's ", l.has, l.had}, {"In the folder, but not among the backup's ", l.had, l.has}} {
 			only := slices.DeleteFunc(slices.Clone(one.in), func(s string) bool { return slices.Contains(one.notIn, s) })
 			if len(only) > 0 {
 				out = append(out, one.text+l.what+": "+problem.Named(only)+".")
@@ -287,14 +288,14 @@ func Differences(c ownerdir.Cluster, in *clusterinfo.Info) []string {
 	return out
 }
 
-// Since returns what a folder knows to have changed since a backup, and what a restore would undo.
+// Since returns the changes since a backup that a folder records, and what a restore would undo.
 func Since(m *backup.Manifest, known *ownerdir.Known) []string {
 	out := []string{}
 	if known.Version == 0 {
-		return []string{"The folder has no known.json, so what has changed since is not known."}
+		return []string{"The folder has no known.json, so later changes are not known."}
 	}
 	if known.Epoch > m.Epoch {
-		out = append(out, fmt.Sprintf("The folder knows epoch %d.", known.Epoch))
+		out = append(out, fmt.Sprintf("The folder records epoch %d.", known.Epoch))
 	} else if h, err := clusterinfo.ParseHistory(m.History); err != nil {
 		out = append(out, "The history of its epochs can't be read: "+problem.Printable(err.Error())+".")
 	} else if lacks := h.Lacks(clusterinfo.HistoryEpoch{Number: known.Epoch, ID: known.EpochID}); lacks != "" && m.History != "" {
@@ -333,7 +334,7 @@ func Since(m *backup.Manifest, known *ownerdir.Known) []string {
 		names []string
 	}{
 		{"Banned since, and not banned in it: ", banned},
-		{"Banned in it, and not any more: ", unbanned},
+		{"Banned in it, but no longer banned: ", unbanned},
 		{"Given another machine or disk since: ", replaced},
 		{"Forgotten since, and enrolled in it: ", gone},
 		{"Joined since, and not in it: ", joined},
@@ -348,7 +349,7 @@ func Since(m *backup.Manifest, known *ownerdir.Known) []string {
 	return out
 }
 
-// Lines describes a backup for a person.
+// Lines returns the text about a backup that users see.
 func (i BackupInfo) Lines() []string {
 	return slices.Concat([]string{
 		fmt.Sprintf("%s: %.1f MiB, SHA-256 %s", i.File, float64(i.Size)/(1<<20), i.SHA256),

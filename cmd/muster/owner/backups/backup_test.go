@@ -68,10 +68,10 @@ func TestABackupIsComparedWithTheFoldersValues(t *testing.T) {
 	}
 	in = &clusterinfo.Info{KubernetesVersion: "1.35.0", ControlPlaneEndpoint: "b:6443", Components: list("b", "c"), Images: []string{"y@2"}}
 	want := []string{
-		"Kubernetes: 1.36.1 in the folder, 1.35.0 in the backup, which a restore takes.", "Control-plane endpoint: a:6443 in the folder, b:6443 in the backup, which a restore takes.",
-		"In the backup, which a restore takes, and not among the folder's components: /usr/local/bin/c (SHA-256 cccccccccccc).",
-		"In the folder, and not among the backup's components: /usr/local/bin/a (SHA-256 aaaaaaaaaaaa).",
-		"In the backup, which a restore takes, and not among the folder's images: y@2.", "In the folder, and not among the backup's images: x@1, y@1.",
+		"Kubernetes: 1.36.1 in the folder, 1.35.0 in the backup. A restore uses the backup's.", "Control-plane endpoint: a:6443 in the folder, b:6443 in the backup. A restore uses the backup's.",
+		"In the backup, which a restore uses, but not among the folder's components: /usr/local/bin/c (SHA-256 cccccccccccc).",
+		"In the folder, but not among the backup's components: /usr/local/bin/a (SHA-256 aaaaaaaaaaaa).",
+		"In the backup, which a restore uses, but not among the folder's images: y@2.", "In the folder, but not among the backup's images: x@1, y@1.",
 	}
 	if got := Differences(c, in); !slices.Equal(got, want) {
 		t.Errorf("got %q", got)

@@ -26,7 +26,7 @@ import (
 // maxLatest bounds the file that names the newest backup, in bytes.
 const maxLatest = 4 << 10
 
-// nodeSilence is how long a node may send nothing of a file.
+// nodeSilence is how long a node may pause while it sends a file.
 const nodeSilence = 30 * time.Second
 
 // fetcher reads backups of control planes.
@@ -46,15 +46,15 @@ func newFetcher(d *ownerdir.Dir, folder string, report func(string)) (*fetcher, 
 	return &fetcher{d, kube, folder, nodeSilence, report}, nil
 }
 
-// storedOn is the newest backup of a control plane, as that says.
+// storedOn is the newest backup of a control plane, as the control plane reports it.
 type storedOn struct {
 	node string
 	backup.Stored
 }
 
-// FetchLatest is FetchBackup for the newest backup on control planes; with node "", on all of them. Control planes may be hostile: a backup that is refused is
-// reported, and the next newest one is fetched. Then it returns both that one and an error, which has the reasons. A control plane that can't be asked is
-// reported, and left out.
+// FetchLatest is FetchBackup for the newest backup on control planes; with node "", on all of them. Control planes may be hostile: a refused backup
+// is reported, and the next newest one is fetched. In this case it returns both that backup and an error with the reasons. An unreachable control
+// plane is reported and left out.
 func FetchLatest(ctx context.Context, d *ownerdir.Dir, node, folder string, report func(string)) (*BackupInfo, error) {
 	f, err := newFetcher(d, folder, report)
 	if err != nil {
@@ -90,8 +90,8 @@ func (f *fetcher) latest(ctx context.Context, node string) (*BackupInfo, error) 
 			f.report(fmt.Sprintf("%s: its backups can't be read: %v", name, err))
 		case err != nil:
 			return nil, err
-		case time.Until(s.TakenAt) > ownerorder.MaxAge: // it would be the newest one for as long
-			refuse(fmt.Errorf("%s says that it has made its newest backup at %s, and here it is %s: its clock is wrong, or it is not to be trusted", name, s.TakenAt.UTC().Format(time.RFC3339), time.Now().UTC().Format(time.RFC3339)))
+		case time.Until(s.TakenAt) > ownerorder.MaxAge: // otherwise it would be the newest one until then
+			refuse(fmt.Errorf("%s reports that it made its newest backup at %s, but this computer's clock is at %s: its clock is wrong, or the report was forged", name, s.TakenAt.UTC().Format(time.RFC3339), time.Now().UTC().Format(time.RFC3339)))
 		default:
 			found = append(found, storedOn{name, s})
 		}
@@ -111,10 +111,11 @@ func (f *fetcher) latest(ctx context.Context, node string) (*BackupInfo, error) 
 	if len(refused) > 0 {
 		return nil, errors.Join(refused...)
 	}
-	return nil, problem.WithRemedy(errors.New("no control plane has a backup that can be read"), "muster backup makes one. backup.every in image.yaml has control planes make them by themselves.")
+	return nil, problem.WithRemedy(errors.New("no control plane has a backup that can be read"), "muster backup makes one. With backup.every in image.yaml, control planes make backups periodically.")
 }
 
-// passedOver returns the reasons why newer backups than the fetched one were refused, as an error without a reason code: the command has done its work.
+// passedOver returns the reasons why newer backups than the fetched one were refused, as an error without a reason code,
+// because the command has fetched a backup.
 func passedOver(refused []error) error {
 	if len(refused) == 0 {
 		return nil
@@ -122,7 +123,7 @@ func passedOver(refused []error) error {
 	return problem.WithRemedy(fmt.Errorf("a newer backup was refused, and an older one fetched: %s", errors.Join(refused...)), cmp.Or(problem.Explain(refused[0]).Remedy, "Look at that control plane, also at its clock, before you trust it again.")) //nolint:errorlint // a refused copy's reason is not that of the command
 }
 
-// inTurn fetches a backup within the first of that many equal parts of the time that is left.
+// inTurn fetches a backup. It uses at most one of the given number of equal parts of the remaining time.
 func (f *fetcher) inTurn(ctx context.Context, s storedOn, parts int) (*BackupInfo, error) {
 	if end, ok := ctx.Deadline(); ok {
 		part := time.Until(end) / time.Duration(parts)
@@ -143,7 +144,7 @@ func (f *fetcher) latestOn(ctx context.Context, node string) (backup.Stored, err
 	defer r.Close()
 	text, err := io.ReadAll(io.LimitReader(r, maxLatest))
 	if err == nil {
-		err = ctx.Err() // the end of the answer may be that of the request, which was given up
+		err = ctx.Err() // the answer may have ended because the request was canceled
 	}
 	if err != nil {
 		return backup.Stored{}, because(ctx, err)
@@ -151,7 +152,7 @@ func (f *fetcher) latestOn(ctx context.Context, node string) (backup.Stored, err
 	return parseStored(text)
 }
 
-// because adds why ctx has ended to an error.
+// because adds the cause of ctx's end to an error.
 func because(ctx context.Context, err error) error {
 	if cause := context.Cause(ctx); cause != nil {
 		return fmt.Errorf("%w: %w", cause, err)
@@ -159,8 +160,8 @@ func because(ctx context.Context, err error) error {
 	return err
 }
 
-// FetchBackup reads a backup from a control plane into a folder, and verifies it. A file that is not whole and genuine does not stay. A file that is there
-// with its name is never replaced by another content.
+// FetchBackup reads a backup from a control plane into a folder, and verifies it. A file that is incomplete or not genuine is removed. An existing
+// file with its name is never overwritten with other content.
 func FetchBackup(ctx context.Context, d *ownerdir.Dir, node string, s backup.Stored, folder string) (*BackupInfo, error) {
 	f, err := newFetcher(d, folder, nil)
 	if err != nil {
@@ -182,7 +183,7 @@ func (f *fetcher) fetch(ctx context.Context, node string, s backup.Stored) (_ *B
 		return nil, err
 	}
 	defer func() {
-		_ = tmp.Close() // closed already if all went well
+		_ = tmp.Close() // already closed after a success
 		if rerr := os.Remove(tmp.Name()); !errors.Is(rerr, fs.ErrNotExist) {
 			err = errors.Join(err, rerr)
 		}
@@ -194,13 +195,13 @@ func (f *fetcher) fetch(ctx context.Context, node string, s backup.Stored) (_ *B
 	info, _, _, err := ReadBackup(f.dir, tmp, path)
 	switch {
 	case err != nil:
-		return nil, problem.WithRemedy(fmt.Errorf("the backup of %s is refused: %w", node, err), "Make one on another control plane: muster backup --from NODE. If that is refused, too, do not trust "+node+".")
+		return nil, problem.WithRemedy(fmt.Errorf("the backup of %s is refused: %w", node, err), "Make one on another control plane: muster backup --from NODE. If that is also refused, do not trust "+node+".")
 	case n != s.Size || info.SHA256 != s.SHA256:
-		return nil, fmt.Errorf("the backup of %s has %d bytes with the SHA-256 %s: the machine said %d and %s", node, n, info.SHA256, s.Size, s.SHA256)
+		return nil, fmt.Errorf("the backup of %s has %d bytes with the SHA-256 %s, but the machine reported %d and %s", node, n, info.SHA256, s.Size, s.SHA256)
 	case info.Node != node:
-		return nil, fmt.Errorf("the backup of %s says that %s has made it", node, problem.Printable(info.Node))
-	case !s.TakenAt.Equal(info.TakenAt) || s.Name != backup.Name(info.Node, info.TakenAt): // a genuine one, of another time
-		return nil, fmt.Errorf("the machine says that %s was taken at %s, and the backup says %s", s.Name, s.TakenAt.UTC().Format(time.RFC3339), info.TakenAt.UTC().Format(time.RFC3339))
+		return nil, fmt.Errorf("the backup of %s names %s as its maker", node, problem.Printable(info.Node))
+	case !s.TakenAt.Equal(info.TakenAt) || s.Name != backup.Name(info.Node, info.TakenAt): // a genuine one, but from another time
+		return nil, fmt.Errorf("the machine reports that %s was taken at %s, but the backup has the time %s", s.Name, s.TakenAt.UTC().Format(time.RFC3339), info.TakenAt.UTC().Format(time.RFC3339))
 	}
 	if err := errors.Join(tmp.Sync(), tmp.Close()); err != nil {
 		return nil, err
@@ -208,13 +209,13 @@ func (f *fetcher) fetch(ctx context.Context, node string, s backup.Stored) (_ *B
 	if _, err := os.Lstat(path); err == nil {
 		return info, sameFile(path, info.SHA256, node)
 	}
-	if err := os.Rename(tmp.Name(), path); err != nil { // a medium for copies may have no hard links
+	if err := os.Rename(tmp.Name(), path); err != nil { // the folder's filesystem may not support hard links
 		return nil, err
 	}
 	return info, syncFolder(f.folder)
 }
 
-// download reads a backup, one byte more than it should have at most. It gives up when the node sends nothing for f.silence.
+// download reads a backup, at most one byte more than its reported size. It stops when the node sends nothing for f.silence.
 func (f *fetcher) download(ctx context.Context, node string, s backup.Stored, to io.Writer) (int64, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -234,7 +235,7 @@ func (f *fetcher) download(ctx context.Context, node string, s backup.Stored, to
 	return n, errors.Join(err, r.Close())
 }
 
-// heard calls a function for each part that was read.
+// heard calls a function for each part that it reads.
 type heard struct {
 	io.Reader
 	note func()
@@ -246,7 +247,8 @@ func (h heard) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// sameFile returns an error if a file has another content than a backup that was fetched: whoever was root on a control plane can sign one of any time.
+// sameFile returns an error if a file has other content than the fetched backup: an attacker with root on a control plane
+// can sign a backup with any time.
 func sameFile(path, sum, node string) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -258,8 +260,8 @@ func sameFile(path, sum, node string) error {
 		return err
 	}
 	if want, err := hex.DecodeString(sum); err != nil || !bytes.Equal(h.Sum(nil), want) {
-		return problem.WithRemedy(fmt.Errorf("%s has another backup under the name of %s, which stays as it was: that has the SHA-256 %x, and the one of %s %s", node, path, h.Sum(nil), node, sum),
-			"Do not trust "+node+": it has signed two backups of one time. muster backup verify "+path+" looks at the one that you have. Make a new one on another control plane: muster backup --from NODE.")
+		return problem.WithRemedy(fmt.Errorf("%s sent another backup than the existing file %s, which was not changed: the file's SHA-256 is %x, that of the backup from %s is %s", node, path, h.Sum(nil), node, sum),
+			"Do not trust "+node+": it has signed two backups with the same time. muster backup verify "+path+" verifies the one that you have. Make a new one on another control plane: muster backup --from NODE.")
 	}
 	return nil
 }

@@ -203,10 +203,10 @@ func TestAHostileControlPlaneDoesNotStopTheNewestBackup(t *testing.T) {
 	}{
 		"its newest backup is of 2099": {hostile: func(t *testing.T, b *backups) {
 			b.has(t, "hostile", time.Date(2099, 1, 1, 0, 0, 0, 0, time.UTC), "x")
-		}, says: "its clock is wrong, or it is not to be trusted"},
+		}, says: "its clock is wrong, or the report was forged"},
 		"its newest backup is of 11 minutes from now": {hostile: func(t *testing.T, b *backups) { b.has(t, "hostile", now.Add(ownerorder.MaxAge+time.Minute), "x") }, says: "its clock is wrong"},
 		"it sends no list":                            {hostile: func(_ *testing.T, b *backups) { b.files[latest] = nil }, reports: "no answer within 2s"},
-		"its list is none":                            {hostile: func(_ *testing.T, b *backups) { b.files[latest] = []byte("{}") }, reports: "can't be understood"},
+		"its list is none":                            {hostile: func(_ *testing.T, b *backups) { b.files[latest] = []byte("{}") }, reports: "can't be read"},
 		"it has none":                                 {hostile: func(*testing.T, *backups) {}, reports: "hostile: has no backup"},
 		"it sends no backup": {hostile: func(t *testing.T, b *backups) {
 			name, _ := b.has(t, "hostile", now, "x")
@@ -269,7 +269,7 @@ func TestABackupNeverReplacesAnotherContent(t *testing.T) {
 	}
 	b.has(t, "node1", now, "forged")
 	info, _, err := b.latest(t, "")
-	if err == nil || !strings.Contains(err.Error(), "node1 has another backup under the name") || !strings.Contains(problem.Explain(err).Remedy, "Do not trust node1") || info == nil || info.Node != "node2" {
+	if err == nil || !strings.Contains(err.Error(), "node1 sent another backup than the existing file") || !strings.Contains(problem.Explain(err).Remedy, "Do not trust node1") || info == nil || info.Node != "node2" {
 		t.Errorf("%+v, %v", info, err)
 	}
 	if have, err := os.ReadFile(filepath.Join(b.folder, name)); err != nil || !bytes.Equal(have, genuine) {
@@ -300,7 +300,7 @@ func TestABackupIsYoungerThanItsOrder(t *testing.T) {
 	if err := madeFor(signed, "n", backup.Stored{TakenAt: at.Add(time.Minute)}); err != nil {
 		t.Errorf("made after the order, before the command was repeated: %v", err)
 	}
-	if err := madeFor(signed, "n", backup.Stored{TakenAt: at.Add(-ownerorder.MaxAge - time.Minute)}); err == nil || !strings.Contains(err.Error(), "before it was ordered") {
+	if err := madeFor(signed, "n", backup.Stored{TakenAt: at.Add(-ownerorder.MaxAge - time.Minute)}); err == nil || !strings.Contains(err.Error(), "before the order") {
 		t.Errorf("%v", err)
 	}
 }

@@ -16,15 +16,15 @@ import (
 // fetchTimeout bounds the fetch of one component.
 const fetchTimeout = 15 * time.Minute
 
-// Wanted is one thing that a mirror must have.
+// Wanted is one file or image that a mirror must have.
 type Wanted struct {
 	// Kind is component or image.
 	Kind string `json:"kind"`
 	// Source is a component's URL or an image's reference.
 	Source string `json:"source"`
-	// SHA256 is that of the content, of an image's manifest; 64 hexadecimal digits.
+	// SHA256 is the digest of a component's content or of an image's manifest: 64 hexadecimal digits.
 	SHA256 string `json:"sha256"`
-	// Path is where nodes put a component.
+	// Path is the component's path on nodes.
 	Path string `json:"path,omitempty"`
 	// Size in bytes; 0 if it was not fetched.
 	Size int64 `json:"size,omitempty"`
@@ -51,8 +51,8 @@ func WantedImages(refs []string) []Wanted {
 	return out
 }
 
-// CheckComponents fetches every component as a node does, and notes its size and whether it is the
-// right one. Images are left as they are.
+// CheckComponents fetches every component as a node does, and records its size and whether its digest
+// is right. It does not check images.
 func CheckComponents(ctx context.Context, list []Wanted) {
 	client := &http.Client{Transport: &http.Transport{Proxy: http.ProxyFromEnvironment, DisableCompression: true, DisableKeepAlives: true}, Timeout: fetchTimeout}
 	for i := range list {

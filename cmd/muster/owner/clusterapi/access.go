@@ -15,7 +15,7 @@ import (
 
 // EnsureAccess creates the list of nodes that may not write to the API and brings it in line with the AttestedNodes.
 // foreign is set if the cluster's certificate authority issued node certificates before Muster was installed: then
-// only enrolled nodes and those of unattested may write. Existing entries stay. It must be called before the
+// only enrolled nodes and the nodes in unattested may write. Existing entries stay. It must be called before the
 // admission policies exist.
 func (c *Client) EnsureAccess(ctx context.Context, foreign bool, first string, unattested []string) error {
 	return once(ctx, func(ctx context.Context) error {

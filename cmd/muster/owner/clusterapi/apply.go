@@ -21,11 +21,11 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/podsecurity"
 )
 
-// unknownKind is how long an API server that answers may not know a kind: a definition that was just applied needs a
-// moment, a wrong one is never known. A server that is slow or does not answer has until the command's own limit.
+// unknownKind limits how long an answering API server may report a kind as unknown: a definition that was just applied
+// needs a moment, a wrong one is never known. For a slow or silent server, only the command's own limit applies.
 const unknownKind = time.Minute
 
-// kindAwaited turns an API server's answers that it does not know a kind into an error that lasts, after [unknownKind].
+// kindAwaited makes the error of an unknown kind permanent after [unknownKind].
 type kindAwaited struct{ since time.Time }
 
 func (k *kindAwaited) check(err error, now time.Time) error {
@@ -39,7 +39,7 @@ func (k *kindAwaited) check(err error, now time.Time) error {
 	if now.Sub(k.since) < unknownKind {
 		return err
 	}
-	return fmt.Errorf("the API server has not known this kind for %s: %v: apply its CustomResourceDefinition first, or correct apiVersion and kind", unknownKind, err) //nolint:errorlint // it lasts
+	return fmt.Errorf("this kind is still unknown to the API server after %s: %v: apply its CustomResourceDefinition first, or correct apiVersion and kind", unknownKind, err) //nolint:errorlint // it lasts
 }
 
 // ParseManifests splits YAML documents into objects, and lists into their items. A document without kind or name is
@@ -68,7 +68,7 @@ func ParseManifests(name string, text []byte) ([]*unstructured.Unstructured, err
 			err := o.EachListItem(func(item runtime.Object) error {
 				u, ok := item.(*unstructured.Unstructured)
 				if !ok {
-					return errors.New("an item of the list is no object")
+					return errors.New("an item of the list is not an object")
 				}
 				items = append(items, u)
 				return nil
@@ -86,8 +86,8 @@ func ParseManifests(name string, text []byte) ([]*unstructured.Unstructured, err
 	}
 }
 
-// Apply applies objects in their order by server-side apply, so that a repetition changes nothing. It waits until the
-// definitions among them are served.
+// Apply applies objects in their order by server-side apply, so that a repetition changes nothing. If there are
+// definitions among them, it waits until the API server serves these.
 func (c *Client) Apply(ctx context.Context, objects []*unstructured.Unstructured, report func(string)) error {
 	for _, o := range objects {
 		name := describe(o)
@@ -125,7 +125,7 @@ func (c *Client) served(ctx context.Context, name string) error {
 				return true, nil
 			}
 			if cond.Type == apiextensionsv1.NamesAccepted && cond.Status == apiextensionsv1.ConditionFalse {
-				return false, fmt.Errorf("the API server does not serve it: %s: another definition has its names: remove that one", cond.Message)
+				return false, fmt.Errorf("the API server does not serve it: %s: remove the other definition, which has the same names", cond.Message)
 			}
 		}
 		return false, nil
@@ -133,7 +133,7 @@ func (c *Client) served(ctx context.Context, name string) error {
 }
 
 // EnsureNamespace creates the namespace of Muster's services. They mount folders of the host (attester, audit log),
-// which only the level "privileged" allows pods to do.
+// which only the level "privileged" allows.
 func (c *Client) EnsureNamespace(ctx context.Context) error {
 	return c.apply(ctx, object("v1", "Namespace", "", Namespace, map[string]any{
 		"metadata": map[string]any{"labels": map[string]any{

@@ -109,20 +109,20 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"a policy that no service has checked":  {func(s *Status) { s.Policy.Accepted = false }, "policy", "not yet checked"},
 		"a Node that Muster let not in":         {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
 		"a banned Node":                         {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
-		"a node whose Node is gone":             {func(s *Status) { s.Nodes[0].Joined = false }, "node node1", "there is no Node object"},
+		"a node whose Node is gone":             {func(s *Status) { s.Nodes[0].Joined = false }, "node node1", "it has no Node object"},
 		"a replacement that was interrupted":    {func(s *Status) { s.Nodes[0].Banned, s.Nodes[0].Replacing = true, true }, "node node1", "muster replace has banned it"},
 		"a node that is not ready":              {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
-		"a node whose certificates are revoked": {func(s *Status) { s.Nodes[0].Ready, s.Nodes[0].RevokedUntil = false, before(-time.Hour) }, "node node1", "its certificates were revoked by muster replace or forget, and it has got none since: until 2026-11-21T13:00:00Z"},
+		"a node whose certificates are revoked": {func(s *Status) { s.Nodes[0].Ready, s.Nodes[0].RevokedUntil = false, before(-time.Hour) }, "node node1", "muster replace or forget has revoked its certificates, and it has no newer ones: until 2026-11-21T13:00:00Z"},
 		"a node whose kubelet is gone": {func(s *Status) {
 			s.Nodes[0].Heartbeat = before(10 * time.Minute)
 			s.Nodes[0].heard(*before(5 * time.Minute), now)
-		}, "node node1", "its kubelet has not renewed that for 5m0s"},
+		}, "node node1", "its kubelet has not renewed its Lease for 5m0s"},
 		"a node that an interrupted command has drained": {func(s *Status) { s.Nodes[0].Held, s.Nodes[0].ReadySince = true, before(time.Hour) }, "node node1", "takes no pods"},
 		"a node without a verdict":                       {func(s *Status) { s.Nodes[0].AppraisedAt = nil }, "node node1", "never appraised"},
 		"a bad verdict":                                  {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
 		"an old verdict":                                 {func(s *Status) { s.Nodes[0].AppraisedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
 		"a verdict of an old policy":                     {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].AppraisedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
-		"one that lasts for a year":                      {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate lasts for 8000h"},
+		"one that lasts for a year":                      {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate with a lifetime of 8000h"},
 		"a client certificate":                           {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
 		"a serving certificate":                          {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},
 		"a control plane's certificate that ended": {func(s *Status) {
@@ -209,7 +209,7 @@ func TestANodeIsReadyAsLongAsItsKubeletIsHeard(t *testing.T) {
 	}
 	s = NodeStatus{}
 	s.see(&corev1.Node{Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}}})
-	if s.heard(time.Time{}, now); s.Ready || !s.Stale || s.silent() != "has never renewed that" {
+	if s.heard(time.Time{}, now); s.Ready || !s.Stale || s.silent() != "has never renewed its Lease" {
 		t.Errorf("without any time: %+v", s)
 	}
 }
@@ -222,7 +222,7 @@ func TestTheSilenceOfAKubeletIsByTheClustersClock(t *testing.T) {
 	for _, workstation := range []time.Time{now, now.Add(-3 * time.Hour)} {
 		got := s.attention(workstation)
 		if !slices.ContainsFunc(got, func(a Attention) bool {
-			return strings.Contains(a.Problem, "its kubelet has not renewed that for 5m0s")
+			return strings.Contains(a.Problem, "its kubelet has not renewed its Lease for 5m0s")
 		}) {
 			t.Errorf("%+v", got)
 		}

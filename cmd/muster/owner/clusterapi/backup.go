@@ -19,7 +19,7 @@ import (
 // with status, the ConfigMaps of Muster's namespace, and the release's values and manifest. It returns files by name,
 // which kubectl can restore.
 //
-// No Secret is among them (K3): the root secret is in the owner's folder already, and the chart has none.
+// They contain no Secret (K3): the root secret is in the owner's folder, and the chart has no Secrets.
 func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definitions []*unstructured.Unstructured) (map[string][]byte, error) {
 	var defined, objects, disks []unstructured.Unstructured
 	for _, d := range definitions {
@@ -67,7 +67,7 @@ func (c *Client) Backup(ctx context.Context, last *releasev1.Release, definition
 	return files, err
 }
 
-// storedAs returns the kind of a definition's objects in the version in which they are stored.
+// storedAs returns the kind of a definition's objects, in the storage version.
 func storedAs(crd *unstructured.Unstructured) (schema.GroupVersionKind, error) {
 	b, err := crd.MarshalJSON()
 	if err != nil {
@@ -82,7 +82,7 @@ func storedAs(crd *unstructured.Unstructured) (schema.GroupVersionKind, error) {
 			return schema.GroupVersionKind{Group: d.Spec.Group, Version: v.Name, Kind: d.Spec.Names.Kind}, nil
 		}
 	}
-	return schema.GroupVersionKind{}, fmt.Errorf("%s has no version that objects are stored in", describe(crd))
+	return schema.GroupVersionKind{}, fmt.Errorf("%s has no storage version", describe(crd))
 }
 
 func (c *Client) all(ctx context.Context, gvk schema.GroupVersionKind, opts ...client.ListOption) ([]unstructured.Unstructured, error) {

@@ -13,8 +13,8 @@ import (
 	"github.com/muster-k8s/muster/internal/enrollment"
 )
 
-// SetBanned bans the machine of an enrolled name, or lifts its ban. The API server refuses the writes of a banned machine from
-// then on, whether a joinservice runs or not. A ban removes the annotation of an interrupted replacement, because with it joinservice does not evict the node (J10).
+// SetBanned bans the machine of an enrolled name, or lifts its ban. From then on, the API server refuses the writes of a banned machine, also if no
+// joinservice runs. A ban removes the annotation of an interrupted replacement, because with it joinservice does not evict the node (J10).
 func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error {
 	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		_, keeps := n.Annotations[v1alpha1.KeepNode]
@@ -36,13 +36,13 @@ func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error 
 	present := func(string) enrollment.Present {
 		return enrollment.Present{Is: p.Node != nil, ControlPlane: p.ControlPlane}
 	}
-	if _, err := enrollment.Reconcile(ctx, c.client, present, enrollment.Clock{Latest: now}, p.Name); err != nil && !apierrors.IsNotFound(err) { // without the list no node writes at all
+	if _, err := enrollment.Reconcile(ctx, c.client, present, enrollment.Clock{Latest: now}, p.Name); err != nil && !apierrors.IsNotFound(err) { // without the list, no node can write
 		return err
 	}
 	return nil
 }
 
-// AwaitEviction waits until joinservice has deleted a banned name's Node and the pods that were bound to it.
+// AwaitEviction waits until joinservice has deleted a banned name's Node and its pods.
 func (c *Client) AwaitEviction(ctx context.Context, name string) error {
 	return until(ctx, func(ctx context.Context) (bool, error) {
 		if err := c.client.Get(ctx, types.NamespacedName{Name: name}, &corev1.Node{}); !Absent(err) {

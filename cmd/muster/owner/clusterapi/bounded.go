@@ -15,20 +15,20 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// Bounds of what a hostile API server may have this program hold in memory.
+// Bounds of the memory that a hostile API server can make this program use.
 const (
 	// maxAnswer bounds the answer to one request, and all pages of one list together, in bytes. It has room for 5,000
 	// Nodes with the 50 images that a kubelet reports at most.
 	maxAnswer = 256 << 20
-	// pageSize is how many objects of a list are read at once, maxPages the number of its pages.
+	// pageSize is the number of objects in a page of a list, maxPages the maximum number of pages.
 	pageSize = 500
 	maxPages = 1000
 )
 
-// errTooLarge is returned by reading an answer above the bound.
+// errTooLarge is returned for an answer above the bound.
 var errTooLarge = errors.New("the API server has sent more for one answer or list than this program reads: docs/limits.md")
 
-// allowance is how many bytes may still be read.
+// allowance is the number of bytes that may still be read.
 type allowance struct{ left atomic.Int64 }
 
 func newAllowance(most int64) *allowance {
@@ -86,7 +86,7 @@ func (p paged) List(ctx context.Context, list client.ObjectList, opts ...client.
 	}
 	ctx = context.WithValue(ctx, allowanceKey{}, newAllowance(p.most))
 	empty, pages := list.DeepCopyObject(), 0
-	// A list that takes longer than etcd keeps its revision is read anew at once, without pages.
+	// If a list takes longer than etcd keeps its revision, the whole list is read again at once, without pages.
 	all, _, err := (&pager.ListPager{PageSize: pageSize, FullListIfExpired: true, PageFn: func(ctx context.Context, next metav1.ListOptions) (runtime.Object, error) {
 		if pages++; pages > maxPages {
 			return nil, fmt.Errorf("the API server has more than %d pages of %T", maxPages, list)

@@ -18,7 +18,7 @@ import (
 type BudgetError struct {
 	// Budgets are their namespaces and names, each with a pod and the reason.
 	Budgets []string
-	// Never reports that they allow no eviction as long as they are as they are; nothing was changed then. Otherwise they did not within the time.
+	// Never reports that they allow no eviction unless they are changed; then nothing was changed. Otherwise they allowed none within the time limit.
 	Never bool
 }
 
@@ -29,7 +29,7 @@ func (e *BudgetError) Error() string {
 	return "PodDisruptionBudgets that allowed no eviction in time: " + strings.Join(e.Budgets, ", ")
 }
 
-// budgets returns a [BudgetError] if the eviction of one of the pods is refused now, or with never, also at any later time; otherwise nil.
+// budgets returns a [BudgetError] if the eviction of one of the pods is refused now or, with never, at any time; otherwise nil.
 func (c *Client) budgets(ctx context.Context, pods []corev1.Pod, never bool) error {
 	if len(pods) == 0 {
 		return nil
@@ -47,9 +47,9 @@ func (c *Client) budgets(ctx context.Context, pods []corev1.Pod, never bool) err
 		}
 		selector, err := metav1.LabelSelectorAsSelector(b.Spec.Selector)
 		if why == "" || err != nil {
-			continue // the API server refuses a selector that can't be read
+			continue // the API server refuses an invalid selector
 		}
-		// Other pods are evicted without a look at the budget, or, if they are not Ready, by further rules.
+		// The budget does not apply to other pods, or, if they are not Ready, only with further rules.
 		if p := slices.IndexFunc(pods, func(p corev1.Pod) bool {
 			return p.Namespace == b.Namespace && selector.Matches(labels.Set(p.Labels)) && p.DeletionTimestamp.IsZero() && p.Status.Phase == corev1.PodRunning && podReady(&p)
 		}); p >= 0 {
@@ -62,15 +62,15 @@ func (c *Client) budgets(ctx context.Context, pods []corev1.Pod, never bool) err
 	return out
 }
 
-// refuses returns why a budget allows no eviction now; empty: it allows one.
+// refuses returns why a budget allows no eviction now; empty if it allows one.
 func refuses(b *policyv1.PodDisruptionBudget) string {
 	if b.Status.DisruptionsAllowed > 0 {
 		return ""
 	}
-	return fmt.Sprintf("%d of %d pods are Ready, and %d have to be", b.Status.CurrentHealthy, b.Status.ExpectedPods, b.Status.DesiredHealthy)
+	return fmt.Sprintf("%d of %d pods are Ready, but %d must be", b.Status.CurrentHealthy, b.Status.ExpectedPods, b.Status.DesiredHealthy)
 }
 
-// refusesAlways returns why a budget allows no eviction whichever of its pods are Ready; empty: it may allow one.
+// refusesAlways returns why a budget allows no eviction even if all its pods are Ready; empty if it may allow one.
 func refusesAlways(b *policyv1.PodDisruptionBudget) string {
 	is := func(v *intstr.IntOrString, of int) bool { // of 100
 		if v == nil {
@@ -86,12 +86,12 @@ func refusesAlways(b *policyv1.PodDisruptionBudget) string {
 	case is(b.Spec.MinAvailable, 100):
 		return "minAvailable is " + b.Spec.MinAvailable.String()
 	case s.ObservedGeneration >= b.Generation && s.ExpectedPods > 0 && s.DesiredHealthy >= s.ExpectedPods:
-		return fmt.Sprintf("%d pods have to be Ready, and there are %d", s.DesiredHealthy, s.ExpectedPods)
+		return fmt.Sprintf("%d pods must be Ready, but there are only %d", s.DesiredHealthy, s.ExpectedPods)
 	}
 	return ""
 }
 
-// left returns those of the pods of a node that are still there.
+// left returns those of the given pods that are still on the node.
 func (c *Client) left(ctx context.Context, node string, of []corev1.Pod) ([]corev1.Pod, error) {
 	var all corev1.PodList
 	err := c.client.List(ctx, &all, client.MatchingFields{"spec.nodeName": node})

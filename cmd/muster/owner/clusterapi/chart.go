@@ -28,7 +28,7 @@ import (
 	"github.com/muster-k8s/muster/deploy/charts"
 )
 
-// hookTimeout limits the chart's hooks, if it gets any; [Client.ServicesReady] waits for readiness.
+// hookTimeout limits the chart's hooks (it has none today); [Client.ServicesReady] waits for readiness.
 const hookTimeout = 5 * time.Minute
 
 // maxHistory is the number of revisions that helm keeps.
@@ -44,7 +44,7 @@ type Values struct {
 	More map[string]any
 }
 
-// anys returns a list in the form in which helm has values.
+// anys returns a list in helm's form of values.
 func anys(list []string) []any {
 	out := make([]any, len(list))
 	for i, s := range list {
@@ -53,7 +53,7 @@ func anys(list []string) []any {
 	return out
 }
 
-// With returns v with one more of the chart's values, section.name.
+// With returns v with the additional chart value section.name.
 func (v Values) With(section, name string, value any) Values {
 	more := maps.Clone(v.More)
 	if more == nil {
@@ -137,7 +137,7 @@ func (c *Client) installChart(ctx context.Context, v Values, log *slog.Logger) (
 	}
 	r, ok := out.(*releasev1.Release)
 	if !ok {
-		return nil, fmt.Errorf("helm gave a %T", out)
+		return nil, fmt.Errorf("helm returned a %T", out)
 	}
 	return r, nil
 }
@@ -152,21 +152,21 @@ func lastRelease(cfg *action.Configuration) (*releasev1.Release, error) {
 	}
 	r, ok := found.(*releasev1.Release)
 	if !ok {
-		return nil, fmt.Errorf("helm gave a %T", found)
+		return nil, fmt.Errorf("helm returned a %T", found)
 	}
 	return r, nil
 }
 
-// freeRelease takes a release out of a pending state. Only a killed program leaves it there: the owner's folder is
-// locked, so no other muster runs.
+// freeRelease ends the pending state of a release. Only a killed program leaves a release pending: the owner's
+// folder is locked, so no other muster runs.
 func freeRelease(cfg *action.Configuration, r *releasev1.Release) error {
 	if !r.Info.Status.IsPending() {
 		return nil
 	}
 	r.Info.Status = common.StatusFailed
-	r.Info.Description = "interrupted; taken up by muster"
+	r.Info.Description = "interrupted; continued by muster"
 	if err := cfg.Releases.Update(r); err != nil {
-		return fmt.Errorf("helm: take up revision %d: %w", r.Version, err)
+		return fmt.Errorf("helm: continue revision %d: %w", r.Version, err)
 	}
 	return nil
 }
@@ -193,8 +193,8 @@ func OwnerKeys(r *releasev1.Release) []string {
 	return out
 }
 
-// asHelm assigns the fields that are applied through helm to helm's own field manager. The default is the program's
-// name, and plain helm would then find every field owned by another manager.
+// asHelm assigns the fields that helm applies to helm's own field manager. The default manager is the program's
+// name; then plain helm would find every field owned by another manager.
 var asHelm = sync.OnceFunc(func() { kube.ManagedFieldsManager = "helm" })
 
 // helm returns the configuration of plain helm: the history is in Secrets of the namespace.
@@ -207,8 +207,8 @@ func (c *Client) helm(log *slog.Logger) (*action.Configuration, error) {
 	return cfg, nil
 }
 
-// getter gives helm its clients from a kubeconfig in memory. It asks once which kinds the API server serves: helm
-// asks again for every object.
+// getter provides helm with clients from a kubeconfig in memory. It discovers the API server's kinds only once,
+// while helm would do so for every object.
 type getter struct {
 	c *Client
 

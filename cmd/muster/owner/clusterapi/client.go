@@ -1,7 +1,7 @@
 // Package clusterapi contains the owner's operations on a running cluster: apply objects, enroll machines, put a
 // policy in force, and read the state.
 //
-// Every operation can be repeated: a finished step is recognized and left unchanged.
+// Every operation can be repeated: it recognizes a finished step and changes nothing.
 package clusterapi
 
 import (
@@ -44,7 +44,7 @@ const (
 	fieldManager = "muster"
 )
 
-// requestTimeout limits each request: an API server that accepts and never answers counts as down.
+// requestTimeout limits each request: an API server that accepts connections but never answers counts as down.
 const requestTimeout = 30 * time.Second
 
 // Client is an administrator's client.
@@ -62,12 +62,12 @@ func Connect(kubeconfig []byte) (*Client, error) {
 	}
 	cfg.Timeout = requestTimeout
 	cfg.QPS, cfg.Burst = 50, 100
-	cfg.UserAgent = fieldManager           // also of what it writes without naming it
-	cfg.WarningHandler = rest.NoWarnings{} // deprecations of others' manifests do not belong in this report
+	cfg.UserAgent = fieldManager           // also for writes that do not name a field manager
+	cfg.WarningHandler = rest.NoWarnings{} // deprecation warnings about other manifests do not belong in this report
 	return newClient(cfg, kubeconfig, maxAnswer)
 }
 
-// Authorities returns the certificate authorities that the kubeconfig trusts. It has two while that of the cluster is rotated, in any order.
+// Authorities returns the certificate authorities that the kubeconfig trusts. During a rotation of the cluster's CA there are two, in any order.
 func (c *Client) Authorities() ([]*x509.Certificate, error) {
 	certs, err := cert.ParseCertsPEM(c.rest.CAData)
 	if err != nil {
@@ -76,7 +76,7 @@ func (c *Client) Authorities() ([]*x509.Certificate, error) {
 	return certs, nil
 }
 
-// newClient makes a client that reads at most that many bytes of an answer, and of a list.
+// newClient returns a client that reads at most the given number of bytes of an answer, and of a list.
 func newClient(cfg *rest.Config, kubeconfig []byte, most int64) (*Client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{
@@ -87,7 +87,7 @@ func newClient(cfg *rest.Config, kubeconfig []byte, most int64) (*Client, error)
 		}
 	}
 	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return dialed{bounded{rt, most}, cfg.Host} })
-	// The mapper asks the cluster when it is first needed, and again for an unknown kind.
+	// The mapper queries the cluster at its first use, and again for an unknown kind.
 	c, err := client.New(cfg, client.Options{Scheme: scheme})
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
@@ -106,7 +106,7 @@ func (n *NoConnection) Error() string { return n.err.Error() }
 // Unwrap returns the cause.
 func (n *NoConnection) Unwrap() error { return n.err }
 
-// dialed marks errors of connecting, so that they are told from those of connections to machines.
+// dialed marks errors of connections to the API server, to distinguish them from those of connections to machines.
 type dialed struct {
 	http.RoundTripper
 
@@ -124,11 +124,11 @@ func (d dialed) RoundTrip(r *http.Request) (*http.Response, error) {
 // Server is the API server's address in the kubeconfig.
 func (c *Client) Server() string { return c.rest.Host }
 
-// pollEvery is the interval between two checks of something that will change soon.
+// pollEvery is the interval between two checks of a state that will change soon.
 const pollEvery = 100 * time.Millisecond
 
-// until calls try until it is done, fails for good, or ctx ends. Temporary errors are tried again; the error after a
-// timeout contains the last one.
+// until calls try until it is done, fails permanently, or ctx ends. After a temporary error it tries again; the error after
+// a timeout contains the last one.
 func until(ctx context.Context, try func(context.Context) (done bool, err error)) error {
 	t := time.NewTicker(pollEvery)
 	defer t.Stop()
@@ -138,7 +138,7 @@ func until(ctx context.Context, try func(context.Context) (done bool, err error)
 		switch {
 		case err == nil && done:
 			return nil
-		case err != nil && ctx.Err() != nil: // contains only the timeout
+		case err != nil && ctx.Err() != nil: // it contains only the timeout
 		case err != nil && !passes(err):
 			return err
 		case err != nil:
@@ -155,7 +155,7 @@ func until(ctx context.Context, try func(context.Context) (done bool, err error)
 	}
 }
 
-// once is until for a function that is done when it succeeds.
+// once is [until] for a function that is done when it succeeds.
 func once(ctx context.Context, try func(context.Context) error) error {
 	return until(ctx, func(ctx context.Context) (bool, error) { err := try(ctx); return err == nil, err })
 }
@@ -176,15 +176,15 @@ func passes(err error) bool {
 	if _, ok := errors.AsType[*net.OpError](err); ok {
 		return true
 	}
-	// The validation of k8s.io/cli-runtime (resource.ValidateSchema) keeps only the text of an error.
+	// The validation of k8s.io/cli-runtime (resource.ValidateSchema) keeps only the text of the error.
 	return strings.Contains(err.Error(), "failed to download openapi")
 }
 
-// errPending is returned while another program still has to act.
+// errPending means that another program still has to act.
 var errPending = errors.New("not there yet")
 
-// Answers returns nil as soon as an API server answers, also by a refusal, and an error that wraps [tls.CertificateVerificationError] if what answers has
-// another certificate. Otherwise it returns the last error when ctx ends.
+// Answers returns nil as soon as an API server answers, also with a refusal. It returns an error that wraps [tls.CertificateVerificationError] if a
+// server with another certificate answers. Otherwise it returns the last error when ctx ends.
 func (c *Client) Answers(ctx context.Context) error {
 	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
 	if err != nil {
@@ -206,8 +206,8 @@ func (c *Client) Answers(ctx context.Context) error {
 	}
 }
 
-// Reachable waits until the API server reports that it is ready. An API server that has just started answers 403 to
-// everybody, until it has read the RBAC objects: /readyz is public otherwise.
+// Reachable waits until the API server reports that it is ready. An API server that has just started answers 403 to all
+// clients until it has read the RBAC objects; later, /readyz is public.
 func (c *Client) Reachable(ctx context.Context) error {
 	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
 	if err != nil {
@@ -242,10 +242,11 @@ func (c *Client) Ready(ctx context.Context) (time.Time, error) {
 	return now, nil
 }
 
-// errNoClock is returned for an answer without a time, as through some proxies.
-var errNoClock = errors.New("its answer has no time (header Date), which a proxy or load balancer in between may have removed")
+// errNoClock is returned for an answer without a time; some proxies remove it.
+var errNoClock = errors.New("its answer has no time (header Date); a proxy or load balancer may have removed it")
 
-// readyz asks the API server once whether it is ready. The time is that of its clock, to the second, also if it is not; without one, the error is errNoClock.
+// readyz asks the API server once whether it is ready. It also returns the time of its clock, to the second, even if it is
+// not ready. If the answer has no time, the error is errNoClock.
 func (c *Client) readyz(ctx context.Context) (code int, now time.Time, err error) {
 	hc, err := rest.HTTPClientFor(c.rest)
 	if err != nil {

@@ -22,7 +22,8 @@ type ControlPlane struct {
 	Addresses []string
 }
 
-// OtherControlPlanes returns the number of enrolled control planes beside one, and what is wrong with them. An API server is ready only while its etcd is.
+// OtherControlPlanes returns the number of enrolled control planes besides the named one, and their problems. An API server
+// is ready only while its etcd is.
 func (c *Client) OtherControlPlanes(ctx context.Context, than string) (n int, problems []string, err error) {
 	var enrolled v1alpha1.AttestedNodeList
 	if err := c.client.List(ctx, &enrolled); err != nil {

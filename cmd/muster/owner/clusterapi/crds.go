@@ -9,7 +9,7 @@ import (
 	"github.com/muster-k8s/muster/api/crds"
 )
 
-// Definitions returns the CustomResourceDefinitions that this program carries.
+// Definitions returns this program's CustomResourceDefinitions.
 func Definitions() ([]*unstructured.Unstructured, error) {
 	var out []*unstructured.Unstructured
 	names, err := fs.Glob(crds.FS, "*.yaml")
@@ -28,7 +28,7 @@ func Definitions() ([]*unstructured.Unstructured, error) {
 		out = append(out, objects...)
 	}
 	if len(out) == 0 {
-		return nil, errors.New("this program carries no definitions")
+		return nil, errors.New("this program contains no definitions")
 	}
 	return out, nil
 }

@@ -16,8 +16,7 @@ import (
 // ErrIncompatible is returned if a new definition would lose data that the cluster has stored.
 var ErrIncompatible = errors.New("the new definition would lose data")
 
-// tryDefinition returns the current spec of a definition, and the one that applying d would result in. It changes
-// nothing.
+// tryDefinition returns the current spec of a definition, and the spec after applying d. It changes nothing.
 func (c *Client) tryDefinition(ctx context.Context, d *unstructured.Unstructured) (live, next map[string]any, err error) {
 	var have unstructured.Unstructured
 	have.SetGroupVersionKind(d.GroupVersionKind())
@@ -49,8 +48,8 @@ func (c *Client) tryDefinition(ctx context.Context, d *unstructured.Unstructured
 	return live, next, err
 }
 
-// compatible refuses a definition that makes stored objects unreadable or loses data: a version in which objects may
-// be stored is gone, or a field that they may have.
+// compatible refuses a definition that makes stored objects unreadable or loses data: it lacks a version in which
+// objects may be stored, or a field that they may have.
 func compatible(old, next *apiextensionsv1.CustomResourceDefinition) error {
 	if old.Spec.Group != next.Spec.Group || old.Spec.Scope != next.Spec.Scope || old.Spec.Names.Kind != next.Spec.Names.Kind {
 		return fmt.Errorf("%w: it is of another group, scope or kind", ErrIncompatible)
@@ -61,7 +60,7 @@ func compatible(old, next *apiextensionsv1.CustomResourceDefinition) error {
 	}
 	for _, v := range old.Status.StoredVersions {
 		if versions[v] == nil {
-			return fmt.Errorf("%w: objects may be stored as %s, which it drops; migrate them and take %s out of status.storedVersions first", ErrIncompatible, v, v)
+			return fmt.Errorf("%w: objects may be stored as %s, which it drops; migrate them and remove %s from status.storedVersions first", ErrIncompatible, v, v)
 		}
 	}
 	for _, v := range old.Spec.Versions {

@@ -26,8 +26,8 @@ func (c *Client) diskOf(ctx context.Context, disk string) (*v1alpha1.AttestedDis
 }
 
 // claimDisk assigns the disk to a machine, also if it has belonged to one of those in from. It refuses any other
-// machine's disk with DISK_MISMATCH, and an erased one with DISK_ERASED. A disk without a salt gets this one, or, if
-// it is zero, a new one; a disk with a different salt is an error. Without a disk it does nothing.
+// machine's disk with DISK_MISMATCH, and an erased one with DISK_ERASED. A disk without a salt gets the given one, or
+// a new one if that is zero. A disk with a different salt is an error. Without a disk it does nothing.
 func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.DiskSalt, from ...string) error {
 	if disk == "" {
 		return nil
@@ -56,7 +56,7 @@ func (c *Client) claimDisk(ctx context.Context, disk, machine string, salt keys.
 		}
 		switch {
 		case salt != (keys.DiskSalt{}) && have.Spec.Salt != salt.String():
-			return errors.New("it has another salt than the one that the machine's disk has its key from; erase the disk, or put the salt of cluster.json there")
+			return errors.New("its salt is not the one from which the key of the machine's disk is derived; erase the disk, or restore the salt of cluster.json there")
 		case have.Spec.MachineID == machine:
 			return nil
 		}
@@ -74,10 +74,10 @@ func mayTake(d *v1alpha1.AttestedDisk, machine string, from ...string) error {
 	if d == nil {
 		return nil
 	}
-	return enrollment.CheckDisk(d, "which may still read what is on it", append(from, machine)...)
+	return enrollment.CheckDisk(d, "which may still read its data", append(from, machine)...)
 }
 
-// Disk returns a disk with its owner and its salt; nil: the cluster does not know the disk.
+// Disk returns a disk with its owner and its salt; nil if the cluster has no record of it.
 func (c *Client) Disk(ctx context.Context, disk string) (d *v1alpha1.AttestedDisk, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		d, err = c.diskOf(ctx, disk)
@@ -86,7 +86,7 @@ func (c *Client) Disk(ctx context.Context, disk string) (d *v1alpha1.AttestedDis
 	return d, err
 }
 
-// HolderOf returns the node to which a disk is enrolled and that is not shut out; empty: none.
+// HolderOf returns the node to which a disk is enrolled, unless the node is shut out; empty if there is none.
 func (c *Client) HolderOf(ctx context.Context, disk string) (node string, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		var all v1alpha1.AttestedNodeList
@@ -103,9 +103,9 @@ func (c *Client) HolderOf(ctx context.Context, disk string) (node string, err er
 	return node, err
 }
 
-// EraseDisk deletes a disk's salt for good, so that its key cannot be derived any more (K4). The AttestedDisk remains
-// and prevents a new enrollment of the disk. It refuses to erase the disk of a node that is not shut out, and does
-// nothing to an erased disk.
+// EraseDisk deletes a disk's salt permanently, so that its key can no longer be derived (K4). The AttestedDisk
+// remains and prevents a new enrollment of the disk. It refuses to erase the disk of a node that is not shut out, and
+// does nothing to an erased disk.
 func (c *Client) EraseDisk(ctx context.Context, disk string) error {
 	node, err := c.HolderOf(ctx, disk)
 	if err != nil {

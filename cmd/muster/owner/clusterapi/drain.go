@@ -24,26 +24,27 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// askWithin bounds the question which budgets were in the way of a drain.
+// askWithin bounds the query for the budgets that have blocked a drain.
 const askWithin = 10 * time.Second
 
-// evictEvery is the pause before an eviction that a PodDisruptionBudget has refused is tried again.
+// evictEvery is the pause before a second attempt at an eviction that a PodDisruptionBudget has refused.
 const evictEvery = 5 * time.Second
 
-// DrainOptions say which pods a drain may end although something is lost with them.
+// DrainOptions allow a drain to end pods although data or the pods themselves are lost.
 type DrainOptions struct {
 	// EmptyDir allows pods with emptyDir volumes, whose data are lost.
 	EmptyDir bool
-	// Force allows pods that no controller makes again.
+	// Force allows pods without a controller.
 	Force bool
-	// Returns says that the caller will make the node schedulable again. The Node notes that ([v1alpha1.Returns]), so that an interrupted caller that drains
-	// again learns of it.
+	// Returns states that the caller will make the node schedulable again. The Node gets the annotation [v1alpha1.Returns], so that a repeated drain
+	// after an interruption detects it.
 	Returns bool
 }
 
-// Drain makes a node unschedulable and evicts its pods, as kubectl drain does: within their PodDisruptionBudgets, with their own
-// grace periods, and without those of DaemonSets. It waits until they are gone, or ctx ends. cordoned reports that the node was
-// schedulable before it was drained by a caller that returns it. Pods that no budget will ever let go are a [BudgetError] before anything is changed. Pods that the options do not allow are an error that names them, before any is evicted.
+// Drain makes a node unschedulable and evicts its pods, as kubectl drain does: within their PodDisruptionBudgets, with their own grace periods, and
+// without those of DaemonSets. It waits until they are gone, or ctx ends. cordoned reports that the node was schedulable before it was drained by a
+// caller with Returns. If a budget never allows the eviction of a pod, Drain returns a [BudgetError] before it changes anything. If the options do
+// not allow a pod, it returns an error that names it before it evicts any.
 func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report func(string)) (cordoned bool, err error) {
 	h, node, err := c.drainer(ctx, name)
 	if err != nil {
@@ -58,7 +59,7 @@ func (c *Client) Drain(ctx context.Context, name string, o DrainOptions, report 
 		return nil
 	}}
 	h.Force, h.DeleteEmptyDirData, h.ErrOut = o.Force, o.EmptyDir, out
-	if list, errs := h.GetPodsForDeletion(name); len(errs) == 0 { // otherwise it is said below
+	if list, errs := h.GetPodsForDeletion(name); len(errs) == 0 { // otherwise it is reported below
 		if err := c.budgets(ctx, list.Pods(), true); err != nil {
 			return false, fmt.Errorf("drain %s: %w", name, err)
 		}
@@ -107,7 +108,8 @@ func (c *Client) Uncordon(ctx context.Context, name string) error {
 	})
 }
 
-// Undrainable returns an error that names the pods that a drain with these options would not evict, or a [BudgetError] for those that no drain evicts.
+// Undrainable returns an error that names the pods that a drain with these options would not evict, or a [BudgetError] for
+// pods that no drain can evict.
 func (c *Client) Undrainable(ctx context.Context, name string, o DrainOptions) error {
 	h, _, err := c.drainer(ctx, name)
 	if err != nil {
@@ -121,8 +123,8 @@ func (c *Client) Undrainable(ctx context.Context, name string, o DrainOptions) e
 	return c.budgets(ctx, list.Pods(), true)
 }
 
-// inTheWay returns what is left of the pods after a drain that failed: a [BudgetError] if a budget was in the way, otherwise their names; nil if that is
-// not known.
+// inTheWay describes the remaining pods after a failed drain: a [BudgetError] if a budget has blocked it, otherwise their names; nil if that is not
+// known.
 func (c *Client) inTheWay(ctx context.Context, name string, pods []corev1.Pod) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), askWithin)
 	defer cancel()
@@ -142,7 +144,7 @@ func (c *Client) inTheWay(ctx context.Context, name string, pods []corev1.Pod) e
 	return fmt.Errorf("still on the node: %s", strings.Join(names[:min(len(names), 5)], ", "))
 }
 
-// returns sets the note that a node will take pods again, or removes it if it is empty.
+// returns sets the annotation that a node will be made schedulable again, or removes it if the value is empty.
 func (c *Client) returns(ctx context.Context, node *corev1.Node, note string) error {
 	if node.Annotations[v1alpha1.Returns] == note {
 		return nil
@@ -176,7 +178,7 @@ func (c *Client) drainer(ctx context.Context, name string) (*drain.Helper, *core
 	return h, node, nil
 }
 
-// lines passes what is written to report, a line at a time. Writers call it from several goroutines with whole lines.
+// lines is a writer that passes each line to report. Several goroutines write to it, always whole lines.
 type lines struct{ report func(string) }
 
 func (l *lines) Write(b []byte) (int, error) {
@@ -186,8 +188,8 @@ func (l *lines) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// evictions reports what kubectl's drain writes, and of evictions that are tried again only once each budget that refuses them: kubectl repeats a line for each
-// pod every five seconds.
+// evictions reports the output of kubectl's drain. For repeated evictions, it reports each refusing budget only once, while kubectl repeats a line
+// for each pod every five seconds.
 type evictions struct {
 	report  func(string)
 	blocked func() []string // the budgets that refuse an eviction now, as in [BudgetError]

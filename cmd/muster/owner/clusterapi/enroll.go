@@ -21,9 +21,9 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Enroll assigns a name to a machine (J4), and the disk, if spec names one (J2). salt is the disk's, if it has a key
-// already; zero: a disk without one gets a new one. An existing equal enrollment stays; an existing different one
-// stays too, and is an error.
+// Enroll assigns a name to a machine (J4), and the disk, if spec names one (J2). salt is the disk's, if the disk
+// already has a key; with a zero salt, a disk without one gets a new one. An existing equal enrollment stays; an
+// existing different one stays too, and is an error.
 func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec, salt keys.DiskSalt) (created bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		if spec.DiskID != "" { // before any write
@@ -61,10 +61,10 @@ func (c *Client) Enroll(ctx context.Context, name string, spec v1alpha1.Attested
 
 // leaving returns the error for an enrollment that is being deleted.
 func leaving(name string) error {
-	return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted: joinservice ends it, or `muster forget %s` where none runs", name, name)
+	return attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted: joinservice completes that, or `muster forget %s` if none runs", name, name)
 }
 
-// same returns an error if an enrollment differs from what is wanted; want may leave disk and addresses open.
+// same returns an error if an enrollment differs from want. An empty disk or empty addresses in want match any.
 func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	switch {
 	case have.MachineID != want.MachineID:
@@ -79,8 +79,8 @@ func same(name string, have, want v1alpha1.AttestedNodeSpec) error {
 	return nil
 }
 
-// Free returns an error if name, machine or disk of an enrollment is enrolled as something else. It is called before
-// any write: a conflict that is found later would refuse the machine when it is already in the rack.
+// Free returns an error if name, machine or disk of an enrollment is enrolled otherwise. It is called before any
+// write: a conflict that is found later would refuse the machine when it is already in the rack.
 func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNodeSpec) error {
 	return once(ctx, func(ctx context.Context) error {
 		if spec.DiskID != "" {
@@ -98,7 +98,7 @@ func (c *Client) Free(ctx context.Context, name string, spec v1alpha1.AttestedNo
 		}
 		for _, n := range all.Items {
 			if n.Spec.MachineID == spec.MachineID && n.Name != name {
-				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %s already", n.Name)
+				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is already enrolled as %s", n.Name)
 			}
 			if n.Name == name {
 				if n.Leaving() {
@@ -131,8 +131,8 @@ func (c *Client) Present(ctx context.Context) ([]string, error) {
 	return names, err
 }
 
-// Unattested returns the nodes that may go on writing without attestation: those that are listed as such, and those
-// of before that still are Nodes, unless their name was enrolled or forgotten since.
+// Unattested returns the nodes that may write without attestation: those that are listed as such, and those in
+// before that are still Nodes, unless their name was enrolled or forgotten since.
 func (c *Client) Unattested(ctx context.Context, before []string) ([]string, error) {
 	present, err := c.Present(ctx)
 	if err != nil {
@@ -189,7 +189,7 @@ func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) erro
 		}
 		count := int64(v.ResetCount)
 		n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: attest.ReasonName(attestv1.Reason_REASON_ACCEPTED), Time: metav1.NewTime(v.Time)}
-		n.Status.PolicyGeneration = 0 // the cluster's services have not appraised it yet: to renew, it attests to them
+		n.Status.PolicyGeneration = 0 // the cluster's services have not appraised it yet; it attests to them before a renewal
 		n.Status.PolicySerial = serial(v.PolicySerial)
 		n.Status.EvidenceDigest = v.EvidenceDigest
 		n.Status.PCRs = v.PCRs
@@ -220,7 +220,7 @@ func (c *Client) SetCandidate(ctx context.Context, note string) error {
 	})
 }
 
-// DropCandidate removes what [Client.SetCandidate] has set, unless another program has replaced it.
+// DropCandidate removes the annotation of [Client.SetCandidate], unless another program has replaced it.
 func (c *Client) DropCandidate(ctx context.Context, note string) error {
 	return c.changePolicy(ctx, func(p *v1alpha1.AttestationPolicy) {
 		if p.Annotations[v1alpha1.PolicyCandidate] == note {
@@ -272,7 +272,7 @@ func (c *Client) PolicyInForce(ctx context.Context) (*v1alpha1.AttestationPolicy
 		}
 		if !p.Status.Accepted {
 			reason := attestv1.Reason(attestv1.Reason_value["REASON_"+p.Status.Reason])
-			return false, attest.Refuse(reason, "the cluster refuses the policy: %s; the one of serial %d stays in force until a joinservice restarts, which then has none", p.Status.Message, p.Status.Serial)
+			return false, attest.Refuse(reason, "the cluster refuses the policy: %s; the one of serial %d stays in force, but a restarted joinservice has no policy", p.Status.Message, p.Status.Serial)
 		}
 		return true, nil
 	})

@@ -14,7 +14,7 @@ import (
 )
 
 // BehindRemedy is the remedy for a cluster that was restored to an earlier state.
-const BehindRemedy = "The disks of control planes, or etcd, were restored from an earlier copy: docs/recovery.md#a-cluster-that-was-rolled-back says what to do."
+const BehindRemedy = "The disks of control planes, or etcd, were restored from an earlier copy. What to do: docs/recovery.md#a-cluster-that-was-rolled-back."
 
 // epoch reads the cluster's epoch, which control planes increment.
 func (c *Client) epoch(ctx context.Context, s *Status, _ time.Time) (err error) {
@@ -22,7 +22,7 @@ func (c *Client) epoch(ctx context.Context, s *Status, _ time.Time) (err error) 
 	return err
 }
 
-// Epoch returns the cluster's epoch and the history that led to it; 0: no control plane has counted yet.
+// Epoch returns the cluster's epoch and its history; 0 if no control plane has increased it yet.
 func (c *Client) Epoch(ctx context.Context) (uint64, clusterinfo.History, error) {
 	var m corev1.ConfigMap
 	if err := c.client.Get(ctx, types.NamespacedName{Namespace: Namespace, Name: clusterinfo.EpochMap}, &m); err != nil {
@@ -42,8 +42,8 @@ func (c *Client) Epoch(ctx context.Context) (uint64, clusterinfo.History, error)
 	return n, history, nil
 }
 
-// epochOf returns the cluster's epoch that a control plane's machine reports on its Node; zero: none. A worker has
-// none, whatever its Node reports.
+// epochOf returns the cluster's epoch that a control plane's machine reports on its Node; zero if there is none. A
+// worker has none, whatever its Node reports.
 func epochOf(n *corev1.Node) clusterinfo.HistoryEpoch {
 	if _, is := n.Labels[clusterinfo.ControlPlaneLabel]; !is {
 		return clusterinfo.HistoryEpoch{}
@@ -55,8 +55,8 @@ func epochOf(n *corev1.Node) clusterinfo.HistoryEpoch {
 	return e
 }
 
-// Behind returns the control planes that know an epoch which the cluster does not have: the cluster was restored to
-// an earlier state (B7). Empty: none.
+// Behind returns the control planes that know an epoch which the cluster does not have, because the cluster was
+// restored to an earlier state (B7).
 func (s *Status) Behind() string {
 	var ahead []string
 	for _, n := range s.Nodes {

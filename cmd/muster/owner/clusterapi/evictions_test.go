@@ -9,7 +9,7 @@ import (
 // kubectl writes a line for each pod whenever it tries again.
 func TestABudgetInTheWayIsReportedOnce(t *testing.T) {
 	var said []string
-	blocked := []string{"a/web (pod web-1: 1 of 2 pods are Ready, and 2 have to be)"}
+	blocked := []string{"a/web (pod web-1: 1 of 2 pods are Ready, but 2 must be)"}
 	e := &evictions{report: func(s string) { said = append(said, s) }, blocked: func() []string { return blocked }}
 	again := func() {
 		e.asked = e.asked.Add(-evictEvery)
@@ -18,12 +18,12 @@ func TestABudgetInTheWayIsReportedOnce(t *testing.T) {
 		}
 	}
 	again()
-	blocked = []string{"a/web (pod web-2: 2 of 2 pods are Ready, and 2 have to be)", "b/db (pod db-0: 1 of 1 pods are Ready, and 1 have to be)"}
+	blocked = []string{"a/web (pod web-2: 2 of 2 pods are Ready, but 2 must be)", "b/db (pod db-0: 1 of 1 pods are Ready, but 1 must be)"}
 	again()
 	_, _ = fmt.Fprintln(e, "another line")
 	want := []string{
-		"waits for the PodDisruptionBudget a/web (pod web-1: 1 of 2 pods are Ready, and 2 have to be)",
-		"waits for the PodDisruptionBudget b/db (pod db-0: 1 of 1 pods are Ready, and 1 have to be)", "another line",
+		"waits for the PodDisruptionBudget a/web (pod web-1: 1 of 2 pods are Ready, but 2 must be)",
+		"waits for the PodDisruptionBudget b/db (pod db-0: 1 of 1 pods are Ready, but 1 must be)", "another line",
 	}
 	if !slices.Equal(said, want) {
 		t.Errorf("%q", said)

@@ -52,7 +52,7 @@ func (c *Client) revocations(ctx context.Context, s *Status, _ time.Time) error 
 	return nil
 }
 
-// pods looks at each pod of Muster's services.
+// pods reads the state of each pod of Muster's services.
 func (c *Client) pods(ctx context.Context, s *Status, _ time.Time) error {
 	for _, name := range Services {
 		var pods corev1.PodList
@@ -85,7 +85,8 @@ func (c *Client) waiting(ctx context.Context, s *Status, now time.Time) error {
 		return err
 	}
 	entries, _ := waiting.Parse(m.Data)
-	// joinservice lists no more. Whoever writes more must not have muster approve ask them all.
+	// joinservice lists no more. A longer list was written by another program, and must not make muster approve connect to
+	// all of them.
 	for _, e := range entries[:min(len(entries), waiting.Max+waiting.MaxUnlisted)] {
 		if e.Expired(now) || s.acceptedSince(e.Machine, e.Last) {
 			continue
@@ -95,7 +96,7 @@ func (c *Client) waiting(ctx context.Context, s *Status, now time.Time) error {
 	return nil
 }
 
-// waitingOf returns an entry of joinservice's list, whose texts are shown in a terminal.
+// waitingOf returns an entry of joinservice's list, with texts that are harmless for a terminal.
 func waitingOf(e waiting.Entry) Waiting {
 	w := Waiting{
 		Machine: e.Machine, Node: e.Node, Role: e.Role, Reason: e.Reason, Remedy: rpc.RemedyFor(attestv1.Reason(attestv1.Reason_value["REASON_"+e.Reason]), e.Role),
@@ -114,7 +115,7 @@ func waitingOf(e waiting.Entry) Waiting {
 // maxEntryText bounds a text of an entry, in characters.
 const maxEntryText = 300
 
-// Waiting reads joinservice's list of machines that wait, oldest first.
+// Waiting reads joinservice's list of waiting machines, oldest first.
 func (c *Client) Waiting(ctx context.Context) ([]Waiting, error) {
 	s := &Status{}
 	var err error
@@ -125,7 +126,8 @@ func (c *Client) Waiting(ctx context.Context) ([]Waiting, error) {
 	return s.Waiting, err
 }
 
-// acceptedSince reports whether a machine was accepted after that time: joinservice removes its entry some seconds later.
+// acceptedSince reports whether a machine was accepted after the given time: joinservice removes its entry only some seconds
+// later.
 func (s *Status) acceptedSince(machine string, at time.Time) bool {
 	return slices.ContainsFunc(s.Nodes, func(n NodeStatus) bool {
 		return n.MachineID == machine && n.Accepted != nil && *n.Accepted && n.AppraisedAt != nil && n.AppraisedAt.After(at)
@@ -195,7 +197,7 @@ func (c *Client) Knowledge(ctx context.Context) (*Status, error) {
 	return s, c.epoch(ctx, s, time.Time{})
 }
 
-// maxReported limits the size of a Node's annotation that is read: its machine may write any text there.
+// maxReported limits the size of a Node's annotation that is read, because the machine may write any text there.
 const maxReported = 32
 
 // certificatesOf returns the certificates that a control plane's machine reports on its Node. A worker has none,

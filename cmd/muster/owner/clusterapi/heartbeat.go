@@ -11,16 +11,16 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// heartbeatOld is the age from which a kubelet's last sign of life does not support the Node's condition Ready. kube-controller-manager changes
-// the condition after 50 s by default (--node-monitor-grace-period), but where all machines were off, it may not run yet. The kubelet writes the
-// times by its own clock, which may be a minute off, as for doctor.
+// heartbeatOld is the age from which a kubelet's last heartbeat does not support the Node's condition Ready. kube-controller-manager changes the
+// condition after 50 s by default (--node-monitor-grace-period), but after all machines were off, it may not run yet. The kubelet writes the
+// times by its own clock, with an allowed difference of a minute, as in doctor.
 const heartbeatOld = 50*time.Second + time.Minute
 
-// heartbeats reads the Leases that kubelets renew every ten seconds: they write the condition itself every five minutes only.
+// heartbeats reads the Leases that kubelets renew every ten seconds. They write the condition itself only every five minutes.
 func (c *Client) heartbeats(ctx context.Context, s *Status, _ time.Time) error {
 	_, now, err := c.readyz(ctx)
 	if errors.Is(err, errNoClock) {
-		return nil // what kubelets wrote can't be compared with it: the conditions count
+		return nil // without a clock to compare with, the conditions count
 	}
 	if err != nil {
 		return err
@@ -50,8 +50,8 @@ func (c *Client) renewals(ctx context.Context) (map[string]time.Time, error) {
 	return renewed, nil
 }
 
-// Silent returns those nodes whose kubelets do not renew their Leases within a time, which is more than the ten seconds that they take for that. The
-// conditions of their Nodes say so only after 50 s.
+// Silent returns the nodes whose kubelets do not renew their Leases within a time that is longer than the renewal interval of ten seconds. The
+// conditions of their Nodes change only after 50 s.
 func (c *Client) Silent(ctx context.Context, nodes []string, within time.Duration) (silent []string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
@@ -74,7 +74,8 @@ func (c *Client) Silent(ctx context.Context, nodes []string, within time.Duratio
 	return silent, err
 }
 
-// heard takes over when the kubelet renewed its Lease, by the API server's clock. A Node whose kubelet is gone is not Ready.
+// heard stores the time of the kubelet's last renewal, by the API server's clock. A Node without a running kubelet is not
+// Ready.
 func (s *NodeStatus) heard(renewed, now time.Time) {
 	if s.Heartbeat != nil && s.Heartbeat.After(renewed) {
 		renewed = *s.Heartbeat
@@ -87,10 +88,10 @@ func (s *NodeStatus) heard(renewed, now time.Time) {
 	}
 }
 
-// silent describes how long ago the kubelet of a stale node was heard.
+// silent describes the time since the last heartbeat of a stale node's kubelet.
 func (s *NodeStatus) silent() string {
 	if s.Heartbeat == nil {
-		return "has never renewed that"
+		return "has never renewed its Lease"
 	}
-	return "has not renewed that for " + s.silence.Round(time.Second).String()
+	return "has not renewed its Lease for " + s.silence.Round(time.Second).String()
 }

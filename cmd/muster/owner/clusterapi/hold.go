@@ -25,9 +25,10 @@ const (
 	releaseWithin = 5 * time.Second
 )
 
-// HeldError is returned if another program has a lease.
+// HeldError is returned if another program holds the lease.
 type HeldError struct {
-	// By is who has it, in printable characters, Since when he took it, and Until when it ends unless it is renewed, by the API server's clock.
+	// By is the holder, in printable characters. Since is the time at which the holder took the lease, Until its expiry
+	// without a renewal, both by the API server's clock.
 	By           string
 	Since, Until time.Time
 }
@@ -36,7 +37,7 @@ func (e *HeldError) Error() string {
 	return fmt.Sprintf("another rollout restarts nodes: that of %s, since %s", e.By, e.Since.Local().Format(time.DateTime))
 }
 
-// holderOf returns the holder of a lease at a time; nil if it has none, or has expired.
+// holderOf returns the holder of a lease at the given time; nil if there is none, or the lease has expired.
 func holderOf(l *coordinationv1.Lease, now time.Time) *HeldError {
 	s := l.Spec
 	if s.HolderIdentity == nil || *s.HolderIdentity == "" {
@@ -54,8 +55,8 @@ func holderOf(l *coordinationv1.Lease, now time.Time) *HeldError {
 	return out
 }
 
-// Hold takes the lease of rollouts, and renews it until end is called, which gives it back. The returned context ends if another program has it meanwhile,
-// with a [HeldError] as its cause, and if it could not be renewed for holdLife: another one may have it then.
+// Hold takes the lease of rollouts, and renews it until end is called, which releases it. The returned context ends if another program takes the
+// lease meanwhile (the cause is a [HeldError]), or if it could not be renewed for holdLife, because another program may hold it then.
 func (c *Client) Hold(ctx context.Context, by string) (held context.Context, end func(), err error) {
 	return c.hold(ctx, by, holdEvery)
 }
@@ -94,11 +95,11 @@ func (c *Client) hold(ctx context.Context, by string, every time.Duration) (held
 		<-done
 		ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), releaseWithin)
 		defer stop()
-		_ = c.giveBack(ctx, by) // else it ends by itself
+		_ = c.giveBack(ctx, by) // otherwise it expires
 	}, nil
 }
 
-// take takes or renews the lease. It returns a [HeldError] if another program has it.
+// take takes or renews the lease. It returns a [HeldError] if another program holds it.
 func (c *Client) take(ctx context.Context, by string) error {
 	return once(ctx, func(ctx context.Context) error {
 		now, err := c.serverTime(ctx)
@@ -131,7 +132,7 @@ func (c *Client) take(ctx context.Context, by string) error {
 	})
 }
 
-// giveBack gives the lease back.
+// giveBack releases the lease.
 func (c *Client) giveBack(ctx context.Context, by string) error {
 	return once(ctx, func(ctx context.Context) error {
 		l := &coordinationv1.Lease{}

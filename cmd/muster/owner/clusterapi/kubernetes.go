@@ -23,31 +23,32 @@ import (
 // staticPods are the pods of a control plane, by the names of their images.
 var staticPods = []string{versions.Etcd, versions.APIServer, versions.ControllerManager, versions.Scheduler}
 
-// NodeRelease is what a node runs of Kubernetes. Its kubelet reports that, so root on the machine can have written anything.
+// NodeRelease lists the versions of Kubernetes' programs on a node. It is untrusted: root on the machine can write what the
+// kubelet reports.
 type NodeRelease struct {
 	Name         string
 	ControlPlane bool
 	// Enrollment is nil for a node that Muster has not admitted.
 	Enrollment *v1alpha1.AttestedNode
-	// Joined reports that there is a Node; without one the following fields are zero.
+	// Joined reports that there is a Node; if not, the following fields are zero.
 	Joined bool
 	Ready  bool
 	// Kubelet is its version, as in v1.36.1.
 	Kubelet string
-	// Unschedulable reports that it takes no new pods, and Returns that the command that drained it lets it take pods again at its end.
+	// Unschedulable reports that it takes no new pods, Returns that the command which drained it makes it schedulable again when it completes.
 	Unschedulable, Returns bool
-	// Images are those of a control plane's static pods by their names.
+	// Images are the images of a control plane's static pods, by the pods' names.
 	Images map[string]string
-	// Keys is what a control plane reports of the keys that it shares with the others.
+	// Keys is a control plane's report about the keys that it shares with the others.
 	Keys clusterinfo.KeyStates
-	// Unwell are the static pods that are not Ready, or not there.
+	// Unwell are the static pods that are missing or not Ready.
 	Unwell []string
 }
 
-// Takes reports whether the node's machine takes the owner's orders.
+// Takes reports whether the node's machine accepts the owner's orders.
 func (n *NodeRelease) Takes() bool { return n.Enrollment != nil && !n.Enrollment.ShutOut() }
 
-// Problem returns why a node is not well; empty: it is.
+// Problem returns why a node is unhealthy; empty if it is healthy.
 func (n *NodeRelease) Problem() string {
 	switch {
 	case !n.Joined:
@@ -73,12 +74,12 @@ func (n *NodeRelease) Runs(version string, images versions.Images) bool {
 	return !n.ControlPlane || len(n.Images) == len(staticPods)
 }
 
-// isImage reports whether a reference is that of an image: tags and registries only say where it is.
+// isImage reports whether a reference has an image's digest. It ignores tags and registries, which only locate the image.
 func isImage(reference string, of versions.Image) bool {
 	return of.Digest != "" && strings.HasSuffix(reference, "@"+of.Digest)
 }
 
-// Releases returns what all nodes and enrollments run, by name.
+// Releases returns the releases of all nodes and enrollments, by name.
 func (c *Client) Releases(ctx context.Context) (out []NodeRelease, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		out = nil
@@ -144,7 +145,7 @@ func podReady(p *corev1.Pod) bool {
 	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool { return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue })
 }
 
-// AwaitRelease waits until a node runs a release, and has been well without interruption for a while.
+// AwaitRelease waits until a node runs a release, and has been healthy for a while without interruption.
 func (c *Client) AwaitRelease(ctx context.Context, name, version string, images versions.Images, stable time.Duration) error {
 	var since time.Time
 	last := ""
@@ -164,7 +165,7 @@ func (c *Client) AwaitRelease(ctx context.Context, name, version string, images 
 		}
 		switch last = r.Problem(); {
 		case last == "" && !r.Runs(version, images):
-			last = fmt.Sprintf("%s does not run %s in all of its parts: its kubelet is %s", name, version, printable.ASCII(r.Kubelet, maxVersion))
+			last = fmt.Sprintf("%s does not run %s completely: its kubelet is %s", name, version, printable.ASCII(r.Kubelet, maxVersion))
 			since = time.Time{}
 			return false, nil
 		case last != "":
@@ -173,7 +174,7 @@ func (c *Client) AwaitRelease(ctx context.Context, name, version string, images 
 		case since.IsZero():
 			since = time.Now()
 		}
-		last = name + " is well only since " + since.Local().Format(time.TimeOnly)
+		last = name + " is healthy only since " + since.Local().Format(time.TimeOnly)
 		return time.Since(since) >= stable, nil
 	})
 	if err != nil && last != "" {
@@ -203,8 +204,8 @@ func (c *Client) description(ctx context.Context) (*clusterinfo.Info, *corev1.Co
 	return info, m, err
 }
 
-// Describe changes the cluster's description. change is called again with what is there then if another program has written meanwhile; if it returns an
-// error, or leaves a description that [clusterinfo.Parse] refuses, nothing is written.
+// Describe changes the cluster's description. If another program has written meanwhile, change is called again with the new description. If change
+// returns an error, or its result is refused by [clusterinfo.Parse], nothing is written.
 func (c *Client) Describe(ctx context.Context, change func(*clusterinfo.Info) error) error {
 	return once(ctx, func(ctx context.Context) error {
 		info, m, err := c.description(ctx)
@@ -226,8 +227,8 @@ func (c *Client) Describe(ctx context.Context, change func(*clusterinfo.Info) er
 	})
 }
 
-// Addons returns which of kube-proxy and CoreDNS have another image than that of a release, and what those that have it wait for. One that the cluster does
-// not have is neither.
+// Addons returns which of kube-proxy and CoreDNS have another image than the release's, and what the others wait for. An add-on that the cluster does
+// not have is in neither result.
 func (c *Client) Addons(ctx context.Context, images versions.Images) (old, waits []string, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		old, waits = nil, nil
@@ -259,7 +260,7 @@ func (c *Client) Addons(ctx context.Context, images versions.Images) (old, waits
 	return old, waits, err
 }
 
-// AwaitAddons waits until the pods of kube-proxy and CoreDNS are those of a release.
+// AwaitAddons waits until the pods of kube-proxy and CoreDNS run a release's images.
 func (c *Client) AwaitAddons(ctx context.Context, images versions.Images) error {
 	last := ""
 	err := until(ctx, func(ctx context.Context) (bool, error) {
@@ -273,7 +274,7 @@ func (c *Client) AwaitAddons(ctx context.Context, images versions.Images) error 
 	return err
 }
 
-// upgrading sets the upgrade of Kubernetes, and the rotation of a key, that are in progress. A description that can't be read is muster doctor's to report.
+// upgrading sets the upgrade of Kubernetes, and the rotation of a key, that are in progress. muster doctor reports a description that can't be read.
 func (c *Client) upgrading(ctx context.Context, s *Status, _ time.Time) error {
 	info, m, err := c.description(ctx)
 	switch {
@@ -291,7 +292,7 @@ func (c *Client) upgrading(ctx context.Context, s *Status, _ time.Time) error {
 	default:
 		s.Upgrade = &KubernetesUpgrade{From: info.Previous.KubernetesVersion, To: info.KubernetesVersion, Stage: StageWorkers}
 	}
-	for _, f := range m.ManagedFields { // the description's last change is the one that began the stage
+	for _, f := range m.ManagedFields { // the stage started with the description's last change
 		if f.Time != nil && f.Time.After(s.Upgrade.Since) {
 			s.Upgrade.Since = f.Time.Time
 		}

@@ -27,20 +27,20 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Presence is the cluster's state of one node name, each part of which may be missing.
+// Presence is the cluster's state of one node name. Each part may be missing.
 type Presence struct {
 	Name       string
 	Node       *corev1.Node
 	Enrollment *v1alpha1.AttestedNode
 	// Unattested reports that the node was in the cluster before Muster, and is allowed without attestation.
 	Unattested bool
-	// Listed reports that the list of nodes that may not write names it.
+	// Listed reports that it is in the list of nodes that may not write.
 	Listed bool
-	// Revoked reports that its certificates may write nothing, and that none was issued since.
+	// Revoked reports that the writes of its certificates are refused, and that no certificate was issued since.
 	Revoked bool
 	// Requests are certificate requests that were filed under the name.
 	Requests []string
-	// Pods are those on the node that a drain would move: not those of DaemonSets, and not the kubelet's own.
+	// Pods are the node's pods that a drain would evict: without pods of DaemonSets and static pods.
 	Pods []string
 	// ControlPlane is the role of its enrollment, or of its Node if there is none.
 	ControlPlane bool
@@ -48,7 +48,7 @@ type Presence struct {
 	OtherControlPlanes []string
 }
 
-// Nothing reports whether the cluster does not know the name.
+// Nothing reports whether the cluster has no object with the name.
 func (p *Presence) Nothing() bool {
 	return p.Node == nil && p.Enrollment == nil && !p.Unattested && len(p.Requests) == 0
 }
@@ -100,7 +100,7 @@ func (c *Client) presence(ctx context.Context, name string) (*Presence, error) {
 		return nil, err
 	}
 	if p.Enrollment != nil && own.Name != name {
-		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", printable.ASCII(own.Name, maxWhy), name)
+		return nil, fmt.Errorf("the API server answers with the enrollment of %s instead of that of %s: do not trust it", printable.ASCII(own.Name, maxWhy), name)
 	}
 	list, err := c.access(ctx)
 	if err != nil {
@@ -149,8 +149,8 @@ func (c *Client) requestsOf(ctx context.Context, node string) ([]string, error) 
 	return out, nil
 }
 
-// FreeFor returns an error if machine or disk of a change is enrolled under another name, or if the disk that the
-// name will have belongs to a third machine.
+// FreeFor returns an error if machine or disk of a change is enrolled under another name, or if the name's new disk
+// belongs to a third machine.
 func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error {
 	name := p.Name
 	return once(ctx, func(ctx context.Context) error {
@@ -172,22 +172,22 @@ func (c *Client) FreeFor(ctx context.Context, p *Presence, to Replacement) error
 			switch {
 			case n.Name == name:
 			case to.MachineID != "" && n.Spec.MachineID == to.MachineID:
-				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is enrolled as %s already; `muster forget %s` frees it", n.Name, n.Name)
+				return attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "the machine is already enrolled as %s; `muster forget %s` frees it", n.Name, n.Name)
 			case to.DiskID != "" && n.Spec.DiskID == to.DiskID:
-				return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the disk is enrolled to %s already; `muster forget %s` frees it", n.Name, n.Name)
+				return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the disk is already enrolled to %s; `muster forget %s` frees it", n.Name, n.Name)
 			}
 		}
 		return nil
 	})
 }
 
-// Forget removes everything that p found of its name from the cluster, so that the name is free. It reports its
-// progress to report; now is the time of the owner's clock; retired is when the last certificate of the machine has
-// expired.
+// Forget removes from the cluster everything that p has found under its name, so that the name is free. It reports
+// its progress to report; now is the time of the owner's clock; retired is when the last certificate of the machine
+// has expired.
 //
-// Because of the order, an interruption is safe at every point, and another call finishes the work: first the
-// enrollment is banned, which no service undoes, so that its machine gets no new credentials and no other machine
-// gets the name; the enrollment itself is deleted last. The disk stays assigned to the machine (J2).
+// An interruption is safe at every point, and another call completes the removal, because of the order. First the
+// enrollment is banned, which no service undoes: its machine gets no new credentials, and no other machine gets the
+// name. The enrollment itself is deleted last. The disk stays assigned to the machine (J2).
 func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, false, now, report); err != nil {
 		return retired, err
@@ -204,7 +204,7 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report 
 		return retired, err
 	}
 	if p.Enrollment != nil {
-		// Everything that the finalizer is for is done; perhaps no joinservice runs that would remove it.
+		// The finalizer's work is done, and perhaps no joinservice runs that would remove it.
 		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 			was := n.Revokes()
 			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
@@ -224,8 +224,8 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report 
 
 // Replacement is the new machine and disk of a name that stays in the cluster.
 type Replacement struct {
-	MachineID string // empty: the same
-	DiskID    string // empty: the same
+	MachineID string // empty if unchanged
+	DiskID    string // empty if unchanged
 }
 
 // of returns disk and machine of the name after the change; the disk may be empty.
@@ -237,8 +237,8 @@ func (r Replacement) of(p *Presence) (disk, machine string) {
 // meanwhile (J4). The Node stays, with its labels and taints, for the new machine. now and retired are as with
 // Forget.
 //
-// The enrollment is banned until the last write. An interruption leaves it so, and another call finishes the work. So
-// the disk that the name will have is assigned to its machine before that, while no machine gets its key (J2).
+// The enrollment is banned until the last write. After an interruption it stays banned, and another call completes
+// the change. So the new disk is assigned to its machine while no machine gets its key (J2).
 func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now time.Time, report func(string)) (retired time.Time, err error) {
 	if retired, err = c.shutOut(ctx, p, true, now, report); err != nil {
 		return retired, err
@@ -247,7 +247,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		return retired, err
 	}
 	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		n.Status = v1alpha1.AttestedNodeStatus{} // it describes the old machine; its count of resets would refuse the new one
+		n.Status = v1alpha1.AttestedNodeStatus{} // it describes the old machine, and its reset counter would refuse the new one
 		return true
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) })
 	if err != nil {
@@ -259,13 +259,13 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	}
 	var bannedAgain bool
 	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		if bannedAgain = n.Spec.Banned && n.Annotations[v1alpha1.KeepNode] == ""; bannedAgain { // by muster ban: its owner does not want it back
+		if bannedAgain = n.Spec.Banned && n.Annotations[v1alpha1.KeepNode] == ""; bannedAgain { // by muster ban, so the owner does not want it back
 			return false
 		}
 		n.Spec.Banned = false
 		delete(n.Annotations, v1alpha1.KeepNode)
 		delete(n.Annotations, v1alpha1.AttestationKey)   // the next machine has another TPM
-		delete(n.Annotations, v1alpha1.EnrolledByTicket) // the owner has approved it: no rule ends it
+		delete(n.Annotations, v1alpha1.EnrolledByTicket) // approved by the owner, so no cleanup rule removes it
 		if to.MachineID != "" {
 			n.Spec.MachineID = to.MachineID
 		}
@@ -284,13 +284,13 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	return retired, nil
 }
 
-// HasBoots reports whether anything is recorded of the boots of the enrollment's machine, or of a copy of it.
+// HasBoots reports whether boots of the enrollment's machine, or of a copy of it, are recorded.
 func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
 	return s.ResetCount != nil || s.Boot != nil || meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionCloned) != nil
 }
 
-// ForgetResets restarts the count of TPM resets of the name's machine: the boot that attests next is accepted (J11).
-// Nothing else changes: it is the same machine.
+// ForgetResets clears the recorded counter of TPM resets of the name's machine, so that the next boot that attests is
+// accepted (J11). Nothing else changes: it is the same machine.
 func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(string)) error {
 	if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
 		was := HasBoots(&n.Status)
@@ -300,7 +300,7 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(stri
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) }); err != nil {
 		return fmt.Errorf("change the status of AttestedNode %s: %w", p.Name, err)
 	}
-	report("its TPM's resets count anew: the machine may attest again")
+	report("the recorded counter of its TPM's resets is cleared: the machine may attest again")
 	return nil
 }
 
@@ -317,16 +317,16 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 				delete(n.Annotations, v1alpha1.KeepNode)
 			}
 			return !was
-		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil { // a deletion may finish meanwhile
+		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil { // a deletion may complete meanwhile
 			return retired, fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
 		}
-		report("machine banned: it gets no ticket, no key and no certificate any more")
+		report("machine banned: it gets no tickets, keys or certificates")
 	}
 	if retired, err = c.revoke(ctx, p.Name, now); err != nil {
 		return retired, err
 	}
 	report("writes refused: its certificates are revoked until the last one has expired, " + retired.Format(time.RFC3339))
-	// A request that the machine has filed would be checked against the enrollment of the name's next machine.
+	// Otherwise a request of this machine would be checked against the enrollment of the name's next machine.
 	var requests []string
 	if err := once(ctx, func(ctx context.Context) (err error) {
 		requests, err = c.requestsOf(ctx, p.Name)
@@ -346,12 +346,12 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 	return retired, nil
 }
 
-// background also removes the finalizers of an earlier deletion that waits for dependents.
+// background also ends an earlier deletion that waits for dependents.
 const background = client.PropagationPolicy(metav1.DeletePropagationBackground)
 
 // deletePods deletes the pods that are bound to a node, so that their tokens become invalid. It does not wait for the
-// kubelet, which may not be able to report any more that they have ended. A pod that finalizers keep is an error: the
-// machine's certificate can read what those pods use.
+// kubelet, which may no longer be able to report their end. A pod that finalizers keep is an error, because the
+// machine's certificate can read the Secrets of those pods.
 func (c *Client) deletePods(ctx context.Context, node string, report func(string)) error {
 	list := func() (out corev1.PodList, err error) {
 		err = once(ctx, func(ctx context.Context) error {
@@ -383,15 +383,15 @@ func (c *Client) deletePods(ctx context.Context, node string, report func(string
 	}
 	if len(left.Items) > 0 {
 		pod := left.Items[0]
-		return errors.Join(fmt.Errorf("%d pods of %s are still there, such as %s/%s with finalizers %q: the machine's certificate reads their Secrets until they are gone. "+
+		return errors.Join(fmt.Errorf("%d pods of %s still exist, such as %s/%s with finalizers %q: the machine's certificate can read their Secrets until they are gone. "+
 			"Remove finalizers that no controller acts on, kubectl -n %s patch pod %s --type merge -p '{\"metadata\":{\"finalizers\":null}}', and run this again",
 			len(left.Items), node, pod.Namespace, pod.Name, pod.Finalizers, pod.Namespace, pod.Name), failed)
 	}
 	return nil
 }
 
-// changeEnrollment writes a change of the enrollment that p has found, and of no other one. change reports whether
-// there is anything to write.
+// changeEnrollment changes the enrollment that p has found, and no newer one with the same name. change reports
+// whether there is anything to write.
 func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(*v1alpha1.AttestedNode) bool, write func(context.Context, *v1alpha1.AttestedNode) error) error {
 	return once(ctx, func(ctx context.Context) error {
 		var n v1alpha1.AttestedNode
@@ -399,7 +399,7 @@ func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(
 			return err
 		}
 		if n.UID != p.Enrollment.UID || n.Spec.MachineID != p.Enrollment.Spec.MachineID {
-			return fmt.Errorf("%s was enrolled anew meanwhile, to machine %s: look again", p.Name, n.Spec.MachineID)
+			return fmt.Errorf("%s has a new enrollment meanwhile, to machine %s: run the command again and read its plan", p.Name, n.Spec.MachineID)
 		}
 		if !change(&n) {
 			return nil
@@ -408,11 +408,11 @@ func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(
 	})
 }
 
-// maxSkew is the difference between the owner's clock and the API server's from which the latter counts.
+// maxSkew is the largest difference between the owner's clock and the API server's at which the owner's clock is used.
 const maxSkew = 5 * time.Minute
 
-// revoke ends the access of all certificates of the name (J4), and returns when the last of them has expired. It uses
-// the API server's clock where the owner's, which shows now, differs.
+// revoke ends the access of all certificates of the name (J4), and returns when the last of them has expired. now is
+// the owner's clock. If the API server's clock differs from it, the API server's is used.
 func (c *Client) revoke(ctx context.Context, node string, now time.Time) (until time.Time, err error) {
 	theirs, err := c.serverTime(ctx)
 	if err != nil {
@@ -429,12 +429,12 @@ func (c *Client) revoke(ctx context.Context, node string, now time.Time) (until 
 		return nil
 	})
 	if apierrors.IsNotFound(err) {
-		return until, nil // without the list no node writes at all
+		return until, nil // without the list, no node can write
 	}
 	return until, err
 }
 
-// RevokeNames ends the access of the certificates of names that no enrollment has (J4).
+// RevokeNames revokes the certificates of names without an enrollment (J4).
 func (c *Client) RevokeNames(ctx context.Context, names []string) error {
 	if len(names) == 0 {
 		return nil
@@ -449,10 +449,10 @@ func (c *Client) RevokeNames(ctx context.Context, names []string) error {
 		}
 		return nil
 	})
-	return client.IgnoreNotFound(err) // without the list no node writes at all
+	return client.IgnoreNotFound(err) // without the list, no node can write
 }
 
-// Shut bans a machine that is not enrolled, by a banned enrollment of that name.
+// Shut bans a machine that is not enrolled: it creates a banned enrollment with that name.
 func (c *Client) Shut(ctx context.Context, name, machine string) error {
 	err := once(ctx, func(ctx context.Context) error {
 		err := c.client.Create(ctx, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: name, Finalizers: []string{v1alpha1.RevokeCertificates}}, Spec: v1alpha1.AttestedNodeSpec{MachineID: machine, Role: v1alpha1.RoleWorker, Banned: true}})
@@ -466,12 +466,12 @@ func (c *Client) Shut(ctx context.Context, name, machine string) error {
 		return err
 	}
 	if p.Enrollment == nil || p.Enrollment.Spec.MachineID != machine {
-		return fmt.Errorf("machine %s could not be banned: the enrollment %s is another one's", machine, name)
+		return fmt.Errorf("machine %s could not be banned: the enrollment %s belongs to another machine", machine, name)
 	}
 	return c.SetBanned(ctx, p, true)
 }
 
-// serverTime returns the API server's clock: the time at which it would have created an object.
+// serverTime returns the API server's clock, as the creation time of an object in a dry run.
 func (c *Client) serverTime(ctx context.Context) (time.Time, error) {
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: "muster-clock-"}}
 	if err := once(ctx, func(ctx context.Context) error { return c.client.Create(ctx, m, client.DryRunAll) }); err != nil {

@@ -25,14 +25,15 @@ func (c *Client) Enrollment(ctx context.Context, name string) (*v1alpha1.Atteste
 		}
 		return err
 	})
-	if err == nil && n.Name != name { // B11: what the owner typed is signed, not what the API makes of it
-		return nil, fmt.Errorf("the API server answers with the enrollment of %s in place of that of %s: do not trust it", printable.ASCII(n.Name, maxWhy), name)
+	if err == nil && n.Name != name { // B11: the order is signed for the name that the owner typed, not for one that the API returns
+		return nil, fmt.Errorf("the API server answers with the enrollment of %s instead of that of %s: do not trust it", printable.ASCII(n.Name, maxWhy), name)
 	}
 	return n, err
 }
 
-// WithdrawOrder removes an order from a node if it is ours, and its machine has not begun it; begun: it has. If over is not empty, one of ours may still be
-// on its way to the API server, to replace the enrollment of that resource version. Then the enrollment is changed, so that the API server refuses it.
+// WithdrawOrder removes an order from a node if it is ours and the machine has not started it; begun reports that it has. If over is not empty, a
+// write of ours that replaces the enrollment of that resource version may still be in progress. Then WithdrawOrder changes the enrollment, so that
+// the API server refuses that write.
 func (c *Client) WithdrawOrder(ctx context.Context, name string, ours func(note string) bool, over string) (begun bool, _ error) {
 	err := once(ctx, func(ctx context.Context) error {
 		n, err := c.Enrollment(ctx, name)
@@ -57,8 +58,8 @@ func (c *Client) WithdrawOrder(ctx context.Context, name string, ours func(note 
 	return begun, err
 }
 
-// PutOrder gives a node's machine the order that sign makes from its enrollment, in the form of [v1alpha1.OwnerOrder]. sign is
-// called again if the enrollment has changed meanwhile.
+// PutOrder writes the order that sign returns for a node's enrollment, in the form of [v1alpha1.OwnerOrder]. sign is called
+// again if the enrollment has changed meanwhile.
 func (c *Client) PutOrder(ctx context.Context, name string, sign func(*v1alpha1.AttestedNode) (string, error)) error {
 	return once(ctx, func(ctx context.Context) error {
 		n, err := c.Enrollment(ctx, name)

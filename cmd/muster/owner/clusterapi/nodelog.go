@@ -9,8 +9,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// NodeLog opens a file below /var/log of a node, which its kubelet serves through the API server. It has no time limit but that of ctx, and
-// no limit of its size: the caller has to bound both.
+// NodeLog opens a file below /var/log of a node, which its kubelet serves through the API server. The caller has to limit its size, and the
+// time by ctx.
 func (c *Client) NodeLog(ctx context.Context, node string, path ...string) (io.ReadCloser, error) {
 	cfg := rest.CopyConfig(c.rest)
 	cfg.Timeout, cfg.APIPath, cfg.WrapTransport = 0, "/api", nil

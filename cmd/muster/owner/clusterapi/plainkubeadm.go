@@ -29,7 +29,7 @@ const (
 )
 
 // ownArgs are the arguments in kubeadm's ClusterConfiguration that only make sense with Muster, by component. Those with other values were not set by
-// Muster, and stay. The other arguments of an init restrict the cluster without Muster too.
+// Muster, and stay. The other arguments of an init also make sense without Muster.
 var ownArgs = map[string]map[string]string{
 	"apiServer":         {"enable-bootstrap-token-auth": "false", "kubelet-certificate-authority": "/etc/kubernetes/pki/ca.crt"},
 	"controllerManager": {"controllers": "*,-" + approver, "cluster-signing-duration": "24h"},
@@ -83,8 +83,8 @@ func plainKubelet(text string) (out string, removed []string, err error) {
 	return string(b), []string{"kubelet serverTLSBootstrap"}, err
 }
 
-// PlainConfiguration removes from kubeadm's configuration in the cluster what only makes sense with Muster, so that a later join or upgrade by kubeadm does
-// not bring it back. It returns what it has removed; with dryRun, what it would remove. A ConfigMap that is missing is left alone.
+// PlainConfiguration removes from kubeadm's configuration in the cluster what only makes sense with Muster, so that a later join or upgrade by
+// kubeadm does not restore it. It returns the removed settings; with dryRun, it only returns them. A missing ConfigMap is not created.
 func (c *Client) PlainConfiguration(ctx context.Context, dryRun bool) (removed []string, err error) {
 	for _, m := range []struct {
 		name, key string
@@ -157,7 +157,7 @@ func (c *Client) bootstrapObjects() ([]*unstructured.Unstructured, error) {
 		return nil, err
 	}
 	return []*unstructured.Unstructured{
-		// First what running nodes need.
+		// The objects that running nodes need come first.
 		binding("kubeadm:node-autoapprove-certificate-rotation", "system:certificates.k8s.io:certificatesigningrequests:selfnodeclient", clusterinfo.NodeGroup),
 		binding("kubeadm:node-autoapprove-bootstrap", "system:certificates.k8s.io:certificatesigningrequests:nodeclient", tokenGroup),
 		binding("kubeadm:kubelet-bootstrap", "system:node-bootstrapper", tokenGroup),
@@ -172,8 +172,8 @@ func (c *Client) bootstrapObjects() ([]*unstructured.Unstructured, error) {
 	}, nil
 }
 
-// RestoreBootstrap creates those of kubeadm's objects for joins and renewals that are missing, and returns them; with dryRun, it only returns them. One that
-// is there stays as it is.
+// RestoreBootstrap creates kubeadm's missing objects for joins and renewals, and returns them; with dryRun, it only returns them. Existing ones are
+// not changed.
 func (c *Client) RestoreBootstrap(ctx context.Context, dryRun bool) (missing []string, err error) {
 	all, err := c.bootstrapObjects()
 	if err != nil {
@@ -204,15 +204,15 @@ func (c *Client) RestoreBootstrap(ctx context.Context, dryRun bool) (missing []s
 	return missing, nil
 }
 
-// ControlPlaneFlags are the arguments of a control plane's static pods that a cluster without Muster depends on.
+// ControlPlaneFlags are the arguments of a control plane's static pods that matter to a cluster without Muster.
 type ControlPlaneFlags struct {
 	Node string
-	// Seen is false if a pod of the two is not in the API; then nothing is known.
+	// Seen is false if one of the two pods is not in the API; then the other fields are not valid.
 	Seen bool
 	// Approves reports that its kube-controller-manager approves requests for kubelets' client certificates, SignsTokens that it also signs cluster-info for
 	// bootstrap tokens, TokenAuth that its API server accepts them.
 	Approves, SignsTokens, TokenAuth bool
-	// ShortCertificates reports that it signs certificates for 24 hours, as Muster has it.
+	// ShortCertificates reports that it signs certificates for 24 hours, as Muster configures it.
 	ShortCertificates bool
 	// ChecksKubelets reports that its API server verifies kubelets' serving certificates.
 	ChecksKubelets bool
@@ -249,7 +249,7 @@ func (c *Client) ControlPlaneFlags(ctx context.Context) (out []ControlPlaneFlags
 	return out, err
 }
 
-// staticArgs returns the arguments of a static pod's container; nil: the pod is not in the API.
+// staticArgs returns the arguments of a static pod's container; nil if the pod is not in the API.
 func (c *Client) staticArgs(ctx context.Context, name, node string) (map[string]string, error) {
 	p := &corev1.Pod{}
 	if err := c.client.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: name + "-" + node}, p); Absent(err) {
@@ -264,14 +264,15 @@ func (c *Client) staticArgs(ctx context.Context, name, node string) (map[string]
 		}
 		for _, arg := range slices.Concat(container.Command, container.Args) {
 			if key, value, ok := strings.Cut(strings.TrimPrefix(arg, "--"), "="); ok {
-				out[key] = value // of several, the last one counts
+				out[key] = value // the last one counts
 			}
 		}
 	}
 	return out, nil
 }
 
-// runs reports whether kube-controller-manager runs a controller, by its argument controllers; byDefault is whether * and an empty list contain it.
+// runs reports whether kube-controller-manager runs a controller, by its argument controllers. byDefault reports whether *
+// and an empty list include it.
 func runs(list string, byDefault bool, names ...string) bool {
 	items := strings.Split(list, ",")
 	has := func(item string) bool { return slices.Contains(items, item) }

@@ -55,8 +55,8 @@ func (p *Plan) Empty() bool {
 	return p.Status == string(common.StatusDeployed) && p.Chart.From == p.Chart.To && len(p.Values)+len(p.Definitions)+len(p.Objects) == 0
 }
 
-// Plan computes the changes of an upgrade to values, and changes nothing. A value that the chart's schema refuses is
-// an error.
+// Plan computes the changes of an upgrade to these values, and changes nothing. It returns an error for a value that
+// the chart's schema refuses.
 func (c *Client) Plan(ctx context.Context, last *releasev1.Release, values map[string]any, definitions []*unstructured.Unstructured, log *slog.Logger) (*Plan, error) {
 	next, err := c.render(ctx, last, values, log)
 	if err != nil {
@@ -77,8 +77,8 @@ func (c *Client) Plan(ctx context.Context, last *releasev1.Release, values map[s
 	return p, nil
 }
 
-// render has helm create the next revision in a separate storage: so it works in any state of the release and leaves
-// the cluster's storage unchanged.
+// render lets helm create the next revision in a separate storage. So it works in any state of the release, and does
+// not change the cluster's storage.
 func (c *Client) render(ctx context.Context, last *releasev1.Release, values map[string]any, log *slog.Logger) (*releasev1.Release, error) {
 	chart, err := charts.Muster()
 	if err != nil {
@@ -99,7 +99,7 @@ func (c *Client) render(ctx context.Context, last *releasev1.Release, values map
 	}
 	upgrade := action.NewUpgrade(cfg)
 	upgrade.Namespace, upgrade.ServerSideApply, upgrade.ResetValues = Namespace, "true", true
-	upgrade.DryRunStrategy, upgrade.DisableOpenAPIValidation = action.DryRunServer, true // the roll validates
+	upgrade.DryRunStrategy, upgrade.DisableOpenAPIValidation = action.DryRunServer, true // the upgrade validates
 	out, err := upgrade.RunWithContext(ctx, release, chart, values)
 	if err != nil {
 		return nil, fmt.Errorf("helm: %w", err)

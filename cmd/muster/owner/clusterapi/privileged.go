@@ -17,21 +17,21 @@ import (
 // probed limits the number of namespaces that are probed.
 const probed = 50
 
-// PodSecurity lists where a pod may be root on its node.
+// PodSecurity lists the namespaces whose pods may be root on their node.
 type PodSecurity struct {
-	// Open are namespaces whose labels name no Pod Security Standard, and where the API server accepts a pod that
+	// Open are namespaces without a label for a Pod Security Standard in which the API server accepts a pod that
 	// mounts its node's root folder.
 	Open []string
 	// Allowed are those with the label for it.
 	Allowed []string
-	// Unclear are those where something else than that standard refuses the pod, with its message.
+	// Unclear are those in which another check than that standard refuses the pod, with the error.
 	Unclear map[string]string
 	// Unasked is the number of namespaces without a label that were not probed.
 	Unasked int
 }
 
-// PodSecurity probes all namespaces but kube-system and Muster's own: a user who may create pods in those of Open and
-// Allowed may be root on every node. No pod is created.
+// PodSecurity probes all namespaces except kube-system and Muster's own, and creates no pod. A user who may create
+// pods in the namespaces of Open and Allowed can become root on every node.
 func (c *Client) PodSecurity(ctx context.Context) (PodSecurity, error) {
 	out := PodSecurity{Unclear: map[string]string{}}
 	var list corev1.NamespaceList

@@ -18,7 +18,7 @@ import (
 // Services are the DaemonSets that the chart installs.
 var Services = []string{"muster-joinservice", "muster-kms"}
 
-// ServicesReady waits until Muster's pods are ready on every control plane, and reports meanwhile what they wait for.
+// ServicesReady waits until Muster's pods are ready on every control plane. Meanwhile it reports what they wait for.
 func (c *Client) ServicesReady(ctx context.Context, report func(string)) error {
 	var last string
 	err := until(ctx, func(ctx context.Context) (bool, error) {
@@ -47,15 +47,15 @@ func (c *Client) ServicesReady(ctx context.Context, report func(string)) error {
 	return nil
 }
 
-// unknownBoot is the value of [v1alpha1.Returns] on a Node that did not say in which boot it was drained; earlier versions wrote it on each.
+// unknownBoot is the value of [v1alpha1.Returns] if the Node did not report its boot when it was drained; earlier versions always wrote it.
 const unknownBoot = "true"
 
-// Boot is which boot of its machine a Node is in, as its kubelet reports it.
+// Boot identifies the current boot of a Node's machine, as the kubelet reports it.
 type Boot struct {
 	// ID is the kernel's ID of the boot that the Node was registered or updated in.
 	ID    string
 	Ready bool
-	// Held reports that it takes no pods since a command drained it that has not let it take pods again, and In is the boot of then; empty: it is not known.
+	// Held reports that a command drained it and has not made it schedulable again. In is the boot at that time; empty if it is not known.
 	Held bool
 	In   string
 }
@@ -80,7 +80,7 @@ func (c *Client) Boot(ctx context.Context, name string) (Boot, error) {
 	return BootOf(n), err
 }
 
-// ServicesElsewhere returns what is wrong with Muster's services on other nodes than one.
+// ServicesElsewhere returns the problems of Muster's services on nodes other than the named one.
 func (c *Client) ServicesElsewhere(ctx context.Context, than string) (problems []string, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		problems = nil
@@ -113,7 +113,7 @@ func (c *Client) ServicesElsewhere(ctx context.Context, than string) (problems [
 	return problems, err
 }
 
-// ControlPlanesReady waits until all enrolled control planes are well, and reports meanwhile what is wrong.
+// ControlPlanesReady waits until all enrolled control planes are healthy. Meanwhile it reports their problems.
 func (c *Client) ControlPlanesReady(ctx context.Context, report func(string)) error {
 	var last string
 	err := until(ctx, func(ctx context.Context) (bool, error) {
@@ -129,7 +129,8 @@ func (c *Client) ControlPlanesReady(ctx context.Context, report func(string)) er
 	return err
 }
 
-// AwaitReady waits until a Node is Ready in another boot: after a restart it looks Ready until its lease has expired.
+// AwaitReady waits until a Node is Ready in another boot. The boot has to differ, because a restarted node looks Ready until
+// its lease has expired.
 func (c *Client) AwaitReady(ctx context.Context, name, notBoot string) error {
 	return until(ctx, func(ctx context.Context) (bool, error) {
 		n := &corev1.Node{}
@@ -186,7 +187,7 @@ func (c *Client) serviceWaits(ctx context.Context, name string) (string, error) 
 // maxWhy limits the length of a reason that is shown, in bytes.
 const maxWhy = 200
 
-// podWaits returns the first reason in the order in which a pod starts, as [printable.ASCII] returns it.
+// podWaits returns the first reason in the order of a pod's start, as printable text ([printable.ASCII]).
 func podWaits(p *corev1.Pod) string { return printable.ASCII(firstWait(p), maxWhy) }
 
 func firstWait(p *corev1.Pod) string {

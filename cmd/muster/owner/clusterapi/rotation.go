@@ -19,8 +19,9 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// RewriteSecrets has the API servers encrypt every Secret with the key that they use now: an unchanged object is written only if it is encrypted with
-// another one. The names are read first, and nothing else of the Secrets: a list that waits for writes between its pages outlives its revision in etcd.
+// RewriteSecrets makes the API servers encrypt every Secret with the key that they use now: they write an unchanged object only if it is encrypted
+// with another key. It first reads all names, and nothing else of the Secrets, because a list with writes between its pages takes longer than etcd
+// keeps its revision.
 func (c *Client) RewriteSecrets(ctx context.Context) (n int, err error) {
 	all := &metav1.PartialObjectMetadataList{}
 	all.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
@@ -40,11 +41,11 @@ func (c *Client) RewriteSecrets(ctx context.Context) (n int, err error) {
 	return len(all.Items), nil
 }
 
-// tokensAtOnce bounds the Secrets in memory.
+// tokensAtOnce limits the Secrets in memory.
 const tokensAtOnce = 100
 
-// TokenSecrets returns the names of the Secrets with a service account's token that another key than the one with this ID has signed. Such tokens do not
-// expire, and nothing makes them anew.
+// TokenSecrets returns the names of the Secrets with a service account's token that was signed by another key than the one with this ID. Such tokens
+// do not expire, and no controller recreates them.
 func (c *Client) TokenSecrets(ctx context.Context, than string) (names []string, err error) {
 	next := ""
 	for {
@@ -66,8 +67,8 @@ func (c *Client) TokenSecrets(ctx context.Context, than string) (names []string,
 	}
 }
 
-// ReplaceServices deletes Muster's pods, one after another, and waits until a Ready one is in the place of each: a new pod has a token of the key that the
-// API servers use now.
+// ReplaceServices deletes Muster's pods, one after another, and waits for each until its replacement is Ready. A new pod has a token of the key that
+// the API servers use now.
 func (c *Client) ReplaceServices(ctx context.Context, report func(string)) error {
 	var before corev1.PodList
 	if err := once(ctx, func(ctx context.Context) error {
@@ -101,8 +102,8 @@ func (c *Client) replaced(ctx context.Context, old *corev1.Pod) (bool, error) {
 	}), err
 }
 
-// keyOf returns the ID of the key that has signed a token, in hexadecimal digits, as its header says: Kubernetes' key IDs are the SHA-256 of the public key,
-// as those of rotations. Empty: the token has none.
+// keyOf returns the ID of the key that has signed a token, in hexadecimal digits, from its header; empty if the token has none. Kubernetes' key IDs
+// are the SHA-256 of the public key, like those of rotations.
 func keyOf(token []byte) string {
 	head, _, _ := bytes.Cut(token, []byte("."))
 	text, err := base64.RawURLEncoding.DecodeString(string(head))
@@ -125,14 +126,14 @@ func keyOf(token []byte) string {
 // authenticationMap is the ConfigMap from which aggregated API servers and other programs read what the API servers accept.
 const authenticationMap = "extension-apiserver-authentication"
 
-// publishedAs is the key of [authenticationMap] of each authority that is in it.
+// publishedAs maps each authority in [authenticationMap] to its key there.
 var publishedAs = map[clusterinfo.RotatedKey]string{
 	clusterinfo.FrontProxyCA: "requestheader-client-ca-file",
 	clusterinfo.ClusterCA:    "client-ca-file",
 }
 
-// DropAuthorities removes from what aggregated API servers read all authorities of a kind but one, in PEM: API servers only add to it. It does nothing for
-// other kinds of keys.
+// DropAuthorities removes from [authenticationMap] all authorities of a kind except keep (PEM), because API servers only add to it. It does nothing
+// for other kinds of keys.
 func (c *Client) DropAuthorities(ctx context.Context, kind clusterinfo.RotatedKey, but string) error {
 	key, published := publishedAs[kind]
 	if !published {
@@ -155,7 +156,8 @@ func (c *Client) DropAuthorities(ctx context.Context, kind clusterinfo.RotatedKe
 	})
 }
 
-// SetClusterInfo sets the authorities, in PEM, by which kubeadm discovers the cluster with a token. A cluster of Muster's has no such object.
+// SetClusterInfo sets the authorities, in PEM, by which kubeadm discovers the cluster with a token. A cluster that Muster
+// has initialized has no such object.
 func (c *Client) SetClusterInfo(ctx context.Context, authorities []byte) error {
 	return once(ctx, func(ctx context.Context) error {
 		m := &corev1.ConfigMap{}

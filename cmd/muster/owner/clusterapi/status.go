@@ -26,32 +26,33 @@ type Status struct {
 	Nodes []NodeStatus `json:"nodes"`
 	// Policy is nil if the cluster has none.
 	Policy *PolicyStatus `json:"policy,omitempty"`
-	// Epoch is the cluster's, which increases with each change of the policy, of enrollments, bans and disks; 0: no
-	// control plane has counted yet.
+	// Epoch is the cluster's, which increases with each change of the policy, of enrollments, bans and disks; 0 if no
+	// control plane has increased it yet.
 	Epoch uint64 `json:"epoch,omitempty"`
 	// History has the last epochs.
 	History clusterinfo.History `json:"-"`
-	// Services by name: empty if ready, else what they wait for.
+	// Services by name: empty if ready, otherwise what they wait for.
 	Services map[string]string `json:"services"`
-	// Upgrade is the upgrade of Kubernetes that is in progress; nil: none is.
+	// Upgrade is the upgrade of Kubernetes in progress; nil if there is none.
 	Upgrade *KubernetesUpgrade `json:"kubernetesUpgrade,omitempty"`
-	// Rotation is the replacement of a control planes' key that is in progress; nil: none is.
+	// Rotation is the rotation of a control planes' key in progress; nil if there is none.
 	Rotation *clusterinfo.Rotation `json:"rotation,omitempty"`
-	// OwnerKeyRotation is the next command of a rotation of the owner's key that is not over: [Status.OwnerKeyRotates].
+	// OwnerKeyRotation is the next command of an unfinished rotation of the owner's key: [Status.OwnerKeyRotates].
 	OwnerKeyRotation string `json:"ownerKeyRotation,omitempty"`
 	// Chart is the installed release; nil if there is none.
 	Chart *ChartStatus `json:"chart,omitempty"`
-	// Pods are those of Services, one of each on each control plane.
+	// Pods are the pods of Services, one of each service on each control plane.
 	Pods []PodStatus `json:"pods,omitempty"`
 	// Waiting are machines that asked to join in the last hour and were refused, oldest first.
 	Waiting []Waiting `json:"waiting,omitempty"`
 	// Requests are undecided certificate requests.
 	Requests []Request `json:"pendingRequests,omitempty"`
-	// Certificates are those that no machine renews by itself.
+	// Certificates are those that no machine renews automatically.
 	Certificates []Certificate `json:"certificates"`
-	// Attention lists the problems that an administrator should look at, worst first; see [Status.attention].
+	// Attention lists the problems that need an administrator's attention, worst first; see [Status.attention].
 	Attention []Attention `json:"attention"`
-	// Removed reports that the cluster has neither a release nor a definition of Muster's: not yet, or not any more.
+	// Removed reports that the cluster has neither a release nor a definition of Muster, because Muster is not installed yet
+	// or was removed.
 	Removed   bool `json:"removed,omitempty"`
 	undefined bool // it has no definition
 }
@@ -67,7 +68,7 @@ type KubernetesUpgrade struct {
 	// From and To are versions, full and without "v".
 	From string `json:"from"`
 	To   string `json:"to"`
-	// Since is when its stage began.
+	// Since is the start of its stage.
 	Since time.Time `json:"since"`
 	// Stage is [StageControlPlanes] or [StageWorkers]; Upgraded is how many of the Nodes have the new kubelet.
 	Stage    string `json:"stage"`
@@ -85,7 +86,7 @@ type PodStatus struct {
 	Restarts int32  `json:"restarts"`
 }
 
-// Waiting is a machine that was refused, and why.
+// Waiting is a machine that was refused, with the reason.
 type Waiting struct {
 	Machine string    `json:"machine"`
 	Node    string    `json:"node,omitempty"`
@@ -100,7 +101,8 @@ type Waiting struct {
 	Instance    string `json:"instance,omitempty"`
 	Image       string `json:"image,omitempty"`
 	Class       string `json:"class,omitempty"`
-	// List is the field of the policy that would have to list the machine, Differs why that would not be enough.
+	// List is the field of the policy that lacks the machine. Differs is the reason if adding the machine there would not be
+	// enough.
 	List    string `json:"list,omitempty"`
 	Differs string `json:"differs,omitempty"`
 }
@@ -127,16 +129,16 @@ type NodeStatus struct {
 	// Joined reports that there is a Node of that name, Ready the Node's condition while its kubelet renews it.
 	Joined bool `json:"joined"`
 	Ready  bool `json:"ready"`
-	// Heartbeat is when the kubelet last renewed its Lease or the condition. Stale reports that the condition still says Ready, long after that.
+	// Heartbeat is when the kubelet last renewed its Lease or the condition. Stale reports that the condition is still Ready long after that.
 	Heartbeat *time.Time `json:"heartbeat,omitempty"`
 	Stale     bool       `json:"stale,omitempty"`
-	// silence is how long a stale node's kubelet has not been heard, by the API server's clock: this computer's may differ by hours.
+	// silence is the time since the last heartbeat of a stale node's kubelet, by the API server's clock, because this computer's may differ by hours.
 	silence time.Duration
-	// ReadySince is when it became Ready; nil: it is not.
+	// ReadySince is when it became Ready; nil if it is not.
 	ReadySince *time.Time `json:"readySince,omitempty"`
-	// Unschedulable reports that it takes no pods, whoever has cordoned it.
+	// Unschedulable reports that it is cordoned, by Muster or by kubectl.
 	Unschedulable bool `json:"unschedulable,omitempty"`
-	// Held reports that it takes no pods since a command drained it, until that command ends.
+	// Held reports that it is unschedulable since a command drained it, until that command completes.
 	Held bool `json:"held,omitempty"`
 	// Enrolled reports that there is an AttestedNode. A Node without one was not admitted by Muster.
 	Enrolled    bool       `json:"enrolled"`
@@ -145,11 +147,12 @@ type NodeStatus struct {
 	DiskMode    string     `json:"diskMode,omitempty"`
 	Banned      bool       `json:"banned,omitempty"`
 	Deleting    bool       `json:"deleting,omitempty"`
-	Replacing   bool       `json:"replacing,omitempty"` // muster replace has banned it, and is not at its end
+	Replacing   bool       `json:"replacing,omitempty"` // muster replace has banned it, and is unfinished
 	Accepted    *bool      `json:"accepted,omitempty"`
 	Reason      string     `json:"reason,omitempty"`
 	AppraisedAt *time.Time `json:"appraisedAt,omitempty"`
-	// Cloned reports that a second machine has attested with this one's TPM, and where both are; empty: none has.
+	// Cloned describes a second machine that has attested with this one's TPM, with the addresses of both; empty if there is
+	// none.
 	Cloned     string `json:"cloned,omitempty"`
 	Serial     int64  `json:"policySerial,omitempty"`
 	Generation int64  `json:"policyGeneration,omitempty"`
@@ -164,7 +167,8 @@ type NodeStatus struct {
 	// identifies it among epochs of that number.
 	Epoch   uint64 `json:"epoch,omitempty"`
 	EpochID string `json:"epochID,omitempty"`
-	// RevokedUntil is set if its machine's certificates were revoked and it has got none since, so its kubelet can write nothing: the revocation's end.
+	// RevokedUntil is the end of the revocation if its machine's certificates were revoked and it has no newer ones. Until
+	// then, all writes of its kubelet are refused.
 	RevokedUntil *time.Time `json:"certificatesRevokedUntil,omitempty"`
 	enrollment   *v1alpha1.AttestedNode
 }
@@ -235,8 +239,8 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 // maxVersion is the length of a kubelet's version that is shown, in characters.
 const maxVersion = 40
 
-// see takes over what a Node reports. Its kubelet writes that, so root on any node does, and the owner reads it in a
-// terminal.
+// see stores a Node's report. It is untrusted: root on the node can change what its kubelet writes, and the owner reads it
+// in a terminal.
 func (s *NodeStatus) see(n *corev1.Node) {
 	s.Joined = true
 	s.Unschedulable = n.Spec.Unschedulable

@@ -31,10 +31,10 @@ import (
 // partOf selects the objects of the chart.
 var partOf = client.MatchingLabels{"app.kubernetes.io/part-of": "muster"}
 
-// ownPrefix begins the annotations and labels that Muster sets on Nodes.
+// ownPrefix is the prefix of Muster's annotations and labels on Nodes.
 const ownPrefix = "muster.dev/"
 
-// present runs a read of something that may be gone for good, its kind too: [once] would wait for a kind that is missing.
+// present reads an object that may be gone, perhaps with its kind. [once] would wait for a missing kind.
 func present(ctx context.Context, read func(context.Context) error) (there bool, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		err := read(ctx)
@@ -47,7 +47,7 @@ func present(ctx context.Context, read func(context.Context) error) (there bool,
 	return there, err
 }
 
-// refusedStill turns the refusal of an admission policy that was just deleted into a temporary error: an API server notices the deletion a moment later.
+// refusedStill makes the refusal by a just deleted admission policy a temporary error: an API server observes the deletion a moment later.
 func refusedStill(err error) error {
 	if err != nil && (apierrors.IsInvalid(err) || apierrors.IsForbidden(err)) && strings.Contains(err.Error(), "ValidatingAdmissionPolicy") {
 		return fmt.Errorf("%w: %w", errPending, err)
@@ -55,7 +55,7 @@ func refusedStill(err error) error {
 	return err
 }
 
-// remove deletes an object that may be gone, with the kind that names it.
+// remove deletes an object that may already be gone, perhaps with its kind.
 func (c *Client) remove(ctx context.Context, o client.Object, options ...client.DeleteOption) error {
 	err := once(ctx, func(ctx context.Context) error {
 		err := c.client.Delete(ctx, o, options...)
@@ -103,8 +103,8 @@ func (c *Client) AdmissionPolicies(ctx context.Context) (n int, err error) {
 	return n, nil
 }
 
-// RemoveAdmissionPolicies deletes the chart's admission policies. It comes before the rest of the chart: a policy that outlives the permission
-// muster:node-access refuses every write of every node.
+// RemoveAdmissionPolicies deletes the chart's admission policies. It must run before the rest of the chart is removed: without the permission
+// muster:node-access, a remaining policy refuses every write of every node.
 func (c *Client) RemoveAdmissionPolicies(ctx context.Context) error {
 	for _, kind := range admissionKinds {
 		o := &unstructured.Unstructured{}
@@ -117,7 +117,7 @@ func (c *Client) RemoveAdmissionPolicies(ctx context.Context) error {
 	return nil
 }
 
-// Workloads returns the DaemonSets of Muster's services, and the pods that are left of them with their nodes.
+// Workloads returns the DaemonSets of Muster's services, and their remaining pods with their nodes.
 func (c *Client) Workloads(ctx context.Context) (sets, pods []string, err error) {
 	err = once(ctx, func(ctx context.Context) error {
 		sets, pods = nil, nil
@@ -174,8 +174,8 @@ func (c *Client) Enrolled(ctx context.Context) ([]v1alpha1.AttestedNode, error) 
 	return l.Items, err
 }
 
-// Unfinalize removes the finalizers of joinservice, which runs no more, from all AttestedNodes. A finalizer of another program is an error: the
-// definition's deletion would wait for it.
+// Unfinalize removes the finalizers of joinservice, which no longer runs, from all AttestedNodes. A finalizer of another program is an error:
+// the definition's deletion would wait for it.
 func (c *Client) Unfinalize(ctx context.Context) error {
 	all, err := c.Enrolled(ctx)
 	if err != nil {
@@ -234,14 +234,14 @@ func (c *Client) RemoveDefinitions(ctx context.Context, names ...string) error {
 	return nil
 }
 
-// HasNamespace reports whether the namespace of Muster's services is there.
+// HasNamespace reports whether the namespace of Muster's services exists.
 func (c *Client) HasNamespace(ctx context.Context) (bool, error) {
 	return present(ctx, func(ctx context.Context) error {
 		return c.client.Get(ctx, types.NamespacedName{Name: Namespace}, &corev1.Namespace{})
 	})
 }
 
-// RemoveNamespace deletes the namespace of Muster's services with its content, also the root secret, and waits until it is gone.
+// RemoveNamespace deletes the namespace of Muster's services with its content, including the root secret, and waits until it is gone.
 func (c *Client) RemoveNamespace(ctx context.Context) error {
 	o := &corev1.Namespace{TypeMeta: metav1.TypeMeta{Kind: "Namespace"}, ObjectMeta: metav1.ObjectMeta{Name: Namespace}}
 	if err := c.remove(ctx, o); err != nil {
@@ -298,7 +298,7 @@ func own(keys map[string]string) map[string]any {
 	return out
 }
 
-// Strays returns the names of what [Client.RemoveStrays] would delete or change.
+// Strays returns the names of the objects that [Client.RemoveStrays] would delete or change.
 func (c *Client) Strays(ctx context.Context) (names []string, err error) {
 	objects, nodes, err := c.strays(ctx)
 	for _, o := range objects {
@@ -335,7 +335,7 @@ func (c *Client) RemoveStrays(ctx context.Context) error {
 	return nil
 }
 
-// Nodes returns all Nodes, as the API lists them: by name.
+// Nodes returns all Nodes, sorted by name.
 func (c *Client) Nodes(ctx context.Context) ([]corev1.Node, error) {
 	var l corev1.NodeList
 	err := once(ctx, func(ctx context.Context) error { return c.client.List(ctx, &l) })
@@ -351,7 +351,7 @@ func (c *Client) Access(ctx context.Context) (l *nodeaccess.List, err error) {
 	return l, err
 }
 
-// JoinLeaseHolder returns which control plane holds the join lease by the API server's clock; empty: none.
+// JoinLeaseHolder returns the control plane that holds the join lease, by the API server's clock; empty if there is none.
 func (c *Client) JoinLeaseHolder(ctx context.Context) (holder string, err error) {
 	now, err := c.serverTime(ctx)
 	if err != nil {

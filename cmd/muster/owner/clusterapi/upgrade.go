@@ -22,7 +22,7 @@ import (
 // ErrNoRelease is returned if Muster's chart is not installed.
 var ErrNoRelease = errors.New("the cluster has no release of Muster's chart")
 
-// ErrDowngrade is returned if the cluster runs a newer chart than this program carries.
+// ErrDowngrade is returned if the cluster's chart is newer than this program's.
 var ErrDowngrade = errors.New("the cluster runs a newer version of Muster")
 
 // RolledBack is the error of an upgrade that failed, after which the previous release runs again.
@@ -34,7 +34,7 @@ type RolledBack struct {
 }
 
 func (e *RolledBack) Error() string {
-	return fmt.Sprintf("revision %d did not get ready and was rolled back, by revision %d: %v", e.Failed, e.Now, e.Cause)
+	return fmt.Sprintf("revision %d did not become ready, and revision %d rolled it back: %v", e.Failed, e.Now, e.Cause)
 }
 
 // Unwrap returns the cause.
@@ -49,12 +49,12 @@ type Rollout struct {
 	Ready func(context.Context) error
 	// Patience is how long the services may take after the upgrade.
 	Patience time.Duration
-	// Back is the same for a rollback; 0: Patience.
+	// Back is the same for a rollback; 0 for Patience.
 	Back time.Duration
 }
 
-// NextValues returns the values that the release would get: its own, those of v over them, and v's images and key,
-// where v has any. Values that an administrator set with plain helm stay.
+// NextValues returns the next values of the release: its present ones, overridden by those of v, including v's images
+// and keys if set. Values that an administrator set with plain helm are kept.
 func (c *Client) NextValues(last *releasev1.Release, v Values) map[string]any {
 	have := chartutil.CoalesceTables(map[string]any{}, last.Config)
 	next := chartutil.CoalesceTables(maps.Clone(v.More), have)
@@ -106,14 +106,14 @@ func CheckDirection(last *releasev1.Release) error {
 		return err
 	}
 	if next.LessThan(have) {
-		return fmt.Errorf("%w: chart %s; this program carries %s", ErrDowngrade, have, next)
+		return fmt.Errorf("%w: chart %s; this program has %s", ErrDowngrade, have, next)
 	}
 	return nil
 }
 
 // UpgradeChart upgrades the release to the chart of this program. If the services do not become ready, helm rolls the
-// release back, and the error is a [RolledBack]. It resumes an upgrade that was killed. Until the services are found
-// ready the revision is pending-upgrade; plain helm sees what it always sees.
+// release back, and the error is a [RolledBack]. It resumes an upgrade that was killed. Until the services are ready,
+// the revision has the state pending-upgrade, as in an upgrade by plain helm.
 func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) (*releasev1.Release, error) {
 	chart, err := charts.Muster()
 	if err != nil {
@@ -141,20 +141,20 @@ func (c *Client) UpgradeChart(ctx context.Context, r Rollout, log *slog.Logger) 
 	upgrade.RollbackOnFailure, upgrade.WaitStrategy, upgrade.Timeout = true, kube.StatusWatcherStrategy, r.Patience
 	upgrade.MaxHistory = maxHistory
 	upgrade.ResetValues = true // r.Values are complete
-	// When ctx ends, the wait for the new revision ends too, and that alone makes helm roll back: once, and to
-	// completion. By itself, helm rolls back twice when a context ends.
+	// When ctx ends, the wait for the new revision also ends. Only the end of this wait makes helm roll back, once
+	// and completely. If helm got ctx itself, it would roll back twice.
 	out, err := upgrade.RunWithContext(context.WithoutCancel(ctx), release, chart, r.Values)
 	if err != nil {
 		return nil, c.failed(cfg, last, err)
 	}
 	next, ok := out.(*releasev1.Release)
 	if !ok {
-		return nil, fmt.Errorf("helm gave a %T", out)
+		return nil, fmt.Errorf("helm returned a %T", out)
 	}
 	return next, nil
 }
 
-// failed determines the result of an upgrade that failed after the revision last.
+// failed determines the result of a failed upgrade. last is the revision before it.
 func (c *Client) failed(cfg *action.Configuration, last *releasev1.Release, cause error) error {
 	now, err := lastRelease(cfg)
 	if err != nil {
@@ -166,8 +166,8 @@ func (c *Client) failed(cfg *action.Configuration, last *releasev1.Release, caus
 	return fmt.Errorf("helm: %w", cause)
 }
 
-// checkedClient is helm's client with Muster's own check of readiness. Helm's checks only the DaemonSets' numbers; by
-// those a joinservice that fails attestation is ready.
+// checkedClient is helm's client with Muster's own check of readiness. Helm's check only reads the DaemonSets'
+// numbers, by which a joinservice that fails attestation counts as ready.
 type checkedClient struct {
 	kube.Interface
 
@@ -188,7 +188,7 @@ type readyWaiter struct {
 	*checkedClient
 }
 
-// Wait implements [kube.Waiter]. It is called for the upgrade, and then for the rollback, which only a timeout ends.
+// Wait implements [kube.Waiter]. It is called for the upgrade, and then for the rollback, which only a timeout can end.
 func (j *readyWaiter) Wait(_ kube.ResourceList, patience time.Duration) error {
 	ctx := j.forward
 	if j.asked {

@@ -36,7 +36,7 @@ func (d *doctor) access(ctx context.Context) error {
 	m := &corev1.ConfigMap{}
 	err := d.kube.Reader().Get(ctx, enrollment.Key(), m)
 	if clusterapi.Absent(err) {
-		d.Add(CheckAccess, checkup.Fail, "Make it anew, as docs/operate.md says under “muster-node-access is lost”.", "the ConfigMap %s is gone: no node can write", nodeaccess.ConfigMap)
+		d.Add(CheckAccess, checkup.Fail, "Recreate it: docs/operate.md, “muster-node-access is lost”.", "the ConfigMap %s is gone: no node can write", nodeaccess.ConfigMap)
 		return nil
 	}
 	if err != nil {
@@ -60,7 +60,7 @@ func (d *doctor) access(ctx context.Context) error {
 		_, control := n.Labels[clusterinfo.ControlPlaneLabel]
 		there[n.Name] = enrollment.Present{Is: true, ControlPlane: control}
 	}
-	const remedy = "joinservice corrects that within two minutes: look at its pods with kubectl -n muster-system get pods."
+	const remedy = "joinservice corrects that within two minutes. If it does not, check its pods: kubectl -n muster-system get pods."
 	known, refused := map[string]bool{}, 0
 	for _, n := range attested.Items {
 		known[n.Name] = true
@@ -68,11 +68,11 @@ func (d *doctor) access(ctx context.Context) error {
 		want := enrollment.Access(have, &n, there[n.Name], list.MembersOnly, enrollment.Clock{Latest: d.Now()})
 		switch {
 		case want.Suspended && !have.Suspended:
-			d.Add(CheckAccess, checkup.Fail, remedy, "%s may write, and is banned or has returned its ticket", n.Name)
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s may write, although it is banned or has returned its ticket", n.Name)
 		case have.Suspended && !want.Suspended || want.Member && !have.Member:
-			d.Add(CheckAccess, checkup.Fail, remedy, "%s is enrolled, and %s refuses its writes", n.Name, nodeaccess.ConfigMap)
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s is enrolled, but %s refuses its writes", n.Name, nodeaccess.ConfigMap)
 		case !want.Equal(have):
-			d.Add(CheckAccess, checkup.Fail, remedy, "%s says something else of %s than its AttestedNode does", nodeaccess.ConfigMap, n.Name)
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s has another entry for %s than its AttestedNode requires", nodeaccess.ConfigMap, n.Name)
 		}
 	}
 	for _, name := range list.Nodes() {
@@ -81,19 +81,19 @@ func (d *doctor) access(ctx context.Context) error {
 			refused++
 		}
 		if e.Unattested {
-			d.Add(CheckAccess, checkup.Warn, "Replace it by a machine that joins by attestation, and let go of it: muster forget "+name+". To remove its line by hand would leave its certificates to whoever has the name next.", "%s was a node before Muster was here: it may write, and its machine never attested", name)
+			d.Add(CheckAccess, checkup.Warn, "Replace it by a machine that joins by attestation, and remove it: muster forget "+name+". Don't remove its line by hand: its certificates would then be valid for the next node with this name.", "%s was a node before Muster was installed: it may write, although its machine never attested", name)
 		}
 		if !known[name] && (e.Member && !e.Unattested || e.ControlPlane && !e.Unattested) {
-			d.Add(CheckAccess, checkup.Fail, remedy, "%s is listed as a node that may write, and is not enrolled", name)
+			d.Add(CheckAccess, checkup.Fail, remedy, "%s is listed as a node that may write, but is not enrolled", name)
 		}
 	}
 	for _, n := range nodes.Items {
 		if e := list.Entry(n.Name); !known[n.Name] && !e.Unattested && e.Revoked == nil && !e.Suspended && !list.MembersOnly {
-			d.Add(CheckAccess, checkup.Fail, "Find out who made the Node. kubectl delete node "+n.Name+" deletes it; muster forget "+n.Name+" also revokes certificates of that name.", "there is a Node %s, and no machine is enrolled under that name", n.Name)
+			d.Add(CheckAccess, checkup.Fail, "Find out who made the Node. kubectl delete node "+n.Name+" deletes it; muster forget "+n.Name+" also revokes certificates of that name.", "there is a Node %s, but no machine is enrolled under that name", n.Name)
 		}
 	}
 	if d.Clean(CheckAccess) {
-		d.OK(CheckAccess, "%d nodes are refused all writes or those with older certificates, as the admission policy knows them", refused)
+		d.OK(CheckAccess, "%d nodes are refused all writes, or writes with older certificates, as the admission policy requires", refused)
 	}
 	return nil
 }
@@ -116,7 +116,7 @@ func (d *doctor) bindings(ctx context.Context) error {
 		}
 	}
 	if d.Clean(CheckBindings) {
-		d.OK(CheckBindings, "none that lets a token become a node")
+		d.OK(CheckBindings, "none that lets a token's holder join as a node")
 	}
 	return nil
 }
@@ -142,12 +142,12 @@ func (d *doctor) tokens(ctx context.Context) error {
 			tickets++ // a machine is joining, or has just failed to join
 			continue
 		}
-		d.Add(CheckTokens, checkup.Fail, "kubectl -n kube-system delete secret "+s.Name, "%s is a bootstrap token: whoever holds one is a node if its kind of authentication is on and the admission policies are gone", s.Name)
+		d.Add(CheckTokens, checkup.Fail, "kubectl -n kube-system delete secret "+s.Name, "%s is a bootstrap token: without the admission policies, its holder can join as a node if token authentication is on", s.Name)
 	}
 	switch {
 	case !d.Clean(CheckTokens):
 	case tickets > 0:
-		d.OK(CheckTokens, "%d, of tickets that were issued in the last %s", tickets, jointoken.Life)
+		d.OK(CheckTokens, "%d, from tickets that were issued in the last %s", tickets, jointoken.Life)
 	default:
 		d.OK(CheckTokens, "none")
 	}
@@ -171,8 +171,9 @@ func (d *doctor) joinservices(ctx context.Context) error {
 	return err
 }
 
-// listed finds machines that the policy lists as control planes and that are no control planes of the cluster: they
-// could still pose as a joinservice (A7). It also compares the cluster with the control planes that the folder records.
+// listed finds machines that the policy lists as control planes, but that are no control planes of the cluster:
+// machines would still trust a joinservice on them (A7). It also compares the cluster with the control planes that the
+// folder records.
 func (d *doctor) listed(ctx context.Context) error {
 	var nodes v1alpha1.AttestedNodeList
 	if err := d.kube.Reader().List(ctx, &nodes); err != nil {
@@ -183,40 +184,39 @@ func (d *doctor) listed(ctx context.Context) error {
 		is[n.Spec.MachineID], named[n.Name] = n, n
 	}
 	cluster := d.dir.Cluster()
-	remedy := "Take it out of controlPlanes in " + d.dir.File(ownerdir.PolicyFile) + ", increase serial, and run muster policy apply: machines believe a joinservice or kms on it."
+	remedy := "Take it out of controlPlanes in " + d.dir.File(ownerdir.PolicyFile) + ", increase serial, and run muster policy apply: machines still trust a joinservice or kms on it."
 	for _, m := range d.policy.ControlPlanes() {
 		switch n, ok := is[m.String()]; {
 		case !ok && cluster.ControlPlane(m) != "": // below
 		case !ok:
-			d.Add(CheckJoinservice, checkup.Warn, remedy, "the policy lists machine %s as a control plane, and it is enrolled as none", m)
+			d.Add(CheckJoinservice, checkup.Warn, remedy, "the policy lists machine %s as a control plane, but it is not enrolled as one", m)
 		case n.Spec.Banned:
-			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is banned, and the policy lists its machine %s as a control plane", n.Name, m)
+			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is banned, but the policy lists its machine %s as a control plane", n.Name, m)
 		case n.Spec.Role != v1alpha1.RoleControlPlane:
-			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is a worker, and the policy lists its machine %s as a control plane", n.Name, m)
+			d.Add(CheckJoinservice, checkup.Fail, remedy, "%s is a worker, but the policy lists its machine %s as a control plane", n.Name, m)
 		case cluster.ControlPlane(m) == "":
-			d.Add(CheckJoinservice, checkup.Warn, policies.RecordIt(n.Name), "by the cluster, %s is a control plane with machine %s, which the policy lists; this folder records no name of that machine, so muster forget and replace refuse it", n.Name, m)
+			d.Add(CheckJoinservice, checkup.Warn, policies.RecordIt(n.Name), "in the cluster, %s is a control plane with machine %s, which the policy lists. This folder records no name of that machine, so muster forget and replace refuse it", n.Name, m)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(cluster.ControlPlanes)) {
 		had := cluster.ControlPlanes[name]
 		switch n, ok := named[name]; {
 		case !ok:
-			d.Add(CheckJoinservice, checkup.Warn, "If you have removed it, complete that: muster forget "+name+". If not, somebody has: enroll it again (muster enroll "+name+" --role control-plane --machine-id "+had.String()+").",
-				"this folder records the control plane %s, machine %s, which the cluster does not have", name, had)
+			d.Add(CheckJoinservice, checkup.Warn, "If you have removed it, complete that: muster forget "+name+". If not, it was removed without you: enroll it again (muster enroll "+name+" --role control-plane --machine-id "+had.String()+").",
+				"this folder records the control plane %s, machine %s, but the cluster does not have it", name, had)
 		case n.Spec.MachineID != had.String() || n.Spec.Role != v1alpha1.RoleControlPlane:
-			d.Add(CheckJoinservice, checkup.Fail, "If another copy of the folder is newer, use that one. Otherwise somebody has changed the enrollment: docs/control-planes.md#an-enrollment-that-is-not-yours.",
-				"the cluster says that %s is a %s with machine %s, and this folder records a control plane with machine %s", name, n.Spec.Role, n.Spec.MachineID, had)
+			d.Add(CheckJoinservice, checkup.Fail, "If another copy of the folder is newer, use that one. Otherwise the enrollment was changed without this folder: docs/control-planes.md#an-enrollment-that-is-not-yours.",
+				"in the cluster %s is a %s with machine %s, but this folder records a control plane with machine %s", name, n.Spec.Role, n.Spec.MachineID, had)
 		}
 	}
 	return nil
 }
 
-// controlPlanes appraises the joinservice of each control plane that is not banned. One that is refused or
-// unreachable is a finding; accepted is called for the others, with their address. at is empty for one without an
-// address.
+// controlPlanes appraises the joinservice of each control plane that is not banned. It reports those that are refused
+// or unreachable, and calls accepted with the address of each other one. at is empty if there is no address.
 func (d *doctor) controlPlanes(ctx context.Context, check string, accepted func(n v1alpha1.AttestedNode, at string)) error {
 	if d.policy == nil {
-		return nil // its check has reported it
+		return nil // another check reports it
 	}
 	var id [32]byte
 	if err := ownerdir.ParseHex([]byte(d.dir.Cluster().ClusterID), id[:]); err != nil {
@@ -284,7 +284,7 @@ func (d *doctor) auditLog(ctx context.Context) error {
 		d.auditOf(p.Name, text)
 	}
 	if d.Clean(CheckAudit) {
-		d.OK(CheckAudit, "no record is missing, says each of %d", len(pods.Items))
+		d.OK(CheckAudit, "no record is missing, by the metrics of %d joinservices", len(pods.Items))
 	}
 	return nil
 }
@@ -308,9 +308,9 @@ func (d *doctor) auditOf(pod string, metrics []byte) {
 		}
 	}
 	if failed > 0 {
-		d.Add(CheckAudit, checkup.Fail, "Make room on the disk of its node: without a record nothing is issued.", "%s refused %.0f tickets since it could not write its audit log", pod, failed)
+		d.Add(CheckAudit, checkup.Fail, "Free space on the disk of its node: without an audit record, joinservice issues nothing.", "%s refused %.0f tickets since it could not write its audit log", pod, failed)
 	}
 	if dropped > 0 {
-		d.Add(CheckAudit, checkup.Warn, "Find out who asks that often: muster status and joinservice's log have machines and addresses.", "%s recorded %.0f refusals by their number only", pod, dropped)
+		d.Add(CheckAudit, checkup.Warn, "Find the source of these requests: muster status and joinservice's log have machines and addresses.", "%s recorded %.0f refusals only as a count", pod, dropped)
 	}
 }

@@ -10,7 +10,8 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// authorities finds nodes that trust a certificate authority which the cluster has dropped: who has its key can be an administrator for their kubelets.
+// authorities finds nodes that trust a certificate authority which the cluster has dropped: a holder of its key has an
+// administrator's rights at their kubelets.
 func (d *doctor) authorities(ctx context.Context) error {
 	list, err := d.kube.Authorities()
 	if err != nil {
@@ -39,12 +40,12 @@ func (d *doctor) trustOnly(all []v1alpha1.AttestedNode, ids []string) {
 		reported++
 		for _, id := range n.Status.Authorities {
 			if !slices.Contains(ids, id) {
-				d.Add(CheckAuthorities, checkup.Warn, "A node that runs drops it within five minutes of the rotation's end; reboot one that does not. If it stays so, look for why its machine is refused: muster verify "+n.Name+".",
-					"%s trusts the certificate authority %s, and the folder's admin.conf does not", n.Name, id)
+				d.Add(CheckAuthorities, checkup.Warn, "A node that runs drops it within five minutes of the rotation's end; reboot one that does not. If that does not help, its machine may be refused: muster verify "+n.Name+".",
+					"%s trusts the certificate authority %s, but the folder's admin.conf does not", n.Name, id)
 			}
 		}
 	}
 	if d.Clean(CheckAuthorities) {
-		d.OK(CheckAuthorities, "%d nodes trust none but the cluster's", reported)
+		d.OK(CheckAuthorities, "%d nodes trust only the cluster's", reported)
 	}
 }

@@ -14,13 +14,14 @@ import (
 )
 
 const (
-	// oldDisk is the age from which doctor names an AttestedDisk that no enrollment has: its machine may come back.
+	// oldDisk is the age from which doctor reports an AttestedDisk without an enrollment. The machine of a younger one may
+	// return.
 	oldDisk = 30 * 24 * time.Hour
-	// maxOldDisks is the number of disks that it names.
+	// maxOldDisks limits the disks that the text names.
 	maxOldDisks = 10
 )
 
-// disks names disks that no enrolled machine has any more: only their owner knows which were destroyed (J2).
+// disks reports disks that no enrolled machine has: only the owner knows which were destroyed (J2).
 func (d *doctor) disks(ctx context.Context) error {
 	var all v1alpha1.AttestedDiskList
 	if err := d.kube.Reader().List(ctx, &all); clusterapi.Absent(err) {
@@ -62,12 +63,12 @@ func (d *doctor) disks(ctx context.Context) error {
 	}
 	if len(old) == 0 {
 		if d.Clean(CheckDisks) {
-			d.OK(CheckDisks, "%d, each an enrolled machine's or younger than %d days", len(all.Items), oldDisk/(24*time.Hour))
+			d.OK(CheckDisks, "%d, each of an enrolled machine or younger than %d days", len(all.Items), oldDisk/(24*time.Hour))
 		}
 		return nil
 	}
 	slices.Sort(old)
-	d.Add(CheckDisks, checkup.OK, "muster forget --erase --disk UUID, of those that are no longer needed: what is on them can't be read again.",
-		"%d, of which %d are no enrolled machine's: %s", len(all.Items), len(old), strings.Join(old[:min(len(old), maxOldDisks)], ", "))
+	d.Add(CheckDisks, checkup.OK, "For those that are no longer needed: muster forget --erase --disk UUID. Their data can't be read again.",
+		"%d, of which %d belong to no enrolled machine: %s", len(all.Items), len(old), strings.Join(old[:min(len(old), maxOldDisks)], ", "))
 	return nil
 }

@@ -1,8 +1,7 @@
-// Package doctor finds faults of a cluster, or of one machine that should join it, from the owner's workstation, and
-// returns remedies. It only reads, except that it updates known.json of the owner's folder.
+// Package doctor finds faults of a cluster, or of a machine that should join it, and returns remedies. It runs on the
+// owner's workstation. It only reads, except that it updates known.json of the owner's folder.
 //
-// The checks are independent: one that fails does not prevent the others. Checks that need the object which a failed
-// one could not read are left out.
+// A failed check does not prevent the others. Only checks that need an object which could not be read are left out.
 package doctor
 
 import (
@@ -66,7 +65,7 @@ const (
 type Config struct {
 	// Folder is the path of the owner's folder.
 	Folder string
-	// DialContext opens the connections to joinservices; nil: a [net.Dialer].
+	// DialContext opens the connections to joinservices; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 	// Now returns the time; nil: time.Now.
 	Now func() time.Time
@@ -77,10 +76,10 @@ type doctor struct {
 	Config
 	checkup.Report
 	dir     *ownerdir.Dir
-	policy  *attest.Policy // of the folder; nil: it can't be read
+	policy  *attest.Policy // of the folder; nil if it can't be read
 	kube    *clusterapi.Client
 	release *releasev1.Release
-	drill   bool // the cluster is well, and the folder is checked
+	drill   bool // the cluster is healthy, and the folder is checked
 }
 
 func newDoctor(cfg Config) *doctor {
@@ -110,7 +109,7 @@ func Examine(ctx context.Context, cfg Config) *checkup.Report {
 func (d *doctor) each(ctx context.Context, checks ...func(context.Context) error) {
 	for _, check := range checks {
 		if err := check(ctx); err != nil {
-			d.Add(CheckAPI, checkup.Fail, "Look at the API server: it answered before.", "%v", err)
+			d.Add(CheckAPI, checkup.Fail, "Check the API server: it answered earlier checks.", "%v", err)
 			if ctx.Err() != nil {
 				break
 			}
@@ -118,12 +117,12 @@ func (d *doctor) each(ctx context.Context, checks ...func(context.Context) error
 	}
 }
 
-const restoreFolder = "Restore the folder from your copy: what it holds can't be made anew."
+const restoreFolder = "Restore the folder from your copy: its contents can't be recreated."
 
 func (d *doctor) folder() bool {
 	dir, err := ownerdir.View(d.Folder)
 	if err != nil {
-		d.Err(CheckFolder, "Name the folder by --directory; what is wrong with its mode or its files stands beside.", err)
+		d.Err(CheckFolder, "Name the folder by --directory. The finding says what is wrong with its mode or its files.", err)
 		return false
 	}
 	d.dir = dir
@@ -132,7 +131,7 @@ func (d *doctor) folder() bool {
 	for _, err := range []error{secrets, key} {
 		remedy := restoreFolder
 		if errors.Is(err, ownerdir.ErrExposed) {
-			remedy = "Run that chmod. If another person may have read the file: docs/threat-model.md says what each secret opens; muster rotate owner-key replaces the owner's key."
+			remedy = "Run that chmod. If another person may have read the file: docs/threat-model.md describes what each secret gives access to; muster rotate owner-key replaces the owner's key."
 		}
 		if err != nil {
 			d.Err(CheckFolder, remedy, err)
@@ -143,9 +142,9 @@ func (d *doctor) folder() bool {
 	}
 	switch c := dir.Cluster(); {
 	case c.Restore != nil:
-		d.Add(CheckFolder, checkup.Warn, recovery.RestoreRemedy, "%v: it got to the stage %s", recovery.ErrRestoring, c.Stage)
+		d.Add(CheckFolder, checkup.Warn, recovery.RestoreRemedy, "%v: it stopped at the stage %s", recovery.ErrRestoring, c.Stage)
 	case c.Stage != ownerdir.StageInstalled:
-		d.Add(CheckFolder, checkup.Warn, "Run muster init again: it goes on where it stopped.", "init got to the stage %s only", c.Stage)
+		d.Add(CheckFolder, checkup.Warn, "Run muster init again: it continues where it stopped.", "init is incomplete: it stopped at the stage %s", c.Stage)
 	}
 	if d.Clean(CheckFolder) {
 		d.OK(CheckFolder, "%s is complete, and only you can read it", d.Folder)
@@ -176,7 +175,7 @@ func (d *doctor) ownPolicy() {
 func (d *doctor) kubeconfig() bool {
 	kube, err := access.Connect(d.dir)
 	if err != nil {
-		d.Err(CheckKubeconfig, "Run muster init to its end, or copy /etc/kubernetes/admin.conf from a control plane to "+d.dir.File(ownerdir.AdminConf)+", mode 0600.", err)
+		d.Err(CheckKubeconfig, "Complete muster init, or copy /etc/kubernetes/admin.conf from a control plane to "+d.dir.File(ownerdir.AdminConf)+", mode 0600.", err)
 		return false
 	}
 	ends, err := kube.Ends()
@@ -199,8 +198,8 @@ func (d *doctor) kubeconfig() bool {
 	return true
 }
 
-// A clock difference above warnSkew is a warning; above failSkew, new certificates are not yet valid, and verdicts
-// are too old when they arrive.
+// A clock difference above warnSkew is a warning. Above failSkew, new certificates are not valid yet, and verdicts are too
+// old when they arrive.
 const (
 	warnSkew = time.Minute
 	failSkew = 5 * time.Minute
@@ -210,15 +209,15 @@ func (d *doctor) apiServer(ctx context.Context) bool {
 	began := d.Now()
 	theirs, err := d.kube.Ready(ctx)
 	if err != nil {
-		d.Err(CheckAPI, "Look at the control planes' consoles; with a login, which Muster's image does not have, crictl ps -a there shows kube-apiserver and etcd. If it is only out of reach from here, look at the network and at controlPlaneEndpoint. "+
-			"If all control planes were off at once: muster recover (docs/recovery.md). If half of them or more are gone for good: docs/runbooks.md#lost-quorum.", err)
+		d.Err(CheckAPI, "Look at the control planes' consoles; with a login, which Muster's image does not have, crictl ps -a there shows kube-apiserver and etcd. If it only can't be reached from here, check the network and controlPlaneEndpoint. "+
+			"If all control planes were off at the same time: muster recover (docs/recovery.md). If half of them or more are lost for good: docs/runbooks.md#lost-quorum.", err)
 		return false
 	}
 	d.OK(CheckAPI, "%s is ready", d.kube.Server())
 	took := d.Now().Sub(began)
 	d.skew(CheckClock, "the API server's clock", theirs.Sub(began.Add(took/2)), took/2+time.Second)
 	if d.Clean(CheckClock) {
-		d.OK(CheckClock, "the API server's clock is ours")
+		d.OK(CheckClock, "the API server's clock agrees with this computer's")
 	}
 	return true
 }
@@ -229,9 +228,9 @@ func (d *doctor) skew(check, whose string, diff, slack time.Duration) {
 	const remedy = "Set both clocks by NTP: with wrong ones, certificates are not yet or no longer valid and verdicts are too old."
 	switch {
 	case off > failSkew:
-		d.Add(check, checkup.Fail, remedy, "%s is %s off ours", whose, off)
+		d.Add(check, checkup.Fail, remedy, "%s differs from this computer's by %s", whose, off)
 	case off > warnSkew:
-		d.Add(check, checkup.Warn, remedy, "%s is %s off ours", whose, off)
+		d.Add(check, checkup.Warn, remedy, "%s differs from this computer's by %s", whose, off)
 	}
 }
 
@@ -242,10 +241,10 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 		return nil //nolint:nilerr // the folder's check has reported it
 	}
 	public := rotation.Keys()
-	const other = "Use the folder of the owner who initialized this cluster. docs/operate.md says what to do if it is lost."
+	const other = "Use the folder of the owner who initialized this cluster. If that folder is lost: docs/operate.md."
 	if d.release != nil {
 		if !slices.Contains(clusterapi.OwnerKeys(d.release), public.Strings()[0]) { // the one that signs
-			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster know another owner's key, and not the one that this folder signs with")
+			d.Add(CheckOwnerKey, checkup.Fail, other, "the services of this cluster accept another owner's key, not the one with which this folder signs")
 		}
 	}
 	p, err := d.kube.Policy(ctx)
@@ -259,23 +258,23 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 	d.signature(p, public, other)
 	d.insecure(p.Status.Insecure)
 	if next := rotation.Command(); next != "" {
-		d.Add(CheckOwnerKey, checkup.Warn, "Roll out the image for the next step, then run "+next+": with --dry-run it shows which nodes' images have which keys (docs/certificates.md).", "its rotation is not over: as long as an image has the old key, machines accept its signatures")
+		d.Add(CheckOwnerKey, checkup.Warn, "Roll out the image for the next step, then run "+next+": with --dry-run it shows which nodes' images have which keys (docs/certificates.md).", "its rotation is unfinished: machines whose image has the old key still accept its signatures")
 	}
 	if d.Clean(CheckOwnerKey) {
-		d.OK(CheckOwnerKey, "the services know it, and the policy in force is signed with it")
+		d.OK(CheckOwnerKey, "the services accept it, and the policy in force is signed with it")
 	}
 	return nil
 }
 
-// known compares the cluster with its last recorded state, and records the present one: a recovery relies on it, and
-// it shows that a cluster was restored to an earlier state (B7).
+// known compares the cluster with its last recorded state, and records the present one. A recovery relies on this record,
+// and the record shows whether a cluster was restored to an earlier state (B7).
 func (d *doctor) known(ctx context.Context) error {
 	if d.Failed(CheckFolder) || d.Failed(CheckOwnerKey) {
-		return nil // their checks have reported why
+		return nil // other checks report why
 	}
 	if d.dir.Cluster().Restore != nil {
-		d.Add(CheckKnown, checkup.Fail, recovery.RestoreRemedy, "%v: until then, no ban and no salt of a new disk is recorded in %s", recovery.ErrRestoring, d.dir.File(ownerdir.KnownFile))
-		return nil // what it compares is older on purpose
+		d.Add(CheckKnown, checkup.Fail, recovery.RestoreRemedy, "%v: until it is done, no ban and no salt of a new disk is recorded in %s", recovery.ErrRestoring, d.dir.File(ownerdir.KnownFile))
+		return nil // during a restore, the record is that of the lost cluster
 	}
 	s, err := d.kube.Knowledge(ctx)
 	if err != nil {
@@ -289,9 +288,9 @@ func (d *doctor) known(ctx context.Context) error {
 	case errors.Is(err, recovery.ErrRolledBack):
 		d.Err(CheckKnown, clusterapi.BehindRemedy, err)
 	case err != nil:
-		d.Add(CheckKnown, checkup.Warn, "See to it that the folder can be written, and run muster doctor again.", "%v", err)
+		d.Add(CheckKnown, checkup.Warn, "Make the folder writable, and run muster doctor again.", "%v", err)
 	case s.Behind() == "":
-		d.OK(CheckKnown, "the cluster is not older than what it said before; %s says what it says now", d.dir.File(ownerdir.KnownFile))
+		d.OK(CheckKnown, "the cluster's state is not older than the recorded one; %s has the present state", d.dir.File(ownerdir.KnownFile))
 	}
 	return nil
 }
@@ -311,23 +310,23 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 				level = checkup.Fail
 			}
 		}
-		d.Add(CheckPolicy, level, remedy, "the folder's policy (serial %d) is not the cluster's (serial %d)", own.Serial(), inForce.Serial())
+		d.Add(CheckPolicy, level, remedy, "the folder's policy (serial %d) differs from the cluster's (serial %d)", own.Serial(), inForce.Serial())
 	}
 	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
 		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
 	}
 }
 
-// insecure reports switches of the policy in force that the folder's policy does not have. The check of that warns of its own.
+// insecure reports insecure switches of the policy in force that the folder's policy does not have. Another check warns of the folder's switches.
 func (d *doctor) insecure(inForce []string) {
 	for _, s := range inForce {
 		if d.policy == nil || !slices.Contains(d.policy.Insecure(), s) {
-			d.Add(CheckPolicy, checkup.Warn, "If you did not mean it, run muster policy apply with a policy without the switch.", "insecure.%s is on in the policy in force, and not in the folder's", s)
+			d.Add(CheckPolicy, checkup.Warn, "If you did not mean it, run muster policy apply with a policy without the switch.", "insecure.%s is on in the policy in force, but not in the folder's", s)
 		}
 	}
 }
 
-// collateral reports what has ended of the processor vendors' data in the cluster's policy. The check of the folder's policy warns before.
+// collateral reports expired data of processor vendors in the cluster's policy. The check of the folder's policy warns before the expiry.
 func (d *doctor) collateral(ends []attest.CollateralEnd) {
 	for _, e := range ends {
 		if d.Now().After(e.Time) {
@@ -337,7 +336,7 @@ func (d *doctor) collateral(ends []attest.CollateralEnd) {
 	}
 }
 
-// nodes repeats the problems that muster status shows.
+// nodes reports the problems that muster status shows.
 func (d *doctor) nodes(ctx context.Context) error {
 	s, err := d.kube.Status(ctx, slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -351,7 +350,7 @@ func (d *doctor) nodes(ctx context.Context) error {
 	}
 	for _, a := range s.Attention {
 		if kind, _, _ := strings.Cut(a.About, " "); !slices.Contains([]string{"node", "nodes", "waiting", "request"}, kind) {
-			continue // it has a check of its own
+			continue // another check reports it
 		}
 		d.Add(CheckNodes, checkup.Warn, a.Remedy, "%s: %s", a.About, a.Problem)
 	}
@@ -361,7 +360,7 @@ func (d *doctor) nodes(ctx context.Context) error {
 	return nil
 }
 
-// errNotSame is returned for an object that should be the same in the folder and in the cluster.
+// errNotSame is returned if folder and cluster have different versions of an object.
 var errNotSame = errors.New("it is not the one in the owner's folder")
 
 func differs(what string) error { return fmt.Errorf("%s: %w", what, errNotSame) }

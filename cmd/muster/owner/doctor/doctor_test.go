@@ -400,7 +400,7 @@ func (p *patient) harms() []harm {
 		})},
 		{CheckKubeconfig, checkup.Fail, "has no admin.conf yet", "", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) })},
 		{CheckKubeconfig, checkup.Fail, "ended on", CheckClock + CheckPolicy, at(200 * 365 * 24 * time.Hour)},
-		{CheckClock, checkup.Fail, "API server's clock is 2h59m", CheckPolicy, at(-3 * time.Hour)},
+		{CheckClock, checkup.Fail, "API server's clock differs from this computer's by 2h59m", CheckPolicy, at(-3 * time.Hour)},
 		{CheckNodeClocks, checkup.Fail, "node1", "", leased(ahead)},
 		{CheckKinds, checkup.Warn, "another version", "", edited(typed(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}, "attestednodes.muster.dev"), "xn", "spec", "names", "singular")},
 		{CheckAdmission, checkup.Fail, "ValidatingAdmissionPolicyBinding muster-node-certificates was deleted", "", deleted(admission("ValidatingAdmissionPolicyBinding", "muster-node-certificates"))},
@@ -421,7 +421,7 @@ func (p *patient) harms() []harm {
 			_, err := ownerdir.NewKeyFile(path)
 			return err
 		})},
-		{CheckOwnerKey, checkup.Warn, "its rotation is not over", "", func(t *testing.T) func(*testing.T) {
+		{CheckOwnerKey, checkup.Warn, "its rotation is unfinished", "", func(t *testing.T) func(*testing.T) {
 			path := filepath.Join(p.folder, "owner-next.key")
 			_, err := ownerdir.NewKeyFile(path)
 			try(t, err)

@@ -113,8 +113,8 @@ func testDrill(t *testing.T, p *patient) {
 		harm         func(*testing.T) func(*testing.T)
 		notLookedFor string // a check that is left out, since it could report nothing
 	}{
-		{"another root secret in the folder", CheckClusterID, "lead to cluster", p.file("root-secret", write(digits(7))), ""},
-		{"another salt in the folder", CheckDiskKeys, "another key for disk " + enrolledDisk, p.file("salt", write(digits(7))), ""},
+		{"another root secret in the folder", CheckClusterID, "the cluster ID derived from root-secret, salt and measurement-salt is", p.file("root-secret", write(digits(7))), ""},
+		{"another salt in the folder", CheckDiskKeys, "the key for disk " + enrolledDisk + " derived from the folder differs", p.file("salt", write(digits(7))), ""},
 		{"another root secret in the folder, by the Secret", CheckRoot, "not the one", p.file("root-secret", write(digits(7))), ""},
 		{"another measurement salt in the folder", CheckDescription, "measurementSalt", p.file("measurement-salt", write(digits(7))), ""},
 		{"a root secret of zeroes", CheckClusterID, "all zeroes", p.file("root-secret", write(digits(0))), ""},

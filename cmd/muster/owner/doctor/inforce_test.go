@@ -40,7 +40,7 @@ func (p *patient) inForce() []harm {
 			})
 			return p.healthy
 		}},
-		{CheckNodes, checkup.Warn, "its kubelet has not renewed that for 1h", "", func(t *testing.T) func(*testing.T) {
+		{CheckNodes, checkup.Warn, "its kubelet has not renewed its Lease for 1h", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()
 			change(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, true, func(n *corev1.Node) {
 				n.Status.Conditions[0].LastHeartbeatTime = metav1.NewTime(time.Now().Add(-time.Hour))

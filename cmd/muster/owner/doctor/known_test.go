@@ -75,20 +75,20 @@ func (p *patient) rolledBack(t *testing.T) []harm {
 		}
 	}
 	return []harm{
-		{CheckKnown, checkup.Fail, "it is at epoch 0, and was at 41", CheckOwnerKey, beside(func(t *testing.T) func(*testing.T) {
+		{CheckKnown, checkup.Fail, "it is at epoch 0, but was at 41 before", CheckOwnerKey, beside(func(t *testing.T) func(*testing.T) {
 			t.Helper()
 			path := filepath.Join(p.folder, "owner-next.key")
 			_, err := ownerdir.NewKeyFile(path)
 			try(t, err)
 			return func(t *testing.T) { t.Helper(); try(t, os.Remove(path)) }
 		})},
-		{CheckKnown, checkup.Fail, "it is at epoch 0, and was at 41", CheckFolder, beside(p.file("cluster.json", func(path string, b []byte) error {
+		{CheckKnown, checkup.Fail, "it is at epoch 0, but was at 41 before", CheckFolder, beside(p.file("cluster.json", func(path string, b []byte) error {
 			return os.WriteFile(path, []byte(strings.Replace(string(b), `"installed"`, `"requested"`, 1)), 0o600)
 		}))},
 		{CheckKnown, checkup.Fail, "its policy has the serial 1, and had 9", "", knew(func(k *ownerdir.Known) {
 			k.Policy = ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()}
 		})},
-		{CheckKnown, checkup.Fail, "it is at epoch 0, and was at 41", "", knew(func(k *ownerdir.Known) { k.Epoch = 41 })},
+		{CheckKnown, checkup.Fail, "it is at epoch 0, but was at 41 before", "", knew(func(k *ownerdir.Known) { k.Epoch = 41 })},
 		{CheckKnown, checkup.Fail, "was banned with generation", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()
 			node := enrolled(t)
@@ -99,7 +99,7 @@ func (p *patient) rolledBack(t *testing.T) []harm {
 			n.Generation++ // 0 if none was recorded
 			k.Nodes["node1"] = n
 		})},
-		{CheckKnown, checkup.Fail, ", which had gone, is back with the generation", "", func(t *testing.T) func(*testing.T) {
+		{CheckKnown, checkup.Fail, " exists again, with the generation", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()
 			node := enrolled(t)
 			return knew(func(k *ownerdir.Known) { k.Gone = []ownerdir.KnownGone{{UID: string(node.UID), Name: "node1"}} })(t)
@@ -118,8 +118,8 @@ func (p *patient) rolledBack(t *testing.T) []harm {
 			repair := knew(func(k *ownerdir.Known) { k.Nodes = nil })(t) // else there is nothing to record
 			return func(t *testing.T) { repair(t); write(t, nil, nil) }
 		}},
-		{CheckFolder, checkup.Warn, "a restore is not at its end", CheckKnown, p.restoring()},
-		{CheckKnown, checkup.Fail, "a restore is not at its end", CheckFolder, p.restoring()},
+		{CheckFolder, checkup.Warn, "a restore is unfinished", CheckKnown, p.restoring()},
+		{CheckKnown, checkup.Fail, "a restore is unfinished", CheckFolder, p.restoring()},
 		{CheckKnown, checkup.Warn, "known.json", "", p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.WriteFile(path, []byte(`{"version": 9}`), 0o600) })},
 	}
 }

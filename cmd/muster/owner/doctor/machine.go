@@ -25,15 +25,15 @@ const (
 	CheckJoining  = "joining"
 )
 
-// ExamineMachine examines a machine that should become a node from the owner's workstation. `bootstrapper doctor`
-// makes the checks that are only possible on the machine itself.
+// ExamineMachine examines, from the owner's workstation, a machine that should become a node. `bootstrapper
+// doctor` makes the checks that are only possible on the machine itself.
 func ExamineMachine(ctx context.Context, cfg appraisal.VerifyConfig) *checkup.Report {
 	r := &checkup.Report{}
 	sight, err := appraisal.Verify(ctx, cfg)
 	if err != nil {
-		remedy := "Look at the network between here and the machine, and at the machine's console, which says what it waits for. If it is a node already, it serves no port: `muster doctor --node NODE`."
+		remedy := "Check the network between this computer and the machine, and the machine's console, which shows what it waits for. If it is a node already, it serves no port: `muster doctor --node NODE`."
 		if errors.Is(err, syscall.ECONNREFUSED) {
-			remedy = "The machine is a node already, or its bootstrapper is not running: if it is a node, run `muster doctor --node NODE`; if not, look at its console."
+			remedy = "The machine is a node already, or its bootstrapper is not running. For a node, run `muster doctor --node NODE`; otherwise look at its console."
 		}
 		r.Err(CheckReach, remedy, err)
 		return r
@@ -52,7 +52,7 @@ func ExamineMachine(ctx context.Context, cfg appraisal.VerifyConfig) *checkup.Re
 func evidence(r *checkup.Report, s *appraisal.Report) {
 	reason, why := attest.ReasonOf(s.Err), s.Err
 	if refusal, ok := errors.AsType[*attest.Refusal](s.Err); ok {
-		why = refusal // without the connection's text around it
+		why = refusal // without the text of the connection error
 	}
 	remedy := rpc.RemedyOf(reason)
 	if s.Problem != nil && s.Problem.Remedy != "" {
@@ -79,7 +79,7 @@ func evidence(r *checkup.Report, s *appraisal.Report) {
 	}
 }
 
-// endorsedBy returns the endorsement, and the root if there is one.
+// endorsedBy returns the endorsement, with the root if there is one.
 func endorsedBy(s *appraisal.Report) string {
 	if s.Root == "" {
 		return s.Endorsement
@@ -100,26 +100,26 @@ func status(r *checkup.Report, s *appraisal.MachineStatus) {
 	d := &doctor{}
 	d.skew(CheckClock, "the machine's clock", s.Skew, time.Second)
 	if len(d.Findings) == 0 {
-		d.OK(CheckClock, "the machine's clock is ours")
+		d.OK(CheckClock, "the machine's clock agrees with this computer's")
 	}
 	r.Findings = append(r.Findings, d.Findings...)
 	switch {
 	case s.Reason != "":
 		remedy := s.Remedy
 		if remedy == "" {
-			remedy = "joinservice's log and audit log say more."
+			remedy = "joinservice's log and audit log have details."
 		}
 		by := ""
 		if s.ReasonUnproven {
-			by = ", from a peer that has not proven to be a joinservice"
+			by = ", from a peer that was not attested as a joinservice"
 		}
 		r.Add(CheckJoining, checkup.Fail, remedy, "%s%s: %s", s.Reason, by, attempts(s))
 	case len(s.JoinEndpoints) == 0 && !s.InitAllowed:
-		r.Add(CheckJoining, checkup.Fail, "Correct the machine's metadata: name joinEndpoints, or initSecretHash if it should become the first.", "it tries no joinservice, and allows no init")
+		r.Add(CheckJoining, checkup.Fail, "Correct the machine's metadata: name joinEndpoints, or initSecretHash if it should become the first.", "it has no joinservice to try, and allows no init")
 	case len(s.JoinEndpoints) == 0:
 		r.OK(CheckJoining, "it waits for muster init")
 	default:
-		r.OK(CheckJoining, "no try has failed")
+		r.OK(CheckJoining, "no attempt has failed")
 	}
 }
 

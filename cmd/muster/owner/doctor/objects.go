@@ -21,9 +21,9 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-const again = "Run the muster init of this cluster again, with the same flags: it puts back what Muster installs and leaves the rest."
+const again = "Run the muster init of this cluster again, with the same flags: it restores the objects that Muster installs, and leaves the others."
 
-// kinds compares Muster's definitions with those that this program carries.
+// kinds compares Muster's definitions in the cluster with those of this program.
 func (d *doctor) kinds(ctx context.Context) error {
 	own, err := clusterapi.Definitions()
 	if err != nil {
@@ -37,7 +37,7 @@ func (d *doctor) kinds(ctx context.Context) error {
 		case have == nil:
 			d.Add(CheckKinds, checkup.Fail, again, "%s is not defined", want.GetName())
 		case !contains(want.Object["spec"], have.Object["spec"]):
-			d.Add(CheckKinds, checkup.Warn, "Use the muster of the version that is installed, or upgrade the cluster to this one's.", "%s is that of another version of Muster", want.GetName())
+			d.Add(CheckKinds, checkup.Warn, "Use the muster of the version that is installed, or upgrade the cluster to this one's.", "%s is from another version of Muster", want.GetName())
 		}
 	}
 	if d.Clean(CheckKinds) {
@@ -77,7 +77,7 @@ func (d *doctor) chart(ctx context.Context) error {
 		d.Add(CheckChart, checkup.Fail, again, "revision %d is %s", r.Version, s)
 	}
 	if have := r.Chart.Metadata.Version; have != own.Metadata.Version {
-		d.Add(CheckChart, checkup.Warn, "Use the muster of that version, or upgrade the cluster to this one's.", "version %s is installed, and this program carries %s", have, own.Metadata.Version)
+		d.Add(CheckChart, checkup.Warn, "Use the muster of that version, or upgrade the cluster to this one's.", "version %s is installed, but this program has %s", have, own.Metadata.Version)
 	}
 	if d.Clean(CheckChart) {
 		d.OK(CheckChart, "version %s, revision %d", r.Chart.Metadata.Version, r.Version)
@@ -120,7 +120,7 @@ func (d *doctor) object(ctx context.Context, check string, want *unstructured.Un
 			continue
 		}
 		if !contains(value, have.Object[field]) {
-			d.Add(check, checkup.Fail, again, "%s is not as the chart made it: %s was changed", name, field)
+			d.Add(check, checkup.Fail, again, "%s differs from the chart: %s was changed", name, field)
 		}
 	}
 	return nil
@@ -183,11 +183,11 @@ func (d *doctor) services(ctx context.Context) error {
 			return err
 		}
 		if text != "" {
-			d.Add(CheckServices, checkup.Fail, "kubectl -n "+clusterapi.Namespace+" get pods; the log of the one that is not ready, and its /readyz, say what is missing.", "%s", text)
+			d.Add(CheckServices, checkup.Fail, "kubectl -n "+clusterapi.Namespace+" get pods. The log of a pod that is not ready, and its /readyz, show what is missing.", "%s", text)
 		}
 		for _, image := range images {
 			if !strings.Contains(image, "@sha256:") {
-				d.Add(CheckImages, checkup.Fail, "Name it by digest in the chart's values (make images writes digests): a tag can come to mean another program.", "%s runs %s", name, image)
+				d.Add(CheckImages, checkup.Fail, "Name it by digest in the chart's values (make images writes digests): a tag can later refer to another program.", "%s runs %s", name, image)
 			}
 		}
 	}
@@ -200,13 +200,13 @@ func (d *doctor) services(ctx context.Context) error {
 	return nil
 }
 
-// root compares the Secret with the folder. It shows no byte of either (K3).
+// root compares the Secret with the folder. Its findings contain no byte of either (K3).
 func (d *doctor) root(ctx context.Context) error {
-	const remedy = "Restore it from the owner's folder, as docs/operate.md says under “muster-kms-root is lost”."
+	const remedy = "Restore it from the owner's folder: docs/operate.md, “muster-kms-root is lost”."
 	s := &corev1.Secret{}
 	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: clusterapi.Namespace, Name: "muster-kms-root"}, s)
 	if clusterapi.Absent(err) {
-		d.Add(CheckRoot, checkup.Fail, remedy, "the Secret muster-kms-root is gone: kms can derive no key once it restarts")
+		d.Add(CheckRoot, checkup.Fail, remedy, "the Secret muster-kms-root is gone: kms can derive no keys after its next restart")
 		return nil
 	}
 	if err != nil {
@@ -228,7 +228,7 @@ func (d *doctor) root(ctx context.Context) error {
 }
 
 func (d *doctor) description(ctx context.Context) error {
-	const remedy = "Restore the ConfigMap muster-cluster: clusterID and measurementSalt stand in the owner's folder (cluster.json, measurement-salt)."
+	const remedy = "Restore the ConfigMap muster-cluster: clusterID and measurementSalt are in the owner's folder (cluster.json, measurement-salt)."
 	m := &corev1.ConfigMap{}
 	err := d.kube.Reader().Get(ctx, client.ObjectKey{Namespace: clusterapi.Namespace, Name: clusterinfo.ConfigMap}, m)
 	if clusterapi.Absent(err) {
@@ -257,7 +257,7 @@ func (d *doctor) description(ctx context.Context) error {
 	return nil
 }
 
-// upgrade reports an upgrade of Kubernetes that is not over.
+// upgrade reports an unfinished upgrade of Kubernetes.
 func (d *doctor) upgrade(i *clusterinfo.Info) {
 	const remedy = "Run muster upgrade kubernetes %s: it continues where it stopped."
 	switch {
@@ -270,7 +270,7 @@ func (d *doctor) upgrade(i *clusterinfo.Info) {
 	}
 }
 
-// rotation reports a rotation of a key that is not over.
+// rotation reports an unfinished rotation of a key.
 func (d *doctor) rotation(r *clusterinfo.Rotation) {
 	switch {
 	case r == nil:
@@ -278,7 +278,7 @@ func (d *doctor) rotation(r *clusterinfo.Rotation) {
 	case r.Joins():
 		d.Add(CheckRotation, checkup.Warn, "Run "+r.Command()+": with --dry-run it shows what stops working then.", "all control planes use the new %s since %s, and still accept the old one", r.Key, r.Since.Local().Format(time.DateTime))
 	default:
-		d.Add(CheckRotation, checkup.Warn, "Run "+r.Command()+": it continues where it stopped.", "the %s is in the phase %s since %s; until that is over, no control plane can join", r.Key, r.Phase, r.Since.Local().Format(time.DateTime))
+		d.Add(CheckRotation, checkup.Warn, "Run "+r.Command()+": it continues where it stopped.", "the %s is in the phase %s since %s; no control plane can join until that phase is done", r.Key, r.Phase, r.Since.Local().Format(time.DateTime))
 	}
 }
 
@@ -293,12 +293,12 @@ func (d *doctor) nodeClocks(ctx context.Context) error {
 	for _, l := range leases.Items {
 		text, _, _ := unstructured.NestedString(l.Object, "spec", "renewTime")
 		if at, err := time.Parse(time.RFC3339Nano, text); err == nil && at.After(now) {
-			// An old one may also be that of a node that is down, which the check of nodes reports.
+			// An old lease may also be that of a node that is down, which the check of nodes reports.
 			d.skew(CheckNodeClocks, "the clock of node "+l.GetName(), at.Sub(now), time.Second)
 		}
 	}
 	if d.Clean(CheckNodeClocks) {
-		d.OK(CheckNodeClocks, "none of %d is ahead of ours", len(leases.Items))
+		d.OK(CheckNodeClocks, "none of %d is ahead of this computer's", len(leases.Items))
 	}
 	return nil
 }

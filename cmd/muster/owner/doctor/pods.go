@@ -22,22 +22,22 @@ func (d *doctor) privilegedPods(ctx context.Context) error {
 	}
 	for _, ns := range slices.Sorted(maps.Keys(found.Unclear)) {
 		d.Add(CheckPods, checkup.Warn, "Label the namespace "+ns+" if its users are no administrators: kubectl label namespace "+ns+" "+podsecurity.Label+"=baseline.",
-			"whether pods that mount their node's root folder are accepted in namespace %s can't be seen, something else refuses the one that is tried: %s", ns, found.Unclear[ns])
+			"can't tell whether pods that mount their node's root folder are accepted in namespace %s: the test pod was refused for another reason: %s", ns, found.Unclear[ns])
 		break // one example is enough
 	}
 	var more string
 	if len(found.Allowed) > 0 {
-		more += "; those with the label, where only administrators should create pods: " + some(found.Allowed)
+		more += "; namespaces with the label, where only administrators should create pods: " + some(found.Allowed)
 	}
 	if found.Unasked > 0 {
-		more += fmt.Sprintf("; %d namespaces without a label were not asked", found.Unasked)
+		more += fmt.Sprintf("; %d namespaces without a label were not checked", found.Unasked)
 	}
 	switch {
 	case len(found.Open) > 0:
 		d.Add(CheckPods, checkup.Warn, "Run kubectl label namespace NAMESPACE "+podsecurity.Label+"=baseline for each whose users are no administrators; privileged, where only administrators create pods.",
-			"the API server accepts pods that mount their node's root folder: whoever may create pods in one of these namespaces may be root on every node: %s%s", some(found.Open), more)
+			"the API server accepts pods that mount their node's root folder: every user who may create pods in one of these namespaces can become root on every node: %s%s", some(found.Open), more)
 	case len(found.Unclear) == 0:
-		d.OK(CheckPods, "are refused where no label of the namespace allows them%s", more)
+		d.OK(CheckPods, "are refused, except where a namespace's label allows them%s", more)
 	}
 	return nil
 }

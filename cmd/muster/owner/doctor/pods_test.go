@@ -34,7 +34,7 @@ func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
 		{"clusters of muster init, for administrators alone", shared, map[string]string{podsecurity.Label: "privileged"}, checkup.OK, "only administrators should create pods: users"},
 		{"Kubernetes' default", byDefault, nil, checkup.Warn, "default, kube-node-lease, kube-public, users"},
 		{"one is labeled", byDefault, map[string]string{podsecurity.Label: "baseline"}, checkup.Warn, "default, kube-node-lease, kube-public"},
-		{"for administrators alone", byDefault, map[string]string{podsecurity.Label: "privileged"}, checkup.Warn, "default, kube-node-lease, kube-public; those with the label, where only administrators should create pods: users"},
+		{"for administrators alone", byDefault, map[string]string{podsecurity.Label: "privileged"}, checkup.Warn, "default, kube-node-lease, kube-public; namespaces with the label, where only administrators should create pods: users"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			text, err := os.ReadFile(tt.api.Kubeconfig)
@@ -76,7 +76,7 @@ func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
 			d.Findings = nil
 			try(t, d.privilegedPods(t.Context()))
 		}
-		if len(d.Findings) != 2 || d.Findings[0].Level != checkup.Warn || !strings.Contains(d.Findings[0].Detail, "in namespace limited can't be seen") || !strings.Contains(d.Findings[0].Detail, "maximum memory usage") {
+		if len(d.Findings) != 2 || d.Findings[0].Level != checkup.Warn || !strings.Contains(d.Findings[0].Detail, "in namespace limited: the test pod was refused") || !strings.Contains(d.Findings[0].Detail, "maximum memory usage") {
 			t.Errorf("%+v", d.Findings)
 		}
 	})

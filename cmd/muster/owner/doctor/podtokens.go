@@ -23,19 +23,19 @@ func (d *doctor) podTokens(ctx context.Context) error {
 	for _, p := range pods.Items {
 		if !slices.ContainsFunc(p.Spec.Containers, neverExtends) {
 			d.Add(CheckPodTokens, checkup.Warn, "Add "+extendTokens+"=false to the API server's arguments on each control plane, see \"Pods' tokens\" in docs/leaving.md.",
-				"%s gives pods tokens that live for a year: one that is taken from a node works until the pod is deleted", p.Name)
+				"%s gives pods tokens that are valid for a year: a token stolen from a node works until the pod is deleted", p.Name)
 		}
 	}
 	switch {
 	case len(pods.Items) == 0:
-		d.Add(CheckPodTokens, checkup.Warn, "See that each API server is started with "+extendTokens+"=false.", "no API server of this cluster is a pod, so how long pods' tokens live can't be seen")
+		d.Add(CheckPodTokens, checkup.Warn, "Make sure that each API server is started with "+extendTokens+"=false.", "no API server of this cluster is a pod, so the lifetime of pods' tokens is unknown")
 	case d.Clean(CheckPodTokens):
-		d.OK(CheckPodTokens, "live as long as they were asked for, say the arguments of %d API servers", len(pods.Items))
+		d.OK(CheckPodTokens, "are valid only for the requested time, by the arguments of %d API servers", len(pods.Items))
 	}
 	return nil
 }
 
-// neverExtends reports whether the last such argument of a container disables the extension.
+// neverExtends reports whether a container's last such argument disables the extension.
 func neverExtends(c corev1.Container) bool {
 	last := ""
 	for _, arg := range slices.Concat(c.Command, c.Args) {

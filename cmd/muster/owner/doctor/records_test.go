@@ -28,7 +28,7 @@ func (p *patient) records() []harm {
 		})
 	}
 	return []harm{
-		{CheckJoinservice, checkup.Warn, "this folder records no name of that machine", "", record(nil)},
+		{CheckJoinservice, checkup.Warn, "This folder records no name of that machine", "", record(nil)},
 		{CheckJoinservice, checkup.Warn, "the control plane node8, machine 01", "", record(map[string]attest.MachineID{"node1": machine, "node8": {1}})},
 		{CheckJoinservice, checkup.Fail, "this folder records a control plane with machine 01", "", record(map[string]attest.MachineID{"node1": {1}})},
 		{CheckJoinservice, checkup.Warn, "the control plane node8, machine " + machine.String(), "", record(map[string]attest.MachineID{"node8": machine})},

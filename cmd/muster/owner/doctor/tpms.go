@@ -10,8 +10,8 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// tpms finds TPMs that are enrolled as several machines, each by another of its endorsement keys (A8). New ones are
-// refused; existing ones were enrolled by an older version, or by a policy whose roots allowed it.
+// tpms finds TPMs that are enrolled as several machines, each by another endorsement key of the TPM (A8). New ones
+// are refused. Existing ones were enrolled by an older version, or by a policy whose roots allowed it.
 func (d *doctor) tpms(ctx context.Context) error {
 	var all v1alpha1.AttestedNodeList
 	if err := d.kube.Reader().List(ctx, &all); err != nil {
@@ -38,12 +38,12 @@ func (d *doctor) oneMachineEach(all []v1alpha1.AttestedNode) {
 		if len(machines) < 2 {
 			continue
 		}
-		remedy := "Find out which of them its machine is, and let go of the others: muster forget NAME."
+		remedy := "Find out which of these names is its machine's, and remove the others: muster forget NAME."
 		if banned {
-			remedy = "One of them is banned, so none of them attests any more: let go of the others, muster forget NAME, or lift the ban."
+			remedy = "One of them is banned, so all of them are refused. Remove the others (muster forget NAME), or lift the ban."
 		}
 		slices.Sort(names)
-		d.Add(CheckTPMs, checkup.Fail, remedy, "%s have one TPM: %d machine IDs, one attestation key", strings.Join(names, ", "), len(machines))
+		d.Add(CheckTPMs, checkup.Fail, remedy, "%s have the same TPM: %d machine IDs, one attestation key", strings.Join(names, ", "), len(machines))
 	}
 	if d.Clean(CheckTPMs) {
 		d.OK(CheckTPMs, "%d that have attested, each of one machine", len(byAK))

@@ -12,8 +12,8 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 )
 
-// lost returns an error if an API server answers that is not the one of the machine that this restore has asked: a cluster that runs is not restored, since
-// there would be two of it.
+// lost returns an error if an API server answers, unless it is that of the machine on which this restore runs. Restoring a running cluster would
+// create a second one.
 func (i *initializer) lost(ctx context.Context) error {
 	kube, err := access.Connect(i.Dir)
 	if err != nil {
@@ -25,7 +25,7 @@ func (i *initializer) lost(ctx context.Context) error {
 	c := i.dir()
 	open := ""
 	if c.Restore != nil {
-		open = " To keep that cluster, give the restore up: muster restore --abandon."
+		open = " To keep that cluster, cancel the restore: muster restore --abandon."
 	}
 	switch {
 	case err == nil && c.Restore != nil && c.Stage == ownerdir.StageRequested:
@@ -34,12 +34,12 @@ func (i *initializer) lost(ctx context.Context) error {
 			return problem.WithRemedy(fmt.Errorf("the API server at %s answers, so the cluster may not be lost, but does not list its nodes: %w", kube.Server(), err), "Run the same command again in a minute. If an old control plane answers there: power all of them off."+open)
 		}
 		if !slices.Contains(names, c.FirstMachine.NodeName) {
-			return problem.WithRemedy(fmt.Errorf("the API server at %s answers and does not have the node %s of the machine that was asked: the cluster is not lost", kube.Server(), c.FirstMachine.NodeName),
+			return problem.WithRemedy(fmt.Errorf("the API server at %s answers, but does not have the node %s of the restore's machine: the cluster is not lost", kube.Server(), c.FirstMachine.NodeName),
 				"If an old control plane answers there: power all of them off, and run the same command again. If the new machine's API server has just started: run it again in a minute."+open)
 		}
 		return nil
 	case err == nil:
-		return problem.WithRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "A cluster that runs is not restored, since there would be two of it. Repair it (docs/runbooks.md), or power all of its control planes off first."+open)
+		return problem.WithRemedy(fmt.Errorf("the API server at %s answers: the cluster is not lost", kube.Server()), "Restoring a running cluster would create a second one. Repair it (docs/runbooks.md), or power all of its control planes off first."+open)
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
 	}
@@ -49,17 +49,17 @@ func (i *initializer) lost(ctx context.Context) error {
 	return nil
 }
 
-// Abandon ends a restore that has no result, with the folder as it was before. It returns the machine that was asked and may have the cluster's keys; nil:
-// nothing was sent.
+// Abandon cancels a restore that has no result, and returns the folder to its state before. It returns the machine that may have received the
+// cluster's keys; nil if nothing was sent.
 func Abandon(ctx context.Context, d *ownerdir.Dir) (*ownerdir.Machine, error) {
 	c := d.Cluster()
 	asked := c.FirstMachine
-	const goOn = "Run the same muster restore again: it goes on. If its machine can't be used, begin with another one by --start-over."
+	const goOn = "Run the same muster restore again to complete it. If its machine can't be used, start again with another one: --start-over."
 	switch {
 	case c.Restore == nil:
-		return nil, errors.New("no restore of this cluster is open: nothing was changed")
+		return nil, errors.New("no restore of this cluster is in progress: nothing was changed")
 	case c.Restore.Ended || c.Stage != ownerdir.StagePrepared && c.Stage != ownerdir.StageRequested:
-		return nil, problem.WithRemedy(errors.New("a machine has become the first control plane of the restored cluster: there is no way back"), goOn)
+		return nil, problem.WithRemedy(errors.New("the restored cluster already has its first control plane: the restore can't be canceled"), goOn)
 	case asked != nil:
 		kube, err := access.Connect(d)
 		if err != nil {
@@ -68,7 +68,7 @@ func Abandon(ctx context.Context, d *ownerdir.Dir) (*ownerdir.Machine, error) {
 		alive, cancel := context.WithTimeout(ctx, access.ProbeTimeout)
 		defer cancel()
 		if names, err := kube.NodeNames(alive); err == nil && slices.Contains(names, asked.NodeName) {
-			return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of the machine that was asked: the cluster is restored there", kube.Server(), asked.NodeName), goOn)
+			return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of the restore's machine: the cluster is restored there", kube.Server(), asked.NodeName), goOn)
 		}
 	}
 	c.Stage, c.FirstMachine = ownerdir.StageInstalled, c.Restore.Former

@@ -119,11 +119,11 @@ func TestARestoreWithAMachineIsAbandonedOnlyWithoutItsCluster(t *testing.T) {
 		}
 	}
 	open(ownerdir.StageInitialized, true)
-	if _, err := Abandon(ctx, l.Dir); err == nil || !strings.Contains(err.Error(), "no way back") {
+	if _, err := Abandon(ctx, l.Dir); err == nil || !strings.Contains(err.Error(), "the restore can't be canceled") {
 		t.Errorf("%v", err)
 	}
 	open(ownerdir.StagePrepared, true) // begun again with --start-over
-	if _, err := Abandon(ctx, l.Dir); err == nil || !strings.Contains(err.Error(), "no way back") {
+	if _, err := Abandon(ctx, l.Dir); err == nil || !strings.Contains(err.Error(), "the restore can't be canceled") {
 		t.Errorf("%v", err)
 	}
 	open(ownerdir.StageRequested, false)

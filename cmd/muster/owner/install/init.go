@@ -1,6 +1,6 @@
 // Package install initializes a cluster on its first machine, adopts one, or restores one from a backup, and installs and upgrades Muster's services in it.
 //
-// No secret is sent before the owner's folder is on the disk.
+// It sends no secret before the owner's folder is stored on the disk.
 package install
 
 import (
@@ -51,7 +51,7 @@ type InitConfig struct {
 	Report progress.Reporter
 	// Log receives the output of helm and client-go.
 	Log *slog.Logger
-	// DialContext opens TCP connections to machines; nil: a [net.Dialer].
+	// DialContext opens TCP connections to machines; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
@@ -64,7 +64,7 @@ const InstallSteps = 10
 // Init initializes a cluster, or resumes an interrupted call.
 func Init(ctx context.Context, cfg InitConfig) error {
 	if cfg.Dir == nil || cfg.Report == nil || cfg.Log == nil {
-		return errors.New("owner: Init needs Dir, Report and Log")
+		return errors.New("install.Init: Dir, Report and Log are required")
 	}
 	i := &initializer{InitConfig: cfg}
 	if err := i.load(); err != nil {
@@ -88,14 +88,14 @@ type initializer struct {
 	json      []byte
 	secrets   ownerdir.Secrets
 	clusterID keys.ClusterID
-	backup    *initv1.Backup    // nil: the cluster is not restored
-	restored  *clusterinfo.Info // of the backup; nil: the cluster is not restored
-	checked   *checked          // the only machine that a restore may ask; nil: the cluster is not restored
+	backup    *initv1.Backup    // nil unless the cluster is restored
+	restored  *clusterinfo.Info // of the backup; nil unless the cluster is restored
+	checked   *checked          // the only machine that a restore may ask; nil unless the cluster is restored
 }
 
 func (i *initializer) dir() ownerdir.Cluster { return i.Dir.Cluster() }
 
-// order returns cluster.json with the values that the machine gets. Those of a restored cluster are the backup's: it may have been upgraded since init.
+// order returns cluster.json with the values for the machine. A restored cluster has the backup's values, because it may have been upgraded since init.
 func (i *initializer) order() ownerdir.Cluster {
 	c := i.dir()
 	if r := i.restored; r != nil {
@@ -115,17 +115,17 @@ func (i *initializer) load() error {
 	if i.secrets, err = i.Dir.Secrets(); err != nil {
 		return err
 	}
-	// The owner chose everything that the cluster ID depends on, and so knows the possible values of PCR 15.
+	// The owner chose all inputs of the cluster ID, so the possible values of PCR 15 are known.
 	i.clusterID = keys.NewRoot(i.secrets.Root, i.secrets.Salt).ClusterID(i.secrets.MeasurementSalt)
 	return nil
 }
 
-// step reports f as one step.
+// step runs f and reports it as one step.
 func (i *initializer) step(name string, f func() (detail string, err error)) error {
 	return progress.Step(i.Report, name, f)
 }
 
-// machine requests the init from the first machine.
+// machine appraises the first machine and requests the init from it.
 func (i *initializer) machine(ctx context.Context) error {
 	c := i.dir()
 	// A6: the machine must be unlocked; after an earlier request it may be locked to this cluster, and must be the
@@ -186,23 +186,23 @@ func (i *initializer) appraise(ctx context.Context, target *peerdial.Target) (st
 	return "machine " + id.String(), nil
 }
 
-// explainVerdict names this owner's files where a refusal's general remedy cannot.
+// explainVerdict adds remedies that need to name the owner's files.
 func (i *initializer) explainVerdict(err error) error {
 	c := i.dir()
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_LOCK_FOREIGN {
-		return problem.WithRemedy(err, "The machine is locked to another cluster, or was by an earlier attempt with another folder. Reboot it, and if it is to be used again, wipe its state first.")
+		return problem.WithRemedy(err, "The machine is locked to another cluster, perhaps by an earlier attempt with another folder. Reboot it. To use it again, wipe its state first.")
 	}
 	if c.Adopted && rpc.ReasonFrom(err) == attestv1.Reason_REASON_INIT_NOT_ALLOWED {
-		return problem.WithRemedy(err, "The machine must be a control plane, as kubeadm makes one, of the cluster at --control-plane-endpoint, and its metadata must have the role control-plane, its node's name and the init secret's hash. The log of its bootstrapper says what is missing.")
+		return problem.WithRemedy(err, "The machine must be a control plane, as kubeadm makes one, of the cluster at --control-plane-endpoint, and its metadata must have the role control-plane, its node's name and the init secret's hash. The log of its bootstrapper shows what is missing.")
 	}
 	if attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_REFUSED || len(attest.MismatchesOf(err)) > 0 {
 		return err
 	}
 	switch {
 	case c.Stage == ownerdir.StageRequested && c.Restore != nil:
-		return problem.WithRemedy(err, fmt.Sprintf("The restore was begun on machine %s, which may hold the cluster's secrets. Go on with that machine. If it can't be used: power it off, erase its state disk, and run the command with --start-over.", c.FirstMachine.ID))
+		return problem.WithRemedy(err, fmt.Sprintf("The restore was started on machine %s, which may hold the cluster's secrets. Continue with that machine. If it can't be used: power it off, erase its state disk, and run the command with --start-over.", c.FirstMachine.ID))
 	case c.Stage == ownerdir.StageRequested:
-		return problem.WithRemedy(err, fmt.Sprintf("This cluster was begun on machine %s, which may hold its secrets. Go on with that machine, or begin a new cluster: another --directory, after wiping the old machine.", c.FirstMachine.ID))
+		return problem.WithRemedy(err, fmt.Sprintf("The init of this cluster was started on machine %s, which may hold its secrets. Continue with that machine. Or wipe it, and initialize a new cluster in another --directory.", c.FirstMachine.ID))
 	case i.checked != nil:
 		return problem.WithRemedy(err, "Another machine answers at "+c.Endpoint+" than before. Find out which machines have that address, power the wrong one off, and run the same command again.")
 	}
@@ -243,8 +243,8 @@ func (i *initializer) request(ctx context.Context, target peerdial.Target) (stri
 	return "node " + result.GetNodeName(), i.keep(result)
 }
 
-// opened returns an error while the machine does not accept an init. It accepts none before its state disk is open,
-// and a first boot writes all of the disk. If the machine does not report that, the init itself is requested.
+// opened returns an error until the machine accepts an init: its state disk must be open, and a first boot writes the whole
+// disk. If the machine does not report the disk's state, the caller requests the init at once.
 func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 	status, err := initv1connect.NewMachineServiceClient(s.Client(), s.URL(), rpc.ClientOptions()...).GetStatus(ctx, &initv1.GetStatusRequest{})
 	if err != nil {
@@ -257,30 +257,30 @@ func (i *initializer) opened(ctx context.Context, s *peerdial.Session) error {
 func (i *initializer) diskOpen(status *initv1.GetStatusResponse) error {
 	switch waits := status.GetLastReason() != attestv1.Reason_REASON_UNSPECIFIED; {
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits && i.dir().Restore != nil:
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
-			"Nothing of this restore is on it that the backup does not have: if nothing else on it is needed, erase the disk's first MiB (docs/state-disk.md#erase-the-first-mib), start the machine again, and run the same command.")
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk belongs to an earlier cluster, and the machine waits for its key"),
+			"The backup has everything that this restore wrote to it. If nothing else on the disk is needed, erase its first MiB (docs/state-disk.md#erase-the-first-mib), start the machine again, and run the same command.")
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING && waits:
 		host, _, err := net.SplitHostPort(i.dir().Endpoint)
 		if err != nil {
 			return fmt.Errorf("cluster.json: %w", err)
 		}
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk was given to a cluster before, and it waits for the key"),
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "the machine's state disk belongs to an earlier cluster, and the machine waits for its key"),
 			fmt.Sprintf("If that was this cluster, and the power failed: muster recover %s --directory %s, and run the same command again. Otherwise erase the disk's first MiB if nothing on it is needed (docs/state-disk.md#erase-the-first-mib).", host, i.Dir.Path()))
 	case status.GetPhase() == initv1.Phase_PHASE_UNLOCKING, status.GetPhase() == initv1.Phase_PHASE_FORMATTING:
-		return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the machine makes its state disk ready")
+		return attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the machine prepares its state disk")
 	}
 	return nil
 }
 
-// call makes one call and follows its stream. The client sends nothing before its verdict on the server: the
-// transport dials, appraises, and only then sends the request (A6).
+// call makes one call and follows its stream. The client sends nothing before it has accepted the server: the transport
+// dials, appraises, and only then sends the request (A6).
 func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.InitResult, error) {
 	ctx, peer := atls.CapturePeer(ctx)
 	c := i.order()
 	list := versions.NewList(c.Components...)
 	salt, err := keys.ParseDiskSalt(c.FirstMachine.DiskSalt)
 	if err != nil {
-		return nil, fmt.Errorf("cluster.json: diskSalt: %w: it was begun with an older version of muster, so begin a new cluster in another --directory", err)
+		return nil, fmt.Errorf("cluster.json: diskSalt: %w: an older version of muster started this init, so initialize a new cluster in another --directory", err)
 	}
 	owner, err := i.Dir.OwnerKey()
 	if err != nil {
@@ -303,7 +303,7 @@ func (i *initializer) call(ctx context.Context, s *peerdial.Session) (*initv1.In
 		case *initv1.InitResponse_Result:
 			p, ok := peer()
 			if !ok {
-				return nil, errors.New("the result came over a connection without a verdict") // A1: cannot be
+				return nil, errors.New("the result came over a connection that was not appraised") // A1: cannot be
 			}
 			return m.Result, i.check(m.Result, p)
 		}
@@ -355,14 +355,14 @@ func received[T any](stream *connect.ServerStreamForClient[T], err error, event 
 func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	bad := func(format string, args ...any) error {
 		err := attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's result: "+format, args...)
-		return problem.WithRemedy(err, "Don't use this cluster. The machine's bootstrapper is faulty or of another version: wipe the machine, and begin a new cluster in another --directory.")
+		return problem.WithRemedy(err, "Don't use this cluster. The machine's bootstrapper is faulty or of another version: wipe the machine, and initialize a new cluster in another --directory.")
 	}
 	id := p.Machine()
 	if string(r.GetMachineId()) != string(id[:]) {
 		return bad("it reports machine ID %x, but machine %s was appraised", r.GetMachineId(), id)
 	}
 	if string(r.GetClusterId()) != string(i.clusterID[:]) {
-		return bad("its cluster ID %x is not the one that follows from the owner's secrets, %s", r.GetClusterId(), i.clusterID)
+		return bad("its cluster ID %x is not the one that is derived from the owner's secrets, %s", r.GetClusterId(), i.clusterID)
 	}
 	if msgs := validation.IsDNS1123Label(r.GetNodeName()); len(msgs) > 0 {
 		return bad("node name %q: %s", r.GetNodeName(), msgs[0])
@@ -378,7 +378,7 @@ func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	}
 	for _, a := range r.GetAddresses() {
 		if ip, err := netip.ParseAddr(a); err != nil || ip.Unmap().String() != a || ip.Zone() != "" {
-			return bad("address %q is none", a)
+			return bad("%q is not an address", a)
 		}
 	}
 	if err := access.CheckKubeconfig(r.GetKubeconfig(), i.order().ControlPlaneEndpoint); err != nil {
@@ -387,8 +387,8 @@ func (i *initializer) check(r *initv1.InitResult, p attest.Peer) error {
 	return access.CheckClock(r.GetKubeconfig(), time.Now())
 }
 
-// keep stores the result. The kubeconfig comes first: once the stage shows that there is a cluster, its key is on the
-// disk.
+// keep stores the result. It stores the kubeconfig first, so that a folder whose stage shows a cluster always has the
+// kubeconfig's key.
 func (i *initializer) keep(r *initv1.InitResult) error {
 	if err := access.WriteAdminConf(i.Dir, r.GetKubeconfig()); err != nil {
 		return err
@@ -400,11 +400,11 @@ func (i *initializer) keep(r *initv1.InitResult) error {
 	}
 	c.ClusterID = i.clusterID.String()
 	c.FirstMachine.NodeName, c.FirstMachine.DiskID, c.FirstMachine.Addresses = r.GetNodeName(), r.GetDiskId(), r.GetAddresses()
-	c.ControlPlanes = map[string]attest.MachineID{r.GetNodeName(): c.FirstMachine.ID} // A7: the only one, also of a cluster that is restored
+	c.ControlPlanes = map[string]attest.MachineID{r.GetNodeName(): c.FirstMachine.ID} // A7: the only one, also after a restore
 	return i.Dir.Save(c)
 }
 
-// retry is again, for the first machine.
+// retry repeats an action on the first machine.
 func (i *initializer) retry(ctx context.Context, try func() error) error {
 	return progress.Again(ctx, i.Report, try)
 }

@@ -24,7 +24,7 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Deadlines of steps that wait for other programs. Each names what is missing.
+// Deadlines of steps that wait for other programs. The error names what is missing.
 const (
 	apiTimeout         = 3 * time.Minute
 	servicesTimeout    = 10 * time.Minute
@@ -33,8 +33,8 @@ const (
 
 // install installs Muster in the cluster. A repeated step recognizes its own work.
 //
-// The order matters: the first machine is enrolled before the chart's admission policies exist, which would refuse
-// its node's writes.
+// The order matters: the first machine is enrolled before the chart's admission policies exist, because they would
+// refuse its node's writes.
 func (i *initializer) install(ctx context.Context) error {
 	c := i.dir()
 	kubeconfig, err := i.Dir.Read(ownerdir.AdminConf)
@@ -51,11 +51,11 @@ func (i *initializer) install(ctx context.Context) error {
 		do   func() (string, error)
 	}{
 		{"wait for the API server", func() (string, error) {
-			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not get ready")
+			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not become ready")
 			defer cancel()
 			return kube.Server(), kube.Reachable(ctx)
 		}},
-		{"note which nodes are there", func() (string, error) { return i.noteNodes(ctx, kube) }},
+		{"record the existing nodes", func() (string, error) { return i.noteNodes(ctx, kube) }},
 		{"apply the owner's manifests", func() (string, error) {
 			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Update)
 		}},
@@ -64,7 +64,7 @@ func (i *initializer) install(ctx context.Context) error {
 		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
 		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
-			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
+			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not become ready")
 			defer cancel()
 			return "", kube.ServicesReady(ctx, i.Report.Update)
 		}},
@@ -74,8 +74,8 @@ func (i *initializer) install(ctx context.Context) error {
 		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
 			continue
 		}
-		if s.name == "note which nodes are there" && !c.Adopted {
-			continue // there is only the first
+		if s.name == "record the existing nodes" && !c.Adopted {
+			continue // it has only the first machine's node
 		}
 		if err := i.step(s.name, s.do); err != nil {
 			return err
@@ -86,13 +86,13 @@ func (i *initializer) install(ctx context.Context) error {
 	return i.Dir.Save(c)
 }
 
-// deadline limits a step; the cause names what is missing.
+// deadline limits a step; the error names what is missing.
 func deadline(ctx context.Context, d time.Duration, what string) (context.Context, context.CancelFunc) {
 	return context.WithTimeoutCause(ctx, d, fmt.Errorf("%s within %s: %w", what, d, context.DeadlineExceeded))
 }
 
-// noteNodes records once, before any change, which nodes an adopted cluster has: a resumed run does not count a node
-// that came in between among them (J4).
+// noteNodes records the nodes of an adopted cluster, once and before any change. So a resumed run does not include a
+// node that was added in between (J4).
 func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	c := i.dir()
 	if c.NodesBefore == nil && c.Stage != ownerdir.StageInstalled {
@@ -105,7 +105,7 @@ func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (s
 			return "", err
 		}
 	}
-	return fmt.Sprintf("%d beside the first machine", len(c.NodesBefore)), nil
+	return fmt.Sprintf("%d besides the first machine", len(c.NodesBefore)), nil
 }
 
 func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
@@ -119,19 +119,19 @@ func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (stri
 	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Update)
 }
 
-// enroll records the machine that this owner appraised: its enrollment, its verdict, and that its node may write.
+// enroll records the machine that this owner appraised: its enrollment, its verdict, and its node's permission to write.
 func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error {
 	m := i.dir().FirstMachine
 	for _, a := range m.Addresses {
 		if ip, err := netip.ParseAddr(a); err != nil || !i.policy.AllowsAddress(ip) {
-			err := attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "the policy's nodeCidrs have no network with the machine's address %s", a)
+			err := attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "no network in the policy's nodeCidrs contains the machine's address %s", a)
 			return problem.WithRemedy(err, "Add its network to nodeCidrs in "+i.Dir.File(ownerdir.PolicyFile)+" and run the command again, without --policy.")
 		}
 	}
 	spec := v1alpha1.AttestedNodeSpec{MachineID: m.ID.String(), Role: v1alpha1.RoleControlPlane, DiskID: m.DiskID, Addresses: m.Addresses}
 	salt, err := keys.ParseDiskSalt(m.DiskSalt)
 	if err != nil {
-		return problem.WithRemedy(fmt.Errorf("cluster.json: diskSalt: %w", err), "The disk of the first machine was erased, or this cluster was begun with an older version of muster: begin a new one in another --directory.")
+		return problem.WithRemedy(fmt.Errorf("cluster.json: diskSalt: %w", err), "The disk of the first machine was erased, or an older version of muster started this init: initialize a new cluster in another --directory.")
 	}
 	if _, err := kube.Enroll(ctx, m.NodeName, spec, salt); err != nil {
 		return err
@@ -149,7 +149,7 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 	}
 	var others []string
 	if i.dir().Adopted {
-		// All nodes from before Muster may go on. After the installation, a Node that is not enrolled has no access.
+		// All nodes from before Muster keep their access. After the installation, a Node that is not enrolled has none.
 		var before []string
 		if c := i.dir(); c.Stage != ownerdir.StageInstalled {
 			before = c.NodesBefore
@@ -158,7 +158,7 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 			return err
 		}
 		for _, name := range others {
-			i.Report.Update(name + " may go on as a node, though its machine never attested")
+			i.Report.Update(name + " keeps its access as a node, although its machine never attested")
 		}
 	}
 	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)
@@ -206,7 +206,7 @@ func (i *initializer) joinservice(ctx context.Context) (string, error) {
 }
 
 func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
-	// The services serve only a machine that is locked to this cluster.
+	// The services only answer a machine that is locked to this cluster.
 	s, err := peerdial.Open(peerdial.Target{
 		Addr: addr, Purpose: attest.PurposeJoinservice, Policy: i.policy, Locks: []attest.Lock{attest.LockedTo(i.clusterID)}, Only: &id, DialContext: i.DialContext,
 	})
@@ -224,7 +224,7 @@ func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest
 	return nil
 }
 
-// listFirst lists the first machine in the folder's policy, which is not signed yet: its serial stays.
+// listFirst lists the first machine in the folder's policy. The policy is not signed yet, so its serial stays the same.
 func (i *initializer) listFirst() error {
 	m := i.dir().FirstMachine
 	if m == nil {

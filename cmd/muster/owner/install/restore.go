@@ -34,15 +34,15 @@ import (
 type RestoreConfig struct {
 	// Dir is the owner's folder, opened for writing.
 	Dir *ownerdir.Dir
-	// File is the backup, and URL where the machine gets the same file.
+	// File is the backup, URL the address at which the machine gets the same file.
 	File, URL string
 	// Endpoint is HOST:PORT of the new machine's bootstrapper.
 	Endpoint string
-	// StartOver begins with another backup or another machine, though a machine was asked already.
+	// StartOver allows another backup or another machine after an earlier run has used one.
 	StartOver bool
-	// AcceptEpoch is the epoch that the owner accepts without being asked; nil: Ask asks.
+	// AcceptEpoch is the epoch that the owner accepts without a question; nil to call Ask.
 	AcceptEpoch *uint64
-	// Ask shows what would be restored, and asks; nil: there is nobody to ask.
+	// Ask shows what would be restored, and asks the user; nil without an interactive user.
 	Ask func(backups.BackupInfo) (bool, error)
 	// Values has the port of the joinservice; see [InitConfig].
 	Values clusterapi.Values
@@ -53,8 +53,8 @@ type RestoreConfig struct {
 // RestoreSteps is the number of steps that [Restore] reports.
 const RestoreSteps = 15
 
-// Restore makes a new machine the first control plane of the folder's cluster, from a backup, after all control planes were lost. After an interruption the
-// same call finishes.
+// Restore makes a new machine the first control plane of the folder's cluster, from a backup, after all control planes were lost. After an
+// interruption, the same call completes the restore.
 func Restore(ctx context.Context, cfg RestoreConfig) error {
 	i := &initializer{InitConfig: InitConfig{Dir: cfg.Dir, Values: cfg.Values, Report: cfg.Report, Log: cfg.Log}}
 	if err := i.load(); err != nil {
@@ -70,9 +70,9 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 	c := i.dir()
 	switch {
 	case c.Adopted:
-		return problem.WithRemedy(errors.New("the cluster is older than Muster, which does not know all of its keys"), "Restore it with the tools that made it.")
+		return problem.WithRemedy(errors.New("the cluster existed before Muster, which does not have all of its keys"), "Restore it with the tools that created it.")
 	case c.Restore == nil && c.Stage != ownerdir.StageInstalled:
-		return problem.WithRemedy(fmt.Errorf("%s has no whole cluster yet", i.Dir.Path()), "Run muster init to its end.")
+		return problem.WithRemedy(fmt.Errorf("%s does not have a complete cluster yet", i.Dir.Path()), "Complete muster init first.")
 	}
 	var info *backups.BackupInfo
 	var m *backup.Manifest
@@ -83,7 +83,7 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 		return err
 	}
 	switch {
-	case c.Restore == nil || c.Stage == ownerdir.StagePrepared || cfg.StartOver: // nothing was sent, or it counts no more
+	case c.Restore == nil || c.Stage == ownerdir.StagePrepared || cfg.StartOver: // nothing was sent, or StartOver replaces it
 		if err := i.step("accept the epoch", func() (string, error) { return i.acceptBackup(ctx, cfg, info) }); err != nil {
 			return err
 		}
@@ -91,9 +91,9 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 			return err
 		}
 	case c.Restore.SHA256 != info.SHA256 || c.Endpoint != cfg.Endpoint:
-		return problem.WithRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is not at its end", c.Restore.SHA256, c.Endpoint), "Go on with that backup and that machine. If the machine can't be used: power it off, erase its state disk, and run the command with --start-over.")
-	case c.Stage == ownerdir.StageRequested: // perhaps days ago
-		if err := i.step("see whether the cluster is still lost", func() (string, error) { return "", i.lost(ctx) }); err != nil {
+		return problem.WithRemedy(fmt.Errorf("the restore of the backup with the SHA-256 %s on %s is unfinished", c.Restore.SHA256, c.Endpoint), "Continue with that backup and that machine. If the machine can't be used: power it off, erase its state disk, and run the command with --start-over.")
+	case c.Stage == ownerdir.StageRequested: // the last check may be days old
+		if err := i.step("check that the cluster is still lost", func() (string, error) { return "", i.lost(ctx) }); err != nil {
 			return err
 		}
 	}
@@ -114,7 +114,7 @@ func (i *initializer) openBackup(cfg RestoreConfig) (*backups.BackupInfo, *backu
 	defer f.Close()
 	info, m, authority, err := backups.ReadBackup(i.Dir, f, cfg.File)
 	if err != nil {
-		return nil, nil, problem.WithRemedy(fmt.Errorf("%s is refused: %w", cfg.File, err), "Take another backup of this cluster. muster backup verify FILE looks at one.")
+		return nil, nil, problem.WithRemedy(fmt.Errorf("%s is refused: %w", cfg.File, err), "Use another backup of this cluster. muster backup verify FILE checks one.")
 	}
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
 		return nil, nil, err
@@ -138,13 +138,13 @@ func (i *initializer) openBackup(cfg RestoreConfig) (*backups.BackupInfo, *backu
 	return info, m, nil
 }
 
-// acceptBackup asks the owner.
+// acceptBackup lets the owner accept the backup's epoch.
 func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info *backups.BackupInfo) (string, error) {
 	if err := i.lost(ctx); err != nil {
 		return "", err
 	}
 	if m := i.dir().FirstMachine; cfg.StartOver && i.dir().Restore != nil && m != nil {
-		info.Since = append(info.Since, fmt.Sprintf("Machine %s was asked before, and may have the cluster's keys: power it off, and erase its state disk.", m.ID))
+		info.Since = append(info.Since, fmt.Sprintf("An earlier run used machine %s, which may have the cluster's keys: power it off, and erase its state disk.", m.ID))
 	}
 	for _, l := range info.Lines() {
 		i.Report.Update(l)
@@ -158,12 +158,12 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 	}
 	if !accepted {
 		return "", problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_CLUSTER_ROLLED_BACK, "the backup has epoch %d of the cluster, which was not accepted", info.Epoch),
-			strings.Join(append(info.Lines(), fmt.Sprintf("To go on with it, run the command again with --accept-epoch %d.", info.Epoch)), "\n"))
+			strings.Join(append(info.Lines(), fmt.Sprintf("To restore it, run the command again with --accept-epoch %d.", info.Epoch)), "\n"))
 	}
 	return fmt.Sprintf("epoch %d is accepted", info.Epoch), nil
 }
 
-// beginRestore notes the restore in the folder.
+// beginRestore records the restore in the folder.
 func (i *initializer) beginRestore(cfg RestoreConfig, info *backups.BackupInfo) error {
 	c := i.dir()
 	r := &ownerdir.Restore{Former: c.FirstMachine, FormerEndpoint: c.Endpoint}
@@ -182,7 +182,7 @@ type checked struct {
 	name string // of its node
 }
 
-// restoreOn checks a machine, and restores the cluster on that one.
+// restoreOn checks a machine, and restores the cluster on it.
 func (i *initializer) restoreOn(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
 	if err := i.freeMachine(ctx, m, known); err != nil {
 		return err
@@ -190,8 +190,9 @@ func (i *initializer) restoreOn(ctx context.Context, m *backup.Manifest, known *
 	return i.machine(ctx)
 }
 
-// freeMachine refuses a machine with the name of a node in the backup, or of one that the folder knows: certificates of that node may still be valid. It
-// refuses a banned machine, too. The cluster is then restored on the machine that was checked, and on no other one that answers at its address later.
+// freeMachine refuses a machine with the name of a node in the backup or in the folder's record, because certificates of that node may still be
+// valid. It also refuses a banned machine. The cluster is then restored only on the machine that was checked, also if another one answers at its
+// address later.
 func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
 	c := i.dir()
 	target := peerdial.Target{Addr: c.Endpoint, Purpose: attest.PurposeMachine, Policy: i.policy, Locks: []attest.Lock{attest.Unlocked(), attest.LockedTo(i.clusterID)}, DialContext: i.DialContext}
@@ -213,7 +214,7 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 			if err != nil {
 				return err
 			}
-			if err := i.diskOpen(status); err != nil { // until then it does not know its name
+			if err := i.diskOpen(status); err != nil { // before that, it does not know its name
 				return err
 			}
 			if name = problem.Printable(status.GetNodeName()); name == "" {
@@ -242,7 +243,7 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 	})
 }
 
-// reinstall enrolls the machine, lets the services start there, and ends the restore.
+// reinstall enrolls the machine, lets the services start there, and completes the restore.
 func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *ownerdir.Known) error {
 	kube, err := access.Connect(i.Dir)
 	if err != nil {
@@ -254,7 +255,7 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 		do   func() (string, error)
 	}{
 		{"wait for the API server", func() (string, error) {
-			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not get ready")
+			ctx, cancel := deadline(ctx, apiTimeout, "the API server at "+c.ControlPlaneEndpoint+" did not become ready")
 			defer cancel()
 			return kube.Server(), kube.Reachable(ctx)
 		}},
@@ -265,13 +266,13 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 			}
 			return c.FirstMachine.NodeName, err
 		}},
-		{"ban what was banned or forgotten", func() (string, error) { return i.banAgain(ctx, kube, m, known) }},
-		{"erase what was erased", func() (string, error) { return i.eraseAgain(ctx, kube, known) }},
+		{"ban again what was banned or forgotten", func() (string, error) { return i.banAgain(ctx, kube, m, known) }},
+		{"erase again what was erased", func() (string, error) { return i.eraseAgain(ctx, kube, known) }},
 		{"forget the lost control planes", func() (string, error) { return i.forgetLost(ctx, kube, m, known) }},
 		{"set the policy", func() (string, error) { return i.listRestored(ctx, kube) }},
 		{"enroll the machine", func() (string, error) { return c.FirstMachine.NodeName, i.enroll(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
-			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not get ready")
+			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not become ready")
 			defer cancel()
 			return "", kube.ServicesReady(ctx, i.Report.Update)
 		}},
@@ -281,7 +282,7 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 			return err
 		}
 	}
-	if err := i.step("note the cluster's state", func() (string, error) { return i.noteRestored(ctx, kube, m, known) }); err != nil {
+	if err := i.step("record the cluster's state", func() (string, error) { return i.noteRestored(ctx, kube, m, known) }); err != nil {
 		return err
 	}
 	c = i.dir()
@@ -289,7 +290,7 @@ func (i *initializer) reinstall(ctx context.Context, m *backup.Manifest, known *
 	return i.Dir.Save(c)
 }
 
-// noteRestored replaces known.json, which describes the history that was lost: it would say of each change from now on that it is older.
+// noteRestored replaces known.json. The old one describes the lost history, so every change from now on would be reported as older.
 func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
 	var seen *ownerdir.Known
 	if err := i.retry(ctx, func() (err error) { // bans restart the API server
@@ -298,8 +299,8 @@ func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client,
 	}); err != nil {
 		return "", err
 	}
-	if wrong := i.notShut(seen, m, known); len(wrong) > 0 { // what was written went to another API server than what is read
-		return "", problem.WithRemedy(fmt.Errorf("nodes that were banned or removed are not: %s", problem.Named(wrong)), "An old control plane answers at "+kube.Server()+" now and then: power it off, and run the same command again.")
+	if wrong := i.notShut(seen, m, known); len(wrong) > 0 { // writes and reads went to different API servers
+		return "", problem.WithRemedy(fmt.Errorf("the API server does not show the bans and removals of these nodes: %s", problem.Named(wrong)), "An old control plane answers at "+kube.Server()+" for some connections: power it off, and run the same command again.")
 	}
 	if known.Version == 0 {
 		return "", nil
@@ -313,11 +314,11 @@ func (i *initializer) noteRestored(ctx context.Context, kube *clusterapi.Client,
 	if err != nil {
 		return "", err
 	}
-	return "what was known before is in " + name, i.Dir.Remember(known.Restored(seen))
+	return "the previous record is in " + name, i.Dir.Remember(known.Restored(seen))
 }
 
-// listRestored puts the folder's policy in force, with the machine as its only control plane (A7): of the others, one may still run. Its serial
-// is above those of the backup and of known.json, with which it was compared: machines that were not lost accept no older policy than their last.
+// listRestored puts the folder's policy in force, with the machine as its only control plane (A7), because one of the lost ones may still run.
+// Its serial is above those of the backup and of known.json: machines that were not lost accept no policy older than their last one.
 func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client) (string, error) {
 	c := i.dir()
 	m := c.FirstMachine
@@ -330,7 +331,7 @@ func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client)
 		return "", err
 	}
 	lost := slices.DeleteFunc(p.ControlPlanes(), func(id attest.MachineID) bool { return id == m.ID })
-	if p.MayServe(m.ID) != nil || !c.Restore.Listed && len(lost) > 0 { // once: control planes that join after that are listed too
+	if p.MayServe(m.ID) != nil || !c.Restore.Listed && len(lost) > 0 { // only once: control planes that join after that are also listed
 		signed, err := policies.SignedSerial(i.Dir, have)
 		if err != nil {
 			return "", err

@@ -42,7 +42,7 @@ func TestARestoreCanBeStartedOver(t *testing.T) {
 	if err == nil {
 		t.Fatal("it went on without the machine")
 	}
-	if text := strings.Join(shown.Lines(), "\n"); !strings.Contains(text, "Machine "+lost.ID.String()+" was asked before") {
+	if text := strings.Join(shown.Lines(), "\n"); !strings.Contains(text, "An earlier run used machine "+lost.ID.String()) {
 		t.Errorf("the owner is shown %s", text)
 	}
 	c = o.Cluster()
@@ -64,10 +64,10 @@ func TestARestoreIsRefusedBeforeAnythingIsSent(t *testing.T) {
 		"another epoch":            {accept: epoch(3), says: "CLUSTER_ROLLED_BACK"},
 		"the owner says no":        {ask: func(backups.BackupInfo) (bool, error) { return false, nil }, says: "CLUSTER_ROLLED_BACK"},
 		"a cluster that is not whole": {
-			change: func(c *ownerdir.Cluster) { c.Stage = ownerdir.StageInitialized }, accept: epoch(4), says: "has no whole cluster yet",
+			change: func(c *ownerdir.Cluster) { c.Stage = ownerdir.StageInitialized }, accept: epoch(4), says: "does not have a complete cluster yet",
 		},
-		"an adopted cluster":  {change: func(c *ownerdir.Cluster) { c.Adopted = true }, accept: epoch(4), says: "older than Muster"},
-		"another one is open": {change: func(c *ownerdir.Cluster) { c.Restore = &ownerdir.Restore{SHA256: "0"} }, accept: epoch(4), says: "is not at its end"},
+		"an adopted cluster":  {change: func(c *ownerdir.Cluster) { c.Adopted = true }, accept: epoch(4), says: "existed before Muster"},
+		"another one is open": {change: func(c *ownerdir.Cluster) { c.Restore = &ownerdir.Restore{SHA256: "0"} }, accept: epoch(4), says: "is unfinished"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o := ownertest.NewLost(t)
@@ -96,7 +96,7 @@ func TestARestoreIsRefusedBeforeAnythingIsSent(t *testing.T) {
 		if err := o.Save(c); err != nil {
 			t.Fatal(err)
 		}
-		if err := Init(t.Context(), config(o.Owned)); err == nil || !strings.Contains(err.Error(), "a restore is not at its end") {
+		if err := Init(t.Context(), config(o.Owned)); err == nil || !strings.Contains(err.Error(), "a restore is unfinished") {
 			t.Errorf("%v", err)
 		}
 	})

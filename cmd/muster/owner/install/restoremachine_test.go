@@ -76,7 +76,7 @@ func TestAClusterIsRestoredOnTheMachineThatWasChecked(t *testing.T) {
 	}{
 		"it is banned":                         {diverted: 1, want: attestv1.Reason_REASON_BANNED},
 		"a later connection is diverted":       {diverted: 2, want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "Another machine answers"},
-		"the connection of the request itself": {diverted: 3, want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "The restore was begun on machine " + good.ID().String()},
+		"the connection of the request itself": {diverted: 3, want: attestv1.Reason_REASON_POLICY_REFUSED, remedy: "The restore was started on machine " + good.ID().String()},
 		"it has a name of the backup":          {status: []*initv1.GetStatusResponse{waitsAs("stolen")}, want: attestv1.Reason_REASON_NAME_TAKEN},
 		"it has the name of a node that has gone": {
 			known: ownerdir.Known{Gone: []ownerdir.KnownGone{{Name: "node1"}}}, want: attestv1.Reason_REASON_NAME_TAKEN,

@@ -14,8 +14,8 @@ import (
 	"github.com/muster-k8s/muster/internal/backup"
 )
 
-// joinedLater returns the banned machines that joined after a backup, by a name for them that no node of the backup has, and all names that were in the cluster
-// after the backup and are not in it: their certificates may still be valid.
+// joinedLater returns the banned machines that joined after a backup, each with a name that no node of the backup has. It also returns all names that
+// were in the cluster only after the backup, because their certificates may still be valid.
 func joinedLater(m *backup.Manifest, known *ownerdir.Known) (banned map[string]string, names []string) {
 	uids, taken := map[string]bool{}, map[string]bool{}
 	for _, n := range m.Nodes {
@@ -46,7 +46,7 @@ func joinedLater(m *backup.Manifest, known *ownerdir.Known) (banned map[string]s
 	return banned, names
 }
 
-// bannedMachine reports whether a machine is banned in a backup, or as far as the folder knows.
+// bannedMachine reports whether a machine is banned in a backup, or by the folder's record.
 func bannedMachine(id string, m *backup.Manifest, known *ownerdir.Known) bool {
 	again := revoked(m, known)
 	for _, n := range m.Nodes {
@@ -62,7 +62,7 @@ func bannedMachine(id string, m *backup.Manifest, known *ownerdir.Known) bool {
 	return false
 }
 
-// machineBanned reports whether the machine of a node in a backup is banned, there or as far as the folder knows, under any name.
+// machineBanned reports whether the machine of a node in a backup is banned under any name, in the backup or by the folder's record.
 func machineBanned(n backup.Node, known *ownerdir.Known) bool {
 	if n.Banned {
 		return true
@@ -75,8 +75,8 @@ func machineBanned(n backup.Node, known *ownerdir.Known) bool {
 	return false
 }
 
-// revoked returns the names of the backup's enrollments that are not banned in it, and that as far as the folder knows are forgotten, have a machine that
-// is banned under any name, or have another machine: the one of the backup may have been stolen.
+// revoked returns the names of the backup's enrollments that the restore must ban. They are not banned in the backup, but by the folder's record they
+// are forgotten, their machine is banned under any name, or they have another machine now (the backup's may have been stolen).
 func revoked(m *backup.Manifest, known *ownerdir.Known) []string {
 	out := map[string]bool{}
 	for _, n := range m.Nodes {
@@ -93,9 +93,9 @@ func revoked(m *backup.Manifest, known *ownerdir.Known) []string {
 	return slices.Sorted(maps.Keys(out))
 }
 
-// banAgain bans the enrollments of the backup that the folder knows as banned or forgotten, and banned machines that joined after it, and revokes the
-// certificates of all names that the backup does not have (J4). No joinservice on the new machine is accepted before the policy lists it (A7), so none of
-// their machines gets anything in between.
+// banAgain bans the backup's enrollments that are banned or forgotten by the folder's record, and banned machines that joined after the backup. It
+// revokes the certificates of all names that the backup does not have (J4). Machines accept no joinservice on the new machine before the policy lists
+// it (A7), so none of them gets anything in between.
 func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
 	names := revoked(m, known)
 	for _, name := range names {
@@ -120,13 +120,13 @@ func (i *initializer) banAgain(ctx context.Context, kube *clusterapi.Client, m *
 	if err != nil {
 		return "", err
 	}
-	foreign = slices.DeleteFunc(foreign, func(name string) bool { // joined after an earlier run: those certificates are of now
+	foreign = slices.DeleteFunc(foreign, func(name string) bool { // joined after an earlier run: its certificates are current
 		return name == i.dir().FirstMachine.NodeName || slices.ContainsFunc(live, func(n v1alpha1.AttestedNode) bool { return n.Name == name })
 	})
 	return fmt.Sprintf("%d nodes, %d that joined later", len(names), len(later)), kube.RevokeNames(ctx, foreign)
 }
 
-// eraseAgain deletes the salts of disks that the folder knows as erased (K4), and bans the node that has such a disk in the backup.
+// eraseAgain deletes the salts of disks that the folder records as erased (K4), and bans the node that has such a disk in the backup.
 func (i *initializer) eraseAgain(ctx context.Context, kube *clusterapi.Client, known *ownerdir.Known) (string, error) {
 	erased := 0
 	for _, disk := range known.Erased {
@@ -149,7 +149,7 @@ func (i *initializer) eraseAgain(ctx context.Context, kube *clusterapi.Client, k
 			if err != nil {
 				return "", err
 			}
-			i.Report.Update(fmt.Sprintf("%s has disk %s in the backup, which was erased: it is banned. Once the AttestedDisk of its present disk is there again (docs/leaving.md#erase), muster replace %s --disk UUID gives it that", holder, disk, holder))
+			i.Report.Update(fmt.Sprintf("%s has disk %s in the backup, but that disk was erased, so the node is banned. To let it in again, restore the AttestedDisk of its present disk (docs/leaving.md#erase), and run muster replace %s --disk UUID", holder, disk, holder))
 		}
 		if err := kube.EraseDisk(ctx, disk); err != nil {
 			return "", err
@@ -159,9 +159,9 @@ func (i *initializer) eraseAgain(ctx context.Context, kube *clusterapi.Client, k
 	return fmt.Sprintf("%d disks", erased), nil
 }
 
-// forgetLost removes the enrollments of the lost control planes: if one comes back with its disk, it gets no key for that, and so no second cluster of the
-// same authorities begins beside this one. It also removes what the machine was in the lost cluster: a machine has one enrollment.
-// A banned one stays banned: by its name, as a worker.
+// forgetLost removes the enrollments of the lost control planes. If one returns with its disk, it gets no key, so it cannot start a second cluster
+// with the same authorities. It also removes the machine's own enrollment in the lost cluster, since a machine can have only one. A banned control
+// plane stays banned, as a worker with its name.
 func (i *initializer) forgetLost(ctx context.Context, kube *clusterapi.Client, m *backup.Manifest, known *ownerdir.Known) (string, error) {
 	first := i.dir().FirstMachine
 	var names []string
@@ -173,7 +173,7 @@ func (i *initializer) forgetLost(ctx context.Context, kube *clusterapi.Client, m
 		if err != nil {
 			return "", err
 		}
-		if p.Enrollment != nil && string(p.Enrollment.UID) == n.UID { // else an earlier run has removed it
+		if p.Enrollment != nil && string(p.Enrollment.UID) == n.UID { // otherwise an earlier run has removed it
 			if _, err := kube.Forget(ctx, p, time.Now(), i.Report.Update); err != nil {
 				return "", err
 			}
@@ -189,7 +189,7 @@ func (i *initializer) forgetLost(ctx context.Context, kube *clusterapi.Client, m
 	return strings.Join(names, ", "), nil
 }
 
-// notShut returns the nodes of the restored cluster that this restore has banned or removed, and that are neither.
+// notShut returns the nodes that this restore has banned or removed, but that the API server shows as neither.
 func (i *initializer) notShut(seen *ownerdir.Known, m *backup.Manifest, known *ownerdir.Known) (names []string) {
 	first := i.dir().FirstMachine
 	if seen.Nodes[first.NodeName].MachineID != first.ID.String() {

@@ -23,7 +23,7 @@ func TestABackupIsComparedWithWhatTheFolderKnows(t *testing.T) {
 		},
 	}
 	want := []string{
-		"The folder knows epoch 9.", "Banned since, and not banned in it: w1.", "Banned in it, and not any more: w7.",
+		"The folder records epoch 9.", "Banned since, and not banned in it: w1.", "Banned in it, but no longer banned: w7.",
 		"Given another machine or disk since: w5, w6.", "Forgotten since, and enrolled in it: w3.", "Joined since, and not in it: w4.",
 	}
 	if got := backups.Since(m, known); !slices.Equal(got, want) {

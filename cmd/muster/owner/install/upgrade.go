@@ -29,21 +29,21 @@ type UpgradeConfig struct {
 	Dir *ownerdir.Dir
 	// Values are the changes; the release keeps the other values. The owner's keys are added.
 	Values clusterapi.Values
-	// OwnerKeys are the owner's keys that the services accept; nil: those of the folder.
+	// OwnerKeys are the owner's keys that the services accept; nil for those of the folder.
 	OwnerKeys attest.OwnerKeys
 	// AllowDowngrade allows an older chart. Definitions then stay unchanged.
 	AllowDowngrade bool
-	// LeaveOut are names that the cluster has as control planes, and that are none of the owner's.
+	// LeaveOut are names of control planes in the cluster that are not the owner's.
 	LeaveOut []string
 	// Patience is how long the services may take to become ready after the upgrade.
 	Patience time.Duration
-	// Back is the same after a rollback; 0: Patience.
+	// Back is the same after a rollback; 0 for Patience.
 	Back time.Duration
 	// Report receives each step.
 	Report progress.Reporter
 	// Log receives the output of helm and client-go.
 	Log *slog.Logger
-	// DialContext opens TCP connections to machines; nil: a [net.Dialer].
+	// DialContext opens TCP connections to machines; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
@@ -54,7 +54,7 @@ const UpgradeSteps = 4
 type Upgraded struct {
 	// Plan is the set of changes that it found.
 	Plan *clusterapi.Plan `json:"plan"`
-	// Backup is the folder of the backup; empty if there was nothing to change.
+	// Backup is the folder of the backup; empty if nothing changed.
 	Backup string `json:"backup,omitempty"`
 	// Revision of the release that runs now.
 	Revision int `json:"revision"`
@@ -80,15 +80,15 @@ func PlanUpgrade(ctx context.Context, cfg UpgradeConfig) (*clusterapi.Plan, erro
 	return u.plan, u.look(ctx)
 }
 
-// Upgrade backs up Muster's objects in the cluster, and brings definitions and services to the state that this
-// program carries. If the services do not become ready, or a joinservice fails attestation, helm rolls the release
-// back: the error then wraps a [clusterapi.RolledBack]. The next call resumes an interrupted upgrade.
+// Upgrade backs up Muster's objects in the cluster, and updates definitions and services to this program's version.
+// If the services do not become ready, or a joinservice fails attestation, helm rolls the release back: the error
+// then wraps a [clusterapi.RolledBack]. The next call resumes an interrupted upgrade.
 func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 	u, err := newUpgrader(cfg)
 	if err != nil {
 		return nil, err
 	}
-	err = u.init.step("look at the cluster", func() (string, error) {
+	err = u.init.step("compare the cluster with this version", func() (string, error) {
 		if err := u.look(ctx); err != nil {
 			return "", err
 		}
@@ -136,7 +136,7 @@ func Upgrade(ctx context.Context, cfg UpgradeConfig) (*Upgraded, error) {
 
 func newUpgrader(cfg UpgradeConfig) (*upgrader, error) {
 	if cfg.Dir == nil || cfg.Report == nil || cfg.Log == nil || cfg.Patience <= 0 {
-		return nil, errors.New("owner: Upgrade needs Dir, Report, Log and Patience")
+		return nil, errors.New("install.Upgrade: Dir, Report, Log and Patience are required")
 	}
 	u := &upgrader{
 		UpgradeConfig: cfg, plan: &clusterapi.Plan{},
@@ -165,9 +165,9 @@ func (u *upgrader) look(ctx context.Context) error {
 	err = clusterapi.CheckDirection(u.last)
 	switch {
 	case errors.Is(err, clusterapi.ErrDowngrade) && u.AllowDowngrade:
-		u.definitions = nil // what newer services have stored must stay readable
+		u.definitions = nil // data of newer services must stay readable
 	case errors.Is(err, clusterapi.ErrDowngrade):
-		return problem.WithRemedy(err, "Use the muster of that version or a newer one. If you want to go back all the same, read docs/upgrade.md and give --allow-downgrade.")
+		return problem.WithRemedy(err, "Use the muster of that version or a newer one. To downgrade anyway, read docs/upgrade.md and give --allow-downgrade.")
 	case err != nil:
 		return err
 	}
@@ -181,7 +181,7 @@ func (u *upgrader) look(ctx context.Context) error {
 		}
 	}
 	v := u.Values
-	v.OwnerKeys = slices.Sorted(slices.Values(public.Strings())) // another order would restart the services
+	v.OwnerKeys = slices.Sorted(slices.Values(public.Strings())) // sorted, because another order would restart the services
 	u.values = u.kube.NextValues(u.last, v)
 	plan, err := u.kube.Plan(ctx, u.last, u.values, u.definitions, u.Log)
 	if errors.Is(err, clusterapi.ErrIncompatible) {
@@ -197,11 +197,11 @@ func (u *upgrader) look(ctx context.Context) error {
 func (u *upgrader) summary() string {
 	p := u.plan
 	if p.Empty() {
-		return fmt.Sprintf("revision %d is what this program would make of it", p.Revision)
+		return fmt.Sprintf("revision %d is up to date", p.Revision)
 	}
 	text := fmt.Sprintf("chart %s to %s: %d values, %d definitions, %d objects change", p.Chart.From, p.Chart.To, len(p.Values), len(p.Definitions), len(p.Objects))
 	if u.last.Info.Status.IsPending() {
-		text += fmt.Sprintf("; revision %d was interrupted and is taken up", p.Revision)
+		text += fmt.Sprintf("; continues the interrupted revision %d", p.Revision)
 	}
 	return text
 }
@@ -250,11 +250,11 @@ func (u *upgrader) ready(ctx context.Context) error {
 
 func (u *upgrader) explain(err error) error {
 	if back, ok := errors.AsType[*clusterapi.RolledBack](err); ok {
-		return problem.WithRemedy(err, fmt.Sprintf("The cluster runs as before, by revision %d. The cause stands above; %s helps where a pod did not start. Repair it and run the command again.",
+		return problem.WithRemedy(err, fmt.Sprintf("The cluster runs as before, with revision %d. The error above names the cause; %s helps if a pod did not start. Repair it and run the command again.",
 			back.Now, "kubectl -n "+clusterapi.Namespace+" get events"))
 	}
 	if strings.Contains(err.Error(), "another operation") {
-		return problem.WithRemedy(err, "Another helm or muster is at work on the release. Wait for it.")
+		return problem.WithRemedy(err, "Another helm or muster command is changing the release. Wait until it is done.")
 	}
 	return err
 }

@@ -13,8 +13,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// PlanErase determines what erasing a disk would do whose node is forgotten or banned, or that belongs to no node any
-// more. It changes nothing.
+// PlanErase plans the erasure of a disk whose node is forgotten or banned, or that has no node. It changes nothing.
 func PlanErase(ctx context.Context, d *ownerdir.Dir, disk string) (*Removal, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -47,8 +46,8 @@ func diskToErase(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, 
 	if p.Enrollment != nil && p.Enrollment.Spec.DiskID != "" {
 		disk := p.Enrollment.Spec.DiskID
 		have, err := kube.Disk(ctx, disk)
-		if err == nil && have != nil && have.Spec.MachineID != p.Enrollment.Spec.MachineID { // J2: another machine may need it
-			err = problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s is machine %s's, and %s is another one", disk, have.Spec.MachineID, p.Name),
+		if err == nil && have != nil && have.Spec.MachineID != p.Enrollment.Spec.MachineID { // J2: another machine may need the key
+			err = problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "disk %s belongs to machine %s, but %s is another machine", disk, have.Spec.MachineID, p.Name),
 				"Forget "+p.Name+" without --erase. If that machine's disk is meant: muster forget --erase --disk "+disk+".")
 		}
 		return disk, err
@@ -60,22 +59,22 @@ func diskToErase(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, 
 	if disk := known.Nodes[p.Name].Disk.ID; disk != "" && p.Enrollment == nil {
 		return disk, nil
 	}
-	return "", problem.WithRemedy(fmt.Errorf("no record names the disk of %s", p.Name), "Name it: muster forget --erase --disk UUID. kubectl get attesteddisks lists all.")
+	return "", problem.WithRemedy(fmt.Errorf("the disk of %s is not recorded", p.Name), "Name it: muster forget --erase --disk UUID. kubectl get attesteddisks lists all.")
 }
 
 func (d *Removal) planErase() {
 	d.Plan = append(d.Plan, fmt.Sprintf("erase disk %s: delete its salt from the cluster, known.json and cluster.json, so that its key can never be derived again", d.erase))
-	d.Warnings = append(d.Warnings, "what is on disk "+d.erase+" can't be read again, and this can't be taken back")
+	d.Warnings = append(d.Warnings, "what is on disk "+d.erase+" can't be read again; this can't be undone")
 }
 
-// doErase first deletes the salt from the cluster (K4): what the folder has opens nothing that a joinservice would
-// ask for.
+// doErase deletes the salt from the cluster first (K4), because joinservices use only that one; the folder's copy
+// is deleted afterwards.
 func (d *Removal) doErase(ctx context.Context, out *Removed, note func(string)) error {
-	again := "Finish it: muster forget --erase --disk " + d.erase + "."
+	again := "Complete it: muster forget --erase --disk " + d.erase + "."
 	if err := d.kube.EraseDisk(ctx, d.erase); err != nil {
 		return problem.WithRemedy(err, again)
 	}
-	note("salt of disk " + d.erase + " deleted from the cluster: its key is never given out again")
+	note("salt of disk " + d.erase + " deleted from the cluster: joinservices never release its key again")
 	files, err := d.dir.EraseDisk(d.erase)
 	if err != nil {
 		return problem.WithRemedy(err, again)

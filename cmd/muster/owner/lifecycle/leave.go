@@ -21,9 +21,9 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Removal is the plan for a name that loses its machine. It is shown before it is executed.
+// Removal is the plan to take a node's name from its machine. It is shown before it is executed.
 type Removal struct {
-	// Plan are the steps in their order, one line each.
+	// Plan has the steps in their order, one line each.
 	Plan []string
 	// Warnings are shown to the owner before the steps.
 	Warnings []string
@@ -35,10 +35,10 @@ type Removal struct {
 	found   *clusterapi.Presence
 	listed  policies.Listing        // the change of the owner's policy
 	to      *clusterapi.Replacement // nil: forget
-	resets  bool                    // the machine is the same, and its TPM was cleared: only that is written
-	erase   string                  // the disk whose salt is deleted (K4); empty: none
+	resets  bool                    // the same machine with a cleared TPM: only the reset counter changes
+	erase   string                  // the disk whose salt is deleted (K4); empty if none
 	deleted string                  // the warning that its pods are deleted
-	member  string                  // the control plane that is ordered to remove its etcd member; empty: nothing to remove
+	member  string                  // the control plane that is ordered to remove its etcd member; empty if there is nothing to remove
 }
 
 // Removed is the result.
@@ -55,8 +55,9 @@ type Removed struct {
 	Left   []string `json:"left,omitempty"`
 }
 
-// PlanForget determines what forgetting a node would do, and changes nothing. A control plane's etcd member is removed before, by
-// [Removal.RemoveMember]; with memberGone the owner says that it is. With erase, the salt of its disk is deleted (K4).
+// PlanForget plans to forget a node, and changes nothing. A control plane's etcd member has to be removed before, by
+// [Removal.RemoveMember]; memberGone is the owner's statement that this was done. With erase, the salt of its disk is deleted
+// (K4).
 func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, erase bool) (*Removal, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -92,13 +93,13 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 				return nil, err
 			}
 			if out.member == "" {
-				return nil, problem.WithRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum: no other control plane is ready and takes orders", name), removeMember(name, p.OtherControlPlanes[0]))
+				return nil, problem.WithRemedy(fmt.Errorf("%s is a control plane, and its etcd member would stay and count for the quorum: no other control plane is ready and accepts orders", name), removeMember(name, p.OtherControlPlanes[0]))
 			}
 			out.Plan = append(out.Plan, fmt.Sprintf("have %s remove its etcd member, by a signed order: up to five minutes", out.member))
 		}
 	}
 	if recorded && p.Nothing() {
-		out.Warnings = append(out.Warnings, "the cluster has no node of this name, and your folder has one as a control plane: look whether etcd still has a member of it (docs/control-planes.md)")
+		out.Warnings = append(out.Warnings, "the cluster has no node of this name, but your folder records it as a control plane: check whether etcd still has its member (docs/control-planes.md)")
 	}
 	if err := out.planListing(ctx); err != nil {
 		return nil, err
@@ -107,7 +108,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	if p.Node != nil {
 		out.Plan = append(out.Plan, "delete its Node, and the pods that are bound to it: their tokens end")
 		if p.Ready() {
-			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
+			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and keeps running its pods until you switch it off")
 		}
 		if n := len(p.Pods); n > 0 {
 			out.deleted = fmt.Sprintf("it has %s that a drain would move (%s): deleted at once, unless --drain evicts them first", problem.Count(n, "pod"), problem.Some(p.Pods))
@@ -115,9 +116,9 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 		}
 	}
 	if p.Enrollment != nil {
-		out.Plan = append(out.Plan, "delete its enrollment: name and machine are free, for the same machine too if the policy accepts it")
+		out.Plan = append(out.Plan, "delete its enrollment: name and machine can be enrolled again, also together if the policy accepts the machine")
 		if disk := p.Enrollment.Spec.DiskID; disk != "" && !erase {
-			out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s its machine's, and its key: `muster forget --erase --disk %s` ends it", disk, disk))
+			out.Plan = append(out.Plan, fmt.Sprintf("disk %s stays its machine's, with its key, until `muster forget --erase --disk %s`", disk, disk))
 		}
 		if p.Enrollment.Spec.Banned {
 			out.Warnings = append(out.Warnings, "it is banned, and the ban ends with the enrollment. To keep the machine out, leave it banned, or first add its ID to tpm2.revoked.keys of the policy and run muster policy apply")
@@ -130,7 +131,7 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	return out, nil
 }
 
-// Drains adds to the plan that the node is drained before.
+// Drains adds a drain of the node as the plan's first step.
 func (d *Removal) Drains() {
 	if d.Nothing {
 		return
@@ -139,7 +140,7 @@ func (d *Removal) Drains() {
 	d.Warnings = slices.DeleteFunc(d.Warnings, func(s string) bool { return s == d.deleted })
 }
 
-// wasForgotten returns NOT_ENROLLED for a name that neither the cluster nor the folder has seen: it is misspelled.
+// wasForgotten returns NOT_ENROLLED for a name that neither cluster nor folder has ever had, probably a misspelled one.
 func wasForgotten(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *clusterapi.Presence) error {
 	known, err := d.Known()
 	if err != nil {
@@ -152,22 +153,21 @@ func wasForgotten(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client,
 	if err != nil {
 		return err
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "there is no node %s, and none was forgotten", p.Name), "Nothing was changed. The cluster has: "+strings.Join(names[:min(len(names), problem.MaxNamed)], ", ")+".")
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "there is no node %s, and no node of this name was forgotten", p.Name), "Nothing was changed. The cluster has: "+strings.Join(names[:min(len(names), problem.MaxNamed)], ", ")+".")
 }
 
 func removeMember(name, other string) string {
 	etcdctl := "kubectl -n kube-system exec etcd-" + other + " -- etcdctl --cacert=/etc/kubernetes/pki/etcd/ca.crt --cert=/etc/kubernetes/pki/etcd/server.crt --key=/etc/kubernetes/pki/etcd/server.key"
 	return strings.Join([]string{
-		"Remove the member first, then say so:",
+		"Remove the member first, then repeat the command with --etcd-member-removed:",
 		"  " + etcdctl + " member list",
 		"  " + etcdctl + " member remove ID   (the one that is named " + name + ")",
 		"  muster forget " + name + " --etcd-member-removed",
-		"It has held the cluster's keys: if you don't trust it any more, docs/control-planes.md#ban-one says what shuts it out.",
+		"It had the cluster's keys. If you don't trust it any more: docs/control-planes.md#ban-one.",
 	}, "\n")
 }
 
-// PlanReplace determines what giving the node another machine or disk would do, and changes nothing. Empty values of
-// to stay unchanged.
+// PlanReplace plans to give a node another machine or disk, and changes nothing. Empty values of to stay unchanged.
 func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterapi.Replacement) (*Removal, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -181,14 +181,14 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
 	}
 	if p.Enrollment.Leaving() {
-		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be taken back", name),
-			"Wait until joinservice has ended it, or run muster forget "+name+"; then the next machine joins under the name.")
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be undone", name),
+			"Wait until joinservice has completed that, or run muster forget "+name+"; then another machine can join with this name.")
 	}
 	have := p.Enrollment.Spec
 	_, recorded := d.Cluster().ControlPlanes[name]
 	if (have.Role == v1alpha1.RoleControlPlane || recorded) && to.DiskID != "" && to.DiskID != have.DiskID {
-		return nil, problem.WithRemedy(fmt.Errorf("%s is a control plane, whose etcd member was on the disk", name),
-			"Forget it and let it join anew: muster forget "+name+", then muster enroll "+name+" --role control-plane --machine-id ID.")
+		return nil, problem.WithRemedy(fmt.Errorf("%s is a control plane, and its etcd member was on the disk", name),
+			"Forget it, and let it join as new: muster forget "+name+", then muster enroll "+name+" --role control-plane --machine-id ID.")
 	}
 	if err := kube.FreeFor(ctx, p, to); err != nil {
 		return nil, err
@@ -199,15 +199,15 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	}
 	sameMachine := to.MachineID == "" || to.MachineID == have.MachineID
 	sameDisk := to.DiskID == "" || to.DiskID == have.DiskID
-	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // else an earlier replace is not finished
-		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and this would give it what it has already", name),
-			fmt.Sprintf("If you trust the machine again, lift the ban: muster unban %s. If its TPM was cleared, or two machines have shown it, run this command after that, with the copy switched off.", name))
+	if sameMachine && sameDisk && have.Banned && p.Enrollment.Annotations[v1alpha1.KeepNode] == "" { // otherwise an earlier replace is unfinished
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, and already has this machine and disk", name),
+			fmt.Sprintf("If you trust the machine again, lift the ban: muster unban %s. If its TPM was cleared, or two machines have presented it, switch off the copy, and run this command after that.", name))
 	}
 	if sameMachine && sameDisk && !have.Banned {
 		if out.resets = to.MachineID != "" && clusterapi.HasBoots(&p.Enrollment.Status); out.resets {
-			out.Plan = append(out.Plan, "count the resets of its TPM anew, as after it was cleared; machine, disk, certificates and Node stay as they are")
+			out.Plan = append(out.Plan, "accept its TPM's reset counter from the start, as after the TPM was cleared; machine, disk, certificates and Node stay unchanged")
 			if c := meta.FindStatusCondition(p.Enrollment.Status.Conditions, v1alpha1.ConditionCloned); c != nil {
-				out.Warnings = append(out.Warnings, "two machines have shown this TPM, and the one that attests next is believed: switch off the copy first. "+problem.Printable(c.Message))
+				out.Warnings = append(out.Warnings, "two machines have presented this TPM, and the next one that attests is accepted: switch off the copy first. "+problem.Printable(c.Message))
 			}
 		}
 		out.Nothing = !out.resets
@@ -224,44 +224,44 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 	}
 	out.shutOut()
 	if !sameMachine {
-		out.Plan = append(out.Plan, fmt.Sprintf("enroll machine %s under the name", to.MachineID))
+		out.Plan = append(out.Plan, fmt.Sprintf("enroll machine %s with this name", to.MachineID))
 	}
 	if !sameDisk {
-		out.Plan = append(out.Plan, fmt.Sprintf("enroll disk %s with it; what is on the disk before stays encrypted, and that disk its machine's", to.DiskID))
+		out.Plan = append(out.Plan, fmt.Sprintf("enroll disk %s with it; the previous disk stays encrypted, and stays assigned to its machine", to.DiskID))
 		if have.DiskID != "" {
-			out.Warnings = append(out.Warnings, fmt.Sprintf("the key of the disk before, %s, can be derived until you say `muster forget --erase --disk %s`", have.DiskID, have.DiskID))
+			out.Warnings = append(out.Warnings, fmt.Sprintf("the key of the previous disk, %s, can be derived until you run `muster forget --erase --disk %s`", have.DiskID, have.DiskID))
 		}
 	} else if have.DiskID != "" {
 		out.Plan = append(out.Plan, fmt.Sprintf("keep disk %s, and so its key", have.DiskID))
 	}
 	if seen && sameMachine {
-		out.Warnings = append(out.Warnings, fmt.Sprintf("if the machine has been the node with disk %s before, it does not join anew, and its certificates are revoked: the node is not Ready until the machine gets others, within a day (docs/leaving.md#replace)", to.DiskID))
+		out.Warnings = append(out.Warnings, fmt.Sprintf("if the machine already was this node with disk %s, it does not join as new, and its certificates are revoked: the node is not Ready until the machine gets new ones, within a day (docs/leaving.md#replace)", to.DiskID))
 	}
 	out.Plan = append(out.Plan, "delete the pods that are bound to it: their tokens end")
 	if p.Node != nil {
-		out.Plan = append(out.Plan, "keep its Node, with labels and taints, for the machine that joins next under the name")
+		out.Plan = append(out.Plan, "keep its Node, with labels and taints, for the next machine that joins with this name")
 	}
-	out.Plan = append(out.Plan, fmt.Sprintf("lift the ban: machine %s may join under the name from then on", cmp.Or(to.MachineID, have.MachineID)))
+	out.Plan = append(out.Plan, fmt.Sprintf("lift the ban: machine %s may join with this name from then on", cmp.Or(to.MachineID, have.MachineID)))
 	if have.Banned {
-		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier run that did not end; the ban ends with this")
+		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier unfinished run; this command lifts the ban")
 	}
 	if p.Ready() {
-		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and goes on running its pods until you switch it off")
+		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and keeps running its pods until you switch it off")
 	}
 	out.certificates()
 	return out, nil
 }
 
-// seenDisk reports whether the cluster knows the disk that a node gets. It refuses one that it has never seen for a machine that runs: its disk was not
-// exchanged, and the node would be shut out for a mistyped UUID. An interrupted replace goes on.
+// seenDisk reports whether the cluster has a record of the node's new disk. For a running machine it refuses a disk without a record: the machine
+// still has its old disk, so the UUID is mistyped and the node would be shut out. It allows an interrupted replace to continue.
 func seenDisk(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presence, to clusterapi.Replacement, sameMachine bool) (bool, error) {
 	d, err := kube.Disk(ctx, to.DiskID)
 	if err != nil || d != nil {
 		return d != nil, err
 	}
 	if sameMachine && p.Ready() && !p.Enrollment.Spec.Banned {
-		return false, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "%s is Ready, so its machine runs with the disk %s, and the cluster has never seen a disk %s", p.Name, cmp.Or(p.Enrollment.Spec.DiskID, "that it has"), to.DiskID),
-			"Nothing was changed. If the disk was exchanged, start the machine with it: when the Node is NotReady, run this again with the UUID on the machine's console. To have the machine of a running node start anew: muster reset "+p.Name+".")
+		return false, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "%s is Ready, so its machine runs with the disk %s, and the cluster has no record of a disk %s", p.Name, cmp.Or(p.Enrollment.Spec.DiskID, "that it has"), to.DiskID),
+			"Nothing was changed. If the disk was exchanged, start the machine with it. When the Node is NotReady, run this command again with the UUID on the machine's console. To let the machine of a running node join as new: muster reset "+p.Name+".")
 	}
 	return false, nil
 }
@@ -286,18 +286,18 @@ func (d *Removal) shutOut() {
 		}
 		d.Plan = append(d.Plan, fmt.Sprintf("%s %s: no ticket, no disk key, no renewed certificate", what, n.Spec.MachineID))
 	}
-	d.Plan = append(d.Plan, "refuse its writes at once, and retire every certificate that was issued for the name until now")
+	d.Plan = append(d.Plan, "refuse its writes at once, and revoke every certificate that was issued for the name until now")
 	if n := len(d.found.Requests); n > 0 {
-		d.Plan = append(d.Plan, fmt.Sprintf("delete %d certificate requests of it", n))
+		d.Plan = append(d.Plan, fmt.Sprintf("delete its %d certificate requests", n))
 	}
 }
 
 func (d *Removal) certificates() {
-	d.Warnings = append(d.Warnings, fmt.Sprintf("reads can't be taken back: until its certificates have expired, at the latest in %s, whoever has the old machine's key reads what every node may read, "+
-		"and the Secrets of pods that the name gets from now on. If you don't trust the machine, wait that long before the name gets pods again", nodeaccess.CertificateLife))
+	d.Warnings = append(d.Warnings, fmt.Sprintf("reads are not revoked: until its certificates have expired, at the latest in %s, a holder of the old machine's key can read what every node may read, "+
+		"and the Secrets of pods that run on this node name from now on. If you don't trust the machine, wait that long before the node gets pods again", nodeaccess.CertificateLife))
 }
 
-// Do executes the plan. It reports each step to report; after an interruption the same command finishes.
+// Do executes the plan, and reports each step to report. After an interruption, the same command completes it.
 func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error) {
 	out := &Removed{Name: d.found.Name, Done: []string{}}
 	if d.found.Enrollment != nil {
@@ -329,7 +329,7 @@ func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error)
 	var end time.Time
 	var err error
 	if d.to == nil && d.erase != "" && d.found.Enrollment != nil {
-		// Before the enrollment is deleted: the name is free then, and after an interruption the same command would be about the next machine.
+		// Before the enrollment is deleted. After that, the name is free, and a repeated command could affect another machine.
 		if err := d.kube.SetBanned(ctx, d.found, true); err != nil && !clusterapi.Absent(err) {
 			return nil, err
 		}
@@ -340,7 +340,7 @@ func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error)
 	}
 	if d.to == nil {
 		if end, err = d.kube.Forget(ctx, d.found, time.Now(), note); err == nil {
-			err = d.dir.RecordControlPlane(d.found.Name, nil) // last: after an interruption, the same command has to know the machine
+			err = d.dir.RecordControlPlane(d.found.Name, nil) // last, because a repeated command needs the machine's ID
 		}
 	} else {
 		end, err = d.kube.Replace(ctx, d.found, *d.to, time.Now(), note)
@@ -349,7 +349,7 @@ func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error)
 		}
 	}
 	if err != nil {
-		return nil, problem.WithRemedy(err, "The machine is shut out. Running the same command again goes on where it stopped.")
+		return nil, problem.WithRemedy(err, "The machine is shut out. Run the same command again to continue where it stopped.")
 	}
 	out.CertificatesEnd = &end
 	if d.erase != "" {

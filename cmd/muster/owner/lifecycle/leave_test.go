@@ -140,7 +140,7 @@ func TestARunningNodeGetsNoDiskThatTheClusterHasNeverSeen(t *testing.T) {
 	l.Node(t, "w8", 8, v1alpha1.RoleWorker)
 	other := clusterapi.Replacement{DiskID: "5f0c95b6-2a3d-4c7e-9f10-000000000099"}
 	_, err := PlanReplace(ctx, l.Dir, "w7", other)
-	if attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH || !strings.Contains(err.Error(), "runs with the disk "+on.Disk) || !strings.Contains(problem.Remedy(err), "when the Node is NotReady") {
+	if attest.ReasonOf(err) != attestv1.Reason_REASON_DISK_MISMATCH || !strings.Contains(err.Error(), "runs with the disk "+on.Disk) || !strings.Contains(problem.Remedy(err), "When the Node is NotReady") {
 		t.Fatalf("%v: %s", err, problem.Remedy(err))
 	}
 	if n := ownertest.EnrollmentOf(t, "w7"); n.Spec.Banned || n.Spec.DiskID != on.Disk {
@@ -160,7 +160,7 @@ func TestARunningNodeGetsNoDiskThatTheClusterHasNeverSeen(t *testing.T) {
 	leave(ctx, t, l.Owned, "w7", &other)
 	back := clusterapi.Replacement{DiskID: on.Disk}
 	d := plan(ctx, t, l.Owned, "w7", &back)
-	if !slices.ContainsFunc(d.Warnings, func(s string) bool { return strings.Contains(s, "it does not join anew") }) {
+	if !slices.ContainsFunc(d.Warnings, func(s string) bool { return strings.Contains(s, "it does not join as new") }) {
 		t.Errorf("%q", d.Warnings)
 	}
 	if _, err := d.Do(ctx, func(string) {}); err != nil {
@@ -186,7 +186,7 @@ func TestARunningNodeGetsNoDiskThatTheClusterHasNeverSeen(t *testing.T) {
 	ownertest.Change(ctx, t, true, types.NamespacedName{Name: "w7"}, n, func() {
 		n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
 	})
-	if got := attention(); len(got) != 1 || !strings.Contains(got[0].Problem, "its kubelet can write nothing") || !strings.Contains(got[0].Remedy, "muster reset w7") {
+	if got := attention(); len(got) != 1 || !strings.Contains(got[0].Problem, "all its kubelet's writes are refused") || !strings.Contains(got[0].Remedy, "muster reset w7") {
 		t.Errorf("%+v", got)
 	}
 	ownertest.Access(t, map[string]nodeaccess.Entry{"w7": nodeaccess.Entry{}.Revoke(time.Now()).Allow("X509SHA256=01")})

@@ -1,4 +1,4 @@
-// Package lifecycle changes one node: drain, ban, reset, forget, replace, erase; and it verifies a node by an order.
+// Package lifecycle changes one node (drain, ban, reset, forget, replace, erase), and verifies a node by an order.
 package lifecycle
 
 import (
@@ -21,10 +21,10 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// OrderTimeout is how long a machine has for an order: until it expires, and then for the action.
+// OrderTimeout is how long a machine has for an order: the order's validity, plus the time for the action.
 const OrderTimeout = orders.Validity + 10*time.Minute
 
-// enrolled returns the state of a name that has an enrollment, which is not being deleted.
+// enrolled returns the state of a name if it has an enrollment that is not being deleted.
 func enrolled(ctx context.Context, kube *clusterapi.Client, name string) (*clusterapi.Presence, error) {
 	p, err := kube.Presence(ctx, name)
 	switch {
@@ -33,12 +33,12 @@ func enrolled(ctx context.Context, kube *clusterapi.Client, name string) (*clust
 	case p.Enrollment == nil:
 		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "%s is not enrolled", name), "muster status shows which nodes are.")
 	case p.Enrollment.Leaving():
-		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be taken back", name), "The machine is shut out. muster forget "+name+" completes it.")
+		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the enrollment of %s is being deleted, which can't be undone", name), "The machine is shut out. muster forget "+name+" completes it.")
 	}
 	return p, nil
 }
 
-// MayBan returns why a node's machine can't be banned; nil: it can.
+// MayBan returns why a node's machine can't be banned, or nil.
 func MayBan(ctx context.Context, d *ownerdir.Dir, name string) error {
 	_, _, err := mayBan(ctx, d, name)
 	return err
@@ -59,8 +59,8 @@ func mayBan(ctx context.Context, d *ownerdir.Dir, name string) (*clusterapi.Clie
 	return kube, p, nil
 }
 
-// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call waits on. banned is called in between: also if the wait fails,
-// the machine is banned.
+// Ban bans a node's machine, and waits until its Node and its pods are deleted. A repeated call continues waiting. Ban calls banned as soon as the
+// ban is in force, also if the wait fails.
 func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string), banned func()) error {
 	kube, p, err := mayBan(ctx, d, name)
 	if err != nil {
@@ -89,11 +89,11 @@ func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
 		return err
 	}
 	if p.Enrollment.Annotations[v1alpha1.KeepNode] != "" {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster replace %s was interrupted, and lifting the ban would let the old machine in", name), "Run muster replace "+name+" with the same flags again: it lifts the ban at its end. If you don't trust the machine any more: muster ban "+name+" ends the replacement.")
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster replace %s was interrupted, and lifting the ban would admit the old machine", name), "Run muster replace "+name+" with the same flags again: it lifts the ban when it completes. If you don't trust the machine any more: muster ban "+name+" cancels the replacement.")
 	}
 	if p.Revoked && enrollment.Certified(p.Enrollment) {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the certificates of %s are revoked, and its machine has got none since: muster forget or replace was interrupted", name),
-			"Without the ban it could still write nothing. Run muster forget "+name+": it completes that, and then the name is free, also for this machine.")
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "the certificates of %s are revoked, and its machine has no newer ones: muster forget or replace was interrupted", name),
+			"Also without the ban, all its writes would be refused. Run muster forget "+name+": it completes the removal. Then the name is free, also for this machine.")
 	}
 	if disk := p.Enrollment.Spec.DiskID; disk != "" {
 		have, err := kube.Disk(ctx, disk)
@@ -101,14 +101,14 @@ func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
 			return err
 		}
 		if have != nil && have.Spec.Erased {
-			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the disk %s of %s was erased: muster forget or reset was interrupted", disk, name), "Run muster forget "+name+": it completes that, and the name is free.")
+			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the disk %s of %s was erased: muster forget or reset was interrupted", disk, name), "Run muster forget "+name+": it completes the removal. Then the name is free.")
 		}
 	}
 	return kube.SetBanned(ctx, p, false)
 }
 
-// BudgetRemedy is for a PodDisruptionBudget that is in the way.
-const BudgetRemedy = "Have the owner of the pods change the budget (kubectl -n NAMESPACE edit poddisruptionbudget NAME: maxUnavailable above 0, or minAvailable below the number of pods), add replicas, or delete the pod that is named; then run the same command again."
+// BudgetRemedy is the remedy if a PodDisruptionBudget prevents an eviction.
+const BudgetRemedy = "Ask the owner of the pods to change the budget (kubectl -n NAMESPACE edit poddisruptionbudget NAME: maxUnavailable above 0, or minAvailable below the number of pods), add replicas, or delete the pod that is named; then run the same command again."
 
 // Drain evicts a node's pods; see [clusterapi.Client.Drain]. cordoned reports that the node was schedulable before.
 func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.DrainOptions, report func(string)) (cordoned bool, err error) {
@@ -124,9 +124,9 @@ func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.Drain
 	case is && budget.Never:
 		err = problem.WithRemedy(err, "Nothing was changed. "+BudgetRemedy)
 	case is:
-		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Wait until the pods are Ready elsewhere (kubectl get poddisruptionbudgets -A shows ALLOWED DISRUPTIONS), and run the same command again. If they don't get Ready: "+BudgetRemedy)
+		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Wait until the pods are Ready elsewhere (kubectl get poddisruptionbudgets -A shows ALLOWED DISRUPTIONS), and run the same command again. If they don't become Ready: "+BudgetRemedy)
 	case err != nil:
-		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Pods that nobody makes again need --force, pods with emptyDir volumes --delete-emptydir-data: both lose what the error names. A PodDisruptionBudget has to allow each eviction.")
+		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Pods without a controller need --force, pods with emptyDir volumes --delete-emptydir-data: what the error names is lost. A PodDisruptionBudget has to allow each eviction.")
 	}
 	return cordoned, err
 }
@@ -140,7 +140,7 @@ func Uncordon(ctx context.Context, d *ownerdir.Dir, name string) error {
 	return kube.Uncordon(ctx, name)
 }
 
-// RemoveMember has another control plane remove a node's etcd member, by an order.
+// RemoveMember orders another control plane to remove a node's etcd member.
 func (d *Removal) RemoveMember(ctx context.Context, report func(string)) error {
 	if d.member == "" {
 		return nil
@@ -154,7 +154,7 @@ func (d *Removal) RemoveMember(ctx context.Context, report func(string)) error {
 	return nil
 }
 
-// remover returns a control plane that can be ordered to remove another one's etcd member; "" if there is none.
+// remover returns a control plane that can remove another one's etcd member; "" if there is none.
 func remover(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presence) (string, error) {
 	for _, name := range slices.Sorted(slices.Values(p.OtherControlPlanes)) {
 		o, err := kube.Presence(ctx, name)
@@ -168,13 +168,13 @@ func remover(ctx context.Context, kube *clusterapi.Client, p *clusterapi.Presenc
 	return "", nil
 }
 
-// Reset is the plan for a machine whose disk is erased and that joins anew.
+// Reset is the plan to erase a machine's disk, so that it joins as new.
 type Reset struct {
 	*Removal
 	begun bool // by an earlier run
 }
 
-// PlanReset determines what the reset of a node's machine would do, and changes nothing.
+// PlanReset plans the reset of a node's machine, and changes nothing.
 func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -192,9 +192,9 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 		if err := mayOrderReset(d, p.Enrollment); err != nil {
 			return nil, err
 		}
-		if p.Enrollment.Spec.DiskMode == "" { // the first machine's, until it asks for its disk's key
-			return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "it is not recorded whether the state disk of %s is encrypted, and only then its machine can erase it", name),
-				"If stateDisk.mode of its image is luks, muster reboot "+name+" first: it is recorded when the machine asks for its disk's key. Otherwise power the machine off, erase its disk from a rescue system, and run muster forget "+name+".")
+		if p.Enrollment.Spec.DiskMode == "" { // the first machine, before it first requests its disk's key
+			return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_STATE_DISK, "it is not recorded whether the state disk of %s is encrypted; its machine can erase only an encrypted disk", name),
+				"If stateDisk.mode of its image is luks, muster reboot "+name+" first: it is recorded when the machine requests its disk's key. Otherwise power the machine off, erase its disk from a rescue system, and run muster forget "+name+".")
 		}
 	}
 	if out.Removal, err = PlanForget(ctx, d, name, false, true); err != nil {
@@ -205,14 +205,14 @@ func PlanReset(ctx context.Context, d *ownerdir.Dir, name string) (*Reset, error
 	}
 	if !out.begun {
 		if out.member != "" {
-			out.Plan = slices.Insert(out.Plan, 0, "have its machine show that it takes orders, by a signed order: up to five minutes")
+			out.Plan = slices.Insert(out.Plan, 0, "check with a signed order that its machine accepts orders: up to five minutes")
 		}
-		out.Plan = slices.Insert(out.Plan, 0, fmt.Sprintf("have its machine erase its state disk %s and restart, by a signed order: up to five minutes", p.Enrollment.Spec.DiskID))
+		out.Plan = slices.Insert(out.Plan, 0, fmt.Sprintf("order its machine to erase its state disk %s and restart: up to five minutes", p.Enrollment.Spec.DiskID))
 	}
 	return out, nil
 }
 
-// mayOrderReset returns an error if a node is banned or has another order that is not over: the reset could not be completed.
+// mayOrderReset returns an error if a node is banned or has another unfinished order, because the reset could not be completed.
 func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
 	public, err := d.OwnerKeys()
 	if err != nil {
@@ -232,18 +232,19 @@ func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
 	return err
 }
 
-// RemoveMember is [Removal.RemoveMember] once the machine has executed an order: if it can't, another control plane would be lost for nothing.
+// RemoveMember is [Removal.RemoveMember] after the machine has executed a test order. Otherwise the cluster could lose a
+// control plane whose machine then does not execute the reset.
 func (r *Reset) RemoveMember(ctx context.Context, report func(string)) error {
 	if r.member == "" || r.begun {
 		return r.Removal.RemoveMember(ctx, report)
 	}
 	if _, err := orders.Execute(ctx, r.dir, r.found.Name, ownerorder.ActionDoctor, nil, report); err != nil {
-		return problem.WithRemedy(fmt.Errorf("%s has shown no sign that it takes orders, and nothing was changed: %w", r.found.Name, err), problem.Remedy(err))
+		return problem.WithRemedy(fmt.Errorf("%s did not execute a test order, so nothing was changed: %w", r.found.Name, err), problem.Remedy(err))
 	}
 	return r.Removal.RemoveMember(ctx, report)
 }
 
-// resetBegun reports whether the machine says that it executes our order to reset: an earlier run was interrupted.
+// resetBegun reports whether the machine reports our reset order as running, because an earlier run was interrupted.
 func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
 	public, err := d.OwnerKeys()
 	if err != nil {
@@ -253,16 +254,16 @@ func resetBegun(d *ownerdir.Dir, n *v1alpha1.AttestedNode, now time.Time) bool {
 	return o.Action == ownerorder.ActionReset
 }
 
-// confirmed returns the order's arguments, none, if the enrollment has the machine and the disk of the plan. What the owner has confirmed is signed for no
-// other ones: the enrollment may have changed since.
+// confirmed returns an error unless the enrollment still has the machine and the disk that the owner has confirmed: no order is signed for others. A
+// reset order has no arguments.
 func (r *Reset) confirmed(n *v1alpha1.AttestedNode) (map[string]string, error) {
 	if f := r.found.Enrollment; f == nil || n.UID != f.UID || n.Spec.MachineID != f.Spec.MachineID || n.Spec.DiskID != f.Spec.DiskID {
-		return nil, problem.WithRemedy(fmt.Errorf("%s was enrolled anew meanwhile, to machine %s with disk %s", r.found.Name, n.Spec.MachineID, cmp.Or(n.Spec.DiskID, "none")), "No order was signed. If you have not changed the enrollment, find out who has; then run the same command again and read its plan.")
+		return nil, problem.WithRemedy(fmt.Errorf("the enrollment of %s has changed meanwhile, to machine %s with disk %s", r.found.Name, n.Spec.MachineID, cmp.Or(n.Spec.DiskID, "none")), "No order was signed. If you did not change the enrollment, find out who did. Then run the same command again and read its plan.")
 	}
 	return nil, nil //nolint:nilnil // an order without arguments
 }
 
-// Order gives the machine the order, and returns when the machine says that it has begun.
+// Order signs the order, and returns when the machine reports its start.
 func (r *Reset) Order(ctx context.Context, report func(string)) error {
 	if r.begun {
 		return nil

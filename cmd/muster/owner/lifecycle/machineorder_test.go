@@ -22,7 +22,7 @@ func TestAnOrderIsForTheNodeThatItsOwnerTyped(t *testing.T) {
 	})
 	says := func(err error) {
 		t.Helper()
-		if err == nil || !strings.Contains(err.Error(), "answers with the enrollment of other in place of that of typed") {
+		if err == nil || !strings.Contains(err.Error(), "answers with the enrollment of other instead of that of typed") {
 			t.Error(err)
 		}
 	}

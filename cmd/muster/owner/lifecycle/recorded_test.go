@@ -133,19 +133,19 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 				api(t, "cp2", `{"spec":{"banned":true}}`)
 				api(t, "cp2", `{"spec":{"machineID":"`+machine(1).String()+`"}}`)
 			},
-			node: "cp2", reason: "NAME_TAKEN", says: "your folder says " + machine(2).String(),
+			node: "cp2", reason: "NAME_TAKEN", says: "your folder records machine " + machine(2).String(),
 			repair: func(t *testing.T) { api(t, "cp2", `{"spec":{"machineID":"`+machine(2).String()+`"}}`) },
 			want:   []attest.MachineID{machine(1)},
 		},
 		"forget: a control plane that is made a worker": {
 			attack: func(t *testing.T) { becomes(t, "cp2", 2, v1alpha1.RoleWorker) },
-			node:   "cp2", reason: "ROLE_REFUSED", says: "your folder says that it is a control plane",
+			node:   "cp2", reason: "ROLE_REFUSED", says: "your folder records it as a control plane",
 			repair: func(*testing.T) { ownertest.Unenroll(ctx, "cp2") },
 			want:   []attest.MachineID{machine(1)},
 		},
 		"replace: a control plane that is made a worker": {
 			attack: func(t *testing.T) { becomes(t, "cp2", 2, v1alpha1.RoleWorker) },
-			node:   "cp2", to: tpm(9), reason: "ROLE_REFUSED", says: "your folder says that it is a control plane",
+			node:   "cp2", to: tpm(9), reason: "ROLE_REFUSED", says: "your folder records it as a control plane",
 			repair: func(t *testing.T) { becomes(t, "cp2", 2, v1alpha1.RoleControlPlane) },
 			want:   []attest.MachineID{machine(1), machine(9)},
 		},
@@ -166,13 +166,13 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 				becomes(t, "cp2", 9, v1alpha1.RoleControlPlane)
 				api(t, "cp2", `{"metadata":{"annotations":{"`+v1alpha1.KeepNode+`":"true"}},"spec":{"banned":true}}`)
 			},
-			node: "cp2", to: tpm(9), reason: "NAME_TAKEN", says: "the cluster says that cp2 is machine " + machine(9).String(),
+			node: "cp2", to: tpm(9), reason: "NAME_TAKEN", says: "in the cluster cp2 is machine " + machine(9).String(),
 			repair: func(t *testing.T) { becomes(t, "cp2", 2, v1alpha1.RoleControlPlane) },
 			want:   []attest.MachineID{machine(1), machine(9)},
 		},
 		"replace: a worker with a control plane's machine that the cluster does not show": {
 			attack: func(*testing.T) { ownertest.Unenroll(ctx, "cp2") },
-			node:   "w1", to: tpm(2), reason: "NAME_MISMATCH", says: "is the control plane cp2 by your folder",
+			node:   "w1", to: tpm(2), reason: "NAME_MISMATCH", says: "as the control plane cp2",
 			repair: func(t *testing.T) {
 				if err := run("cp2", nil); err != nil {
 					t.Fatal(err)
@@ -201,9 +201,9 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 	t.Run("replace: only the disk, of a control plane whose disk is hidden", func(t *testing.T) {
 		begin(t)
 		disk := &clusterapi.Replacement{DiskID: "5f0c95b6-2a3d-4c7e-9f10-000000000042"}
-		refused(t, run("cp2", disk), "", "whose etcd member was on the disk")
+		refused(t, run("cp2", disk), "", "its etcd member was on the disk")
 		becomes(t, "cp2", 2, v1alpha1.RoleWorker)
-		refused(t, run("cp2", disk), "", "whose etcd member was on the disk")
+		refused(t, run("cp2", disk), "", "its etcd member was on the disk")
 		if err := run("w1", disk); err != nil {
 			t.Error(err)
 		}
@@ -235,7 +235,7 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		refused(t, run("cp2", tpm(8)), "NAME_TAKEN", "your folder says "+machine(9).String())
+		refused(t, run("cp2", tpm(8)), "NAME_TAKEN", "your folder records machine "+machine(9).String())
 		if err := run("cp2", tpm(9)); err != nil {
 			t.Error(err)
 		}
@@ -288,7 +288,7 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 		}
 		err = policies.MustList(ctx, o.Dir, kube, p, nil)
 		refused(t, err, "SERVER_NOT_LISTED", "w1")
-		if r := problem.Explain(err).Remedy; strings.Contains(r, "- \""+machine(9).String()) || !strings.Contains(r, "only the cluster says so: w1") {
+		if r := problem.Explain(err).Remedy; strings.Contains(r, "- \""+machine(9).String()) || !strings.Contains(r, "not in the folder, only in the cluster: w1") {
 			t.Errorf("its line is ready to paste: %s", r)
 		}
 		refused(t, policies.MustList(ctx, o.Dir, kube, p, []string{"w2"}), "SERVER_NOT_LISTED", "w1")
@@ -300,10 +300,10 @@ func TestTheAPIServerChoosesNoControlPlane(t *testing.T) {
 	t.Run("a machine or name that the folder has is not enrolled again", func(t *testing.T) {
 		begin(t)
 		ownertest.Unenroll(ctx, "cp2")
-		refused(t, enroll("w2", 2, v1alpha1.RoleWorker), "NAME_MISMATCH", "is the control plane cp2 by your folder")
-		refused(t, enroll("cp3", 2, v1alpha1.RoleControlPlane), "NAME_MISMATCH", "is the control plane cp2 by your folder")
-		refused(t, enroll("cp2", 9, v1alpha1.RoleControlPlane), "NAME_TAKEN", "cp2 is machine "+machine(2).String()+" by your folder")
-		refused(t, enroll("cp2", 9, v1alpha1.RoleWorker), "ROLE_REFUSED", "cp2 is a control plane by your folder")
+		refused(t, enroll("w2", 2, v1alpha1.RoleWorker), "NAME_MISMATCH", "as the control plane cp2")
+		refused(t, enroll("cp3", 2, v1alpha1.RoleControlPlane), "NAME_MISMATCH", "as the control plane cp2")
+		refused(t, enroll("cp2", 9, v1alpha1.RoleControlPlane), "NAME_TAKEN", "your folder records cp2 as machine "+machine(2).String())
+		refused(t, enroll("cp2", 9, v1alpha1.RoleWorker), "ROLE_REFUSED", "your folder records cp2 as a control plane")
 		if have := signed(t); !slices.Equal(have, []attest.MachineID{machine(1), machine(2)}) {
 			t.Errorf("the policy lists %v", have)
 		}

@@ -27,13 +27,13 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// evidenceTries is how often evidence is read that the kubelet or the API server does not give at once.
+// evidenceTries limits the attempts to read evidence through the kubelet and the API server.
 const evidenceTries = 3
 
-// VerifyNode verifies the machine of a running node, which serves no port. A signed order makes it answer a challenge and quote its PCRs, both bound to
-// the order, and the cluster passes the evidence on. Neither the API nor joinservice is trusted with more than that: this program checks the evidence.
+// VerifyNode verifies the machine of a running node, which serves no port. A signed order makes it answer a challenge and quote its PCRs, both bound
+// to the order, and the cluster passes the evidence on. This program verifies the evidence, so it does not trust the API or joinservice.
 //
-// The error is nil whenever there is something to show. NOT_ENROLLED: the cluster has no such node.
+// If there is a report to show, the error is nil. NOT_ENROLLED means that the cluster has no such node.
 func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attest.Policy, report func(string)) (*appraisal.Report, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -50,7 +50,7 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 		if err != nil {
 			return nil, err
 		}
-		challenge = c // of the order that is written last
+		challenge = c // of the order that was written last
 		return ownerorder.ChallengeArgs(c.Challenge()), nil
 	}}, refusedFirst(n, report))
 	var evidence []byte
@@ -60,7 +60,7 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 	if err != nil {
 		out.Record = recordOf(n)
 		if errors.Is(err, context.DeadlineExceeded) && out.Record.Reason != attest.ReasonName(attestv1.Reason_REASON_ACCEPTED) {
-			err = problem.WithRemedy(err, "joinservice gives orders only to machines that it accepts, and it says that it refuses this one; above is why. "+problem.Remedy(err))
+			err = problem.WithRemedy(err, "joinservice passes orders only to machines that it accepts, and it refuses this one for the reason above. "+problem.Remedy(err))
 		}
 		return out.Refused(err), nil
 	}
@@ -84,7 +84,7 @@ func VerifyNode(ctx context.Context, d *ownerdir.Dir, name string, policy *attes
 	return out, nil
 }
 
-// refusedFirst returns report, which tells once, behind its first text, that a refused machine gets no orders.
+// refusedFirst wraps report: after the first text, it adds once that a refused machine gets no orders.
 func refusedFirst(n *v1alpha1.AttestedNode, report func(string)) func(string) {
 	reason := recordOf(n).Reason
 	told := n.Status.LastVerdict == nil || reason == attest.ReasonName(attestv1.Reason_REASON_ACCEPTED)
@@ -92,12 +92,12 @@ func refusedFirst(n *v1alpha1.AttestedNode, report func(string)) func(string) {
 		report(s)
 		if !told {
 			told = true
-			report("joinservice refused the machine last with " + reason + ", and a refused machine gets no orders: if nothing has been repaired since, end this command, and look at what differs by muster explain HOST, with the machine's address")
+			report("joinservice refused the machine last with " + reason + ", and a refused machine gets no orders: if it was not repaired since, stop this command, and run muster explain HOST with the machine's address to see what differs")
 		}
 	}
 }
 
-// challengeTo makes a challenge for the keys that the cluster has recorded of a node's machine. If they are not the machine's, it can't answer.
+// challengeTo makes a challenge to the keys that the cluster has recorded for a node's machine. If they are not the machine's, it can't answer.
 func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 	if n.Status.EKPublic == "" {
 		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_READY, "the cluster has no endorsement key of %s yet", n.Name), "joinservice records it when the machine attests, every five minutes: muster status shows when it did. A virtual machine that the platform key of its cloud or AWS's NitroTPM endorses has none, and can only be verified by its address, before it joins. A joinservice of an earlier version records none: muster upgrade.")
@@ -105,9 +105,9 @@ func challengeTo(n *v1alpha1.AttestedNode) (*tpm2.Activation, error) {
 	ek, err := base64.StdEncoding.DecodeString(n.Status.EKPublic)
 	ak, aerr := hex.DecodeString(n.Status.AKName)
 	if err = errors.Join(err, aerr); err != nil {
-		return nil, attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "what the cluster says of the keys of %s can't be read: %w", n.Name, err)
+		return nil, attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "the cluster's record of the keys of %s can't be read: %w", n.Name, err)
 	}
-	// The order is for the machine of n.Spec. So evidence with this endorsement key is that machine's.
+	// The order is for the machine in n.Spec, so evidence with this endorsement key belongs to that machine.
 	if id := attest.MachineIDOf(ek); id.String() != n.Spec.MachineID {
 		return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_EK_UNTRUSTED, "AttestedNode %s: status.ekPublic is the endorsement key of machine %s, but spec.machineID is %s", n.Name, id, n.Spec.MachineID),
 			"After muster replace, run the command again once the new machine has attested; muster status shows when. Otherwise the cluster's record was changed: don't trust it.")
@@ -130,8 +130,8 @@ func readEvidence(ctx context.Context, kube *clusterapi.Client, name string, sig
 			}
 		}
 	}
-	return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "%s has made evidence, and its kubelet does not give it: %w", name, err),
-		"The API server has to reach the kubelet of "+name+", as for kubectl logs. Each order to verify replaces the evidence of the one before. Then run the command again.")
+	return nil, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_API_UNAVAILABLE, "%s has made evidence, but its kubelet does not return it: %w", name, err),
+		"The API server has to reach the kubelet of "+name+", as for kubectl logs. Repair that, then run the command again. Each order to verify replaces the previous evidence.")
 }
 
 // verifyEvidence checks that evidence is that of the challenged machine for this order (A1), and returns its claims.
@@ -160,17 +160,17 @@ func verifyEvidence(ctx context.Context, policy *attest.Policy, challenge *tpm2.
 	if err != nil {
 		return none, err
 	}
-	c, err := pending.Complete(nil) // refused, if the evidence has another endorsement key than the challenged one, or another attestation key
+	c, err := pending.Complete(nil) // refused if the evidence has another endorsement key or attestation key than the challenged ones
 	if err != nil {
 		return none, err
 	}
-	if c.Machine() != challenge.Machine() { // A1: a platform key is not challenged, so this is the evidence of another machine
-		return none, attest.Refuse(attestv1.Reason_REASON_BINDING_MISMATCH, "the evidence is that of machine %s, and machine %s answered the challenge", c.Machine(), challenge.Machine())
+	if c.Machine() != challenge.Machine() { // A1: only machines with an EK are challenged, so evidence with a platform key is that of another machine
+		return none, attest.Refuse(attestv1.Reason_REASON_BINDING_MISMATCH, "the evidence is from machine %s, but machine %s answered the challenge", c.Machine(), challenge.Machine())
 	}
 	return c, nil
 }
 
-// recordOf returns what the cluster says of a node.
+// recordOf returns the cluster's record of a node.
 func recordOf(n *v1alpha1.AttestedNode) *appraisal.Record {
 	out := &appraisal.Record{Machine: problem.Printable(n.Spec.MachineID), Reason: "NONE", PolicySerial: n.Status.PolicySerial}
 	if v := n.Status.LastVerdict; v != nil {

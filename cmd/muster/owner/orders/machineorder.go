@@ -24,13 +24,13 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// UnfinishedError is the error for a node that has another order.
+// UnfinishedError returns the error for a node that still has another order to execute.
 func UnfinishedError(name string, o ownerorder.MachineOrder) error {
-	return problem.WithRemedy(fmt.Errorf("%s has the order %q of %s, which is not over", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Repeat that command to wait for its end. It ends by itself at "+o.NotAfter.Local().Format(time.DateTime)+" if the machine has not begun.")
+	return problem.WithRemedy(fmt.Errorf("node %s has an unfinished order %q, signed at %s", name, o.Action, o.SignedAt.Local().Format(time.DateTime)), "Run that command again to wait for it. If the machine has not started it by "+o.NotAfter.Local().Format(time.DateTime)+", it expires.")
 }
 
-// Validity is how long an order to a machine is valid: three times the pause between two attestations, 5 min, and too short
-// for a machine that comes back the next day.
+// Validity is how long an order to a machine is valid: three times the pause between two attestations, 5 min, and short
+// enough that a machine which returns the next day does not execute it.
 const Validity = 15 * time.Minute
 
 const (
@@ -43,8 +43,8 @@ const (
 )
 
 // Execute signs an order to a node's machine, and waits for the machine's report of its end. Each change is reported to
-// report. An order that failed, or that the machine refused, is an error. If the node has the same order already, which is
-// valid and not over, that one is waited for; another one is not replaced.
+// report. An order that failed, or that the machine refused, is an error. If the node already has the same order, unexpired
+// and unfinished, Execute waits for that one. A different unfinished order is an error.
 func Execute(ctx context.Context, d *ownerdir.Dir, name string, action ownerorder.Action, args map[string]string, report func(string)) (*v1alpha1.OrderReport, error) {
 	_, r, err := Send(ctx, d, name, Request{Action: action, Args: Fixed(args)}, report)
 	return r, err
@@ -55,9 +55,10 @@ type Request struct {
 	Action ownerorder.Action
 	// Args returns the arguments for the machine that has the node.
 	Args func(*v1alpha1.AttestedNode) (map[string]string, error)
-	// Supersede: each order has other arguments, and replaces one with the action that is not over.
+	// Supersede: the arguments differ in each order (for example a challenge), so an unfinished order with the same action
+	// is replaced.
 	Supersede bool
-	// UntilStarted: the beginning of the order is waited for, and not its end.
+	// UntilStarted: return when the machine reports the start, not the end.
 	UntilStarted bool
 }
 
@@ -66,7 +67,7 @@ func Fixed(args map[string]string) func(*v1alpha1.AttestedNode) (map[string]stri
 	return func(*v1alpha1.AttestedNode) (map[string]string, error) { return args, nil }
 }
 
-// Send is [Execute]. It returns the order, too. If ctx ends, it withdraws an order that it has signed, unless the machine has begun.
+// Send is [Execute], and also returns the order. If ctx ends, it withdraws an order that it has signed, unless the machine has started it.
 func Send(ctx context.Context, d *ownerdir.Dir, name string, ask Request, report func(string)) (signed ownerorder.SignedMachineOrder, _ *v1alpha1.OrderReport, _ error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -89,7 +90,7 @@ func Send(ctx context.Context, d *ownerdir.Dir, name string, ask Request, report
 		if err != nil {
 			return "", err
 		}
-		if err := takesKey(n, key); err != nil { // also before it replaces an order that only another folder's key verifies
+		if err := takesKey(n, key); err != nil { // also before an order is replaced that only another folder's key verifies
 			return "", err
 		}
 		args, err := ask.Args(n)
@@ -109,7 +110,7 @@ func Send(ctx context.Context, d *ownerdir.Dir, name string, ask Request, report
 				return "", UnfinishedError(name, o)
 			}
 		} else if s, o := RunningOrder(d, public, n, time.Now()); s != nil && same(o) {
-			signed = *s // it has expired, and the machine has begun in time
+			signed = *s // expired, but the machine started it in time
 			return s.Note(), nil
 		}
 		if signed, err = Sign(d, n, ask.Action, args, time.Now(), key); err != nil {
@@ -134,20 +135,21 @@ func Send(ctx context.Context, d *ownerdir.Dir, name string, ask Request, report
 	return signed, r, err
 }
 
-// takesKey refuses an order to a machine that reports which owner's keys it takes orders of, and the folder's is none of them.
+// takesKey refuses an order to a machine that reports the owner keys that it accepts, if the folder's key is not among them.
 func takesKey(n *v1alpha1.AttestedNode, key ed25519.PrivateKey) error {
 	takes, err := attest.ParseOwnerKeys(n.Status.OwnerKeys)
 	if err != nil || takes.Has(ed25519.PublicKey(key[32:])) {
 		return nil //nolint:nilerr // an image of an earlier version reports none
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the machine of %s does not take orders of this folder's owner.key", n.Name),
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the machine of %s does not accept orders signed with this folder's owner.key", n.Name),
 		"No order was given. Is this the newest copy of the cluster's folder? `muster key public FILE`, with its owner.key, prints a key that ownerKeys of the machine's image must have. If the machine has just restarted with another image, wait five minutes: it reports its keys when it attests.")
 }
 
 // written are the orders that a run has signed.
 type written struct {
 	notes map[string]bool // nil: another run has signed the order
-	// over is the resource version of the enrollment that an order may be replacing still; empty: it is written.
+	// over is the resource version of the enrollment whose order a pending write may replace; empty if the write is
+	// complete.
 	over string
 }
 
@@ -166,14 +168,14 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Reques
 		switch {
 		case err != nil:
 		case n.Annotations[v1alpha1.OwnerOrder] != signed.Note():
-			err = errors.New("another order, or none, is in its place now")
+			err = errors.New("the node's order was replaced or removed meanwhile")
 		default:
 			if r := n.Status.Order; r != nil && r.Digest == signed.Digest() {
 				if last == nil || last.State != r.State {
 					pause.Reset()
 					report(problem.Printable(string(r.State)))
 				}
-				// Root on the machine, and who writes the API, can have written anything.
+				// Untrusted: root on the machine and every writer of the API can choose these texts.
 				r.Action, r.Message, r.Output = problem.Printable(r.Action), problem.Printable(r.Message), printable.ASCII(r.Output, MaxReport)
 				if last = r; r.State != v1alpha1.OrderRunning {
 					return r, outcome(name, action, r)
@@ -184,7 +186,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Reques
 			}
 			err = retry.Wait(ctx, pause.Next(0))
 		}
-		if ctx.Err() != nil && last == nil && own.notes != nil { // nobody waits for its end any more
+		if ctx.Err() != nil && last == nil && own.notes != nil { // the command ended before a report of the start
 			return nil, withdraw(ctx, kube, name, action, own)
 		}
 		if err != nil {
@@ -196,25 +198,27 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Reques
 // withdrawWithin bounds the removal of an order after an interruption.
 const withdrawWithin = 10 * time.Second
 
-// withdraw removes an order that its machine has not begun as far as the cluster knows, and returns the error that says so.
+// withdraw removes an order that no report shows as started. The returned error is never nil: it says that the order was
+// withdrawn, or why not.
 func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action ownerorder.Action, own written) error {
 	cause := context.Cause(ctx)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), withdrawWithin)
 	defer cancel()
 	switch begun, err := kube.WithdrawOrder(ctx, name, func(note string) bool { return own.notes[note] }, own.over); {
 	case err != nil:
-		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may begin within %s of the order. kubectl annotate attestednode %s %s- withdraws it.", Validity, name, v1alpha1.OwnerOrder))
+		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may start it up to %s after it was signed. To withdraw it: kubectl annotate attestednode %s %s-", Validity, name, v1alpha1.OwnerOrder))
 	case begun:
-		return problem.WithRemedy(fmt.Errorf("%s has begun the order %q, and does not stop: %w", name, action, cause), noReport(name, true))
+		return problem.WithRemedy(fmt.Errorf("%s has already started the order %q, and does not stop: %w", name, action, cause), noReport(name, true))
 	}
-	remedy := fmt.Sprintf("If the machine had it already, it may still begin within %s of the order: muster status shows what it reports.", Validity)
+	remedy := fmt.Sprintf("If the machine has already received the order, it may still start it up to %s after it was signed: muster status shows what it reports.", Validity)
 	if errors.Is(cause, context.DeadlineExceeded) {
 		remedy += " " + getsOrders(name)
 	}
 	return problem.WithRemedy(fmt.Errorf("the order %q to %s is withdrawn: %w", action, name, cause), remedy)
 }
 
-// PendingOrder returns the node's order if it is ours, for the machine that has the name, and neither over nor expired; else nil.
+// PendingOrder returns the node's order if the owner signed it for the machine that is enrolled under this name, and it is
+// neither finished nor expired; otherwise nil.
 func PendingOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, error) {
 	if n.ShutOut() {
 		return nil, attest.Refuse(attestv1.Reason_REASON_BANNED, "%s is banned, or is being removed: its machine gets no orders", n.Name)
@@ -229,16 +233,16 @@ func PendingOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedN
 	}
 	o, err := s.Genuine(owner, on)
 	if err != nil || now.After(o.NotAfter) {
-		return nil, nil //nolint:nilerr,nilnil // whoever wrote it: no machine executes it
+		return nil, nil //nolint:nilerr,nilnil // not signed for this machine, so no machine executes it
 	}
 	if r := n.Status.Order; r != nil && r.Digest == s.Digest() && r.State != v1alpha1.OrderRunning {
-		return nil, nil //nolint:nilnil // it is over
+		return nil, nil //nolint:nilnil // it is finished
 	}
 	return &s, nil
 }
 
-// RunningOrder returns the node's order if it is ours, and the machine says that it executes it: a machine goes on with an order for a day after its expiry.
-// Otherwise it returns nil.
+// RunningOrder returns the node's order if the owner signed it, and the machine reports it as running; otherwise nil. A machine may finish a started
+// order up to a day after its expiry.
 func RunningOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
 	var none ownerorder.MachineOrder
 	on, err := Addressee(d, n)
@@ -256,7 +260,7 @@ func RunningOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedN
 	return &s, o
 }
 
-// ActiveOrder returns the node's order that its machine may still begin, or executes; nil: there is none.
+// ActiveOrder returns the node's order that its machine may still start, or is executing; nil if there is none.
 func ActiveOrder(d *ownerdir.Dir, owner attest.OwnerKeys, n *v1alpha1.AttestedNode, now time.Time) (*ownerorder.SignedMachineOrder, ownerorder.MachineOrder) {
 	if s, o := RunningOrder(d, owner, n, now); s != nil {
 		return s, o
@@ -310,7 +314,7 @@ func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) err
 		return nil
 	case v1alpha1.OrderRefused:
 		err := refusalOf(r.Message)
-		remedy := "The machine takes orders of the ownerKeys in its image's configuration only. Its clock has to be right, and its image not older than this muster."
+		remedy := "The machine accepts only orders that a key in its image's ownerKeys has signed. Check that key, the machine's clock, and that its image is not older than this muster."
 		if attest.ReasonOf(err) == attestv1.Reason_REASON_STATE_DISK {
 			remedy = "Nothing is erased. Power the machine off, erase its disk from a rescue system, and run muster forget " + name + "."
 		}
@@ -332,17 +336,17 @@ func refusalOf(message string) error {
 // noReport returns what to do about an order without a report of its end, which is not withdrawn.
 func noReport(name string, begun bool) string {
 	if begun {
-		return "The machine has begun. `muster status` shows when it attested last; the same command waits on."
+		return "The machine has started the order. `muster status` shows when it attested last. Run the same command again to continue waiting."
 	}
-	return fmt.Sprintf("Another run of muster has given the order: the machine may still begin, until %s after it. kubectl annotate attestednode %s %s- withdraws it; the same command waits on. %s", Validity, name, v1alpha1.OwnerOrder, getsOrders(name))
+	return fmt.Sprintf("Another run of muster has given the order: the machine may start it up to %s after it was signed. To withdraw it: kubectl annotate attestednode %s %s- (the same command, run again, continues waiting). %s", Validity, name, v1alpha1.OwnerOrder, getsOrders(name))
 }
 
 func getsOrders(name string) string {
-	return fmt.Sprintf("A machine gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there, which images of an earlier version do not have.", name)
+	return fmt.Sprintf("A machine gets orders when it attests: `muster status` shows when %s did last, and why it is refused. `muster-orders.service` has to run there; images of earlier versions do not have it.", name)
 }
 
-// ParseReport reads what a machine found on itself. Root on that machine can have written anything: the texts are shown on one
-// line each, without control characters, and an empty report is an error.
+// ParseReport parses a machine's doctor report, which is untrusted input: each text is shown on one line, without control
+// characters, and an empty report is an error.
 func ParseReport(output string) (*checkup.Report, error) {
 	var r checkup.Report
 	if err := json.Unmarshal([]byte(output), &r); err != nil {

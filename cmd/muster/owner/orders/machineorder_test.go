@@ -99,7 +99,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		_, err := Execute(ctx, o.Dir, n.Name, ownerorder.ActionReboot, nil, func(string) { cancel() })
-		if err == nil || !strings.Contains(err.Error(), "is withdrawn") || !strings.Contains(problem.Remedy(err), "may still begin") {
+		if err == nil || !strings.Contains(err.Error(), "is withdrawn") || !strings.Contains(problem.Remedy(err), "may still start it") {
 			t.Errorf("%v: %s", err, problem.Remedy(err))
 		}
 		if _, there := ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder]; there {
@@ -107,7 +107,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		}
 	})
 	t.Run("a machine that does not answer", func(t *testing.T) {
-		if err := unanswered(ownerorder.ActionReboot); err == nil || !strings.Contains(err.Error(), "is withdrawn") || !strings.Contains(problem.Remedy(err), "may still begin") || !strings.Contains(problem.Remedy(err), "muster-orders.service") {
+		if err := unanswered(ownerorder.ActionReboot); err == nil || !strings.Contains(err.Error(), "is withdrawn") || !strings.Contains(problem.Remedy(err), "may still start it") || !strings.Contains(problem.Remedy(err), "muster-orders.service") {
 			t.Errorf("%v: %s", err, problem.Remedy(err))
 		}
 		n := ownertest.EnrollmentOf(t, n.Name)

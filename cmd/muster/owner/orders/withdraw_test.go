@@ -50,7 +50,7 @@ func TestAnOrderThatIsBeingWrittenIsWithdrawn(t *testing.T) {
 			})
 			_, err = Execute(ctx, l.Dir, "w1", ownerorder.ActionReset, nil, func(string) { t.Error("it is said to be written") })
 			close(over)
-			if err == nil || !strings.Contains(err.Error(), `the order "reset" to w1 is withdrawn`) || !strings.Contains(problem.Remedy(err), "may still begin") {
+			if err == nil || !strings.Contains(err.Error(), `the order "reset" to w1 is withdrawn`) || !strings.Contains(problem.Remedy(err), "may still start it") {
 				t.Errorf("%v: %s", err, problem.Remedy(err))
 			}
 			if got := <-code; (got == http.StatusConflict) != late {
@@ -110,7 +110,7 @@ func TestAnOrderThatHasBegunIsNotSaidToBeWithdrawn(t *testing.T) {
 		}
 		cancel()
 	})
-	if err == nil || !strings.Contains(err.Error(), "has begun the order") || ownertest.EnrollmentOf(t, "w1").Annotations[v1alpha1.OwnerOrder] == "" {
+	if err == nil || !strings.Contains(err.Error(), "has already started the order") || ownertest.EnrollmentOf(t, "w1").Annotations[v1alpha1.OwnerOrder] == "" {
 		t.Error(err)
 	}
 }

@@ -19,11 +19,11 @@ type Stage string
 
 // The stages.
 const (
-	// StagePrepared: the folder is on the disk; nothing was sent.
+	// StagePrepared: the folder is stored on the disk; nothing was sent.
 	StagePrepared Stage = "prepared"
 	// StageRequested: a machine was accepted and may hold the secrets. No other machine receives them.
 	StageRequested Stage = "requested"
-	// StageInitialized: there is a cluster of one machine.
+	// StageInitialized: the cluster has one machine.
 	StageInitialized Stage = "initialized"
 	// StageInstalled: Muster's services run in it.
 	StageInstalled Stage = "installed"
@@ -31,7 +31,7 @@ const (
 
 // Cluster is cluster.json: the parameters and the results of init. It holds no secret.
 type Cluster struct {
-	// Version of this file's meaning: 1.
+	// Version of this file's format: 1.
 	Version int `json:"version"`
 	// Name of the cluster, a DNS label.
 	Name string `json:"name"`
@@ -45,34 +45,35 @@ type Cluster struct {
 	PodCIDRs      []string `json:"podCIDRs,omitempty"`
 	ServiceCIDRs  []string `json:"serviceCIDRs,omitempty"`
 	APIServerSANs []string `json:"apiServerSANs,omitempty"`
-	// Components are what nodes install.
+	// Components are the programs that nodes install.
 	Components []versions.Component `json:"components,omitempty"`
-	// Images are Kubernetes' own, by digest.
+	// Images are Kubernetes' own images, by digest.
 	Images []string `json:"images,omitempty"`
 	// OwnerID is SHA-256 of the owner's public key.
 	OwnerID string `json:"ownerID"`
 
-	// Adopted reports that the cluster is older than Muster, which muster install added to it.
+	// Adopted reports that muster install added Muster to an existing cluster.
 	Adopted bool `json:"adopted,omitempty"`
 
 	// Stage and the following fields are set in the course of init.
 	Stage Stage `json:"stage"`
 	// ClusterID is known with the first result, 64 hexadecimal digits.
 	ClusterID string `json:"clusterID,omitempty"`
-	// Restore is the backup from which the cluster is being restored; nil: it is not. Stage, Endpoint and FirstMachine are those of the restore then; what
-	// the backup changes of the other parameters is here only with the result.
+	// Restore is the backup from which the cluster is being restored; nil if there is no restore. During a restore, Stage, Endpoint and FirstMachine
+	// are the restore's. The backup's other parameters are stored here only with the result.
 	Restore *Restore `json:"restore,omitempty"`
-	// Upgrade is the release to which Kubernetes is being upgraded; nil: it is not.
+	// Upgrade is the release to which Kubernetes is being upgraded; nil if there is no upgrade.
 	Upgrade *clusterinfo.Release `json:"upgrade,omitempty"`
-	// EncryptionKeyRotated reports that the key of Secrets in etcd is not derived from the root secret any more.
+	// EncryptionKeyRotated reports that the key of Secrets in etcd is no longer derived from the root secret.
 	EncryptionKeyRotated bool `json:"encryptionKeyRotated,omitempty"`
 	// FirstMachine is the machine that was appraised and initialized.
 	FirstMachine *Machine `json:"firstMachine,omitempty"`
-	// ControlPlanes are the machines that the owner has made control planes, by node name (A7): from init, enroll, replace and restore, until forget.
-	// Never from the API server: whoever may write its enrollments would choose which machine the owner signs. Folders of earlier versions have none.
+	// ControlPlanes are the machines that the owner has made control planes, by node name (A7): added by init, enroll, replace and restore, removed
+	// by forget. They are never read from the API server: otherwise a writer of enrollments would choose which machine the owner signs. Folders of
+	// earlier versions have none.
 	ControlPlanes map[string]attest.MachineID `json:"controlPlanes,omitempty"`
-	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached; nil until
-	// then. It is never written again: a node that joins between two runs was not there before Muster.
+	// NodesBefore are the other nodes that an adopted cluster had when the API server was first reached; nil until then. It
+	// is never written again, because a node that joins between two runs did not exist before Muster.
 	NodesBefore []string `json:"nodesBefore,omitzero"`
 }
 
@@ -82,19 +83,19 @@ type Restore struct {
 	SHA256 string `json:"sha256"`
 	// Epoch is the backup's, which the owner has accepted.
 	Epoch uint64 `json:"epoch"`
-	// Former is the first machine of before, and FormerEndpoint where its init server was: an abandoned restore puts them back.
+	// Former is the previous first machine, FormerEndpoint the address of its init server: an abandoned restore puts them back.
 	Former         *Machine `json:"former,omitempty"`
 	FormerEndpoint string   `json:"formerEndpoint,omitempty"`
-	// Ended is whether a machine has become the first control plane of a restored cluster: the restore can't be abandoned any more.
+	// Ended reports whether a machine has become the first control plane of the restored cluster; then the restore can't be abandoned.
 	Ended bool `json:"ended,omitempty"`
-	// Listed is whether the folder's policy lists the restored machine as its only control plane.
+	// Listed reports whether the folder's policy lists the restored machine as its only control plane.
 	Listed bool `json:"listed,omitempty"`
 }
 
-// Machine is the first machine with its owner's verdict.
+// Machine is the first machine with the owner's verdict.
 type Machine struct {
 	ID attest.MachineID `json:"id"`
-	// NodeName, DiskID and Addresses are known with the result; of a restore, NodeName before anything is sent.
+	// NodeName, DiskID and Addresses are set with the result; in a restore, NodeName is set before anything is sent.
 	NodeName  string   `json:"nodeName,omitempty"`
 	DiskID    string   `json:"diskID,omitempty"`
 	Addresses []string `json:"addresses,omitempty"`
@@ -114,7 +115,7 @@ type Verdict struct {
 	ResetCount     uint32            `json:"resetCount"`
 }
 
-// ControlPlane returns the name of the control plane that has the machine by this folder; empty: none.
+// ControlPlane returns the name of the control plane that this folder records for the machine; empty if there is none.
 func (c Cluster) ControlPlane(id attest.MachineID) string {
 	for name, machine := range c.ControlPlanes {
 		if machine == id {
@@ -124,7 +125,7 @@ func (c Cluster) ControlPlane(id attest.MachineID) string {
 	return ""
 }
 
-// RecordControlPlane records in cluster.json which machine is the control plane of that name; nil: none is.
+// RecordControlPlane records in cluster.json the machine of the control plane with that name; nil removes the record.
 func (d *Dir) RecordControlPlane(name string, id *attest.MachineID) error {
 	c := d.Cluster()
 	if had, ok := c.ControlPlanes[name]; ok == (id != nil) && (!ok || had == *id) {
@@ -191,8 +192,8 @@ func (c Cluster) differences(other Cluster) []string {
 	return diff
 }
 
-// listing returns the policy that init leaves in the folder once it knows the first machine, which it lists as a
-// control plane; nil if there is none, or if the text is not a policy.
+// listing returns init's policy for the folder after the first machine is known: it lists that machine as a control plane.
+// It returns nil if there is no machine, or if the text is not a policy.
 func (c Cluster) listing(policy []byte) []byte {
 	if c.FirstMachine == nil {
 		return nil

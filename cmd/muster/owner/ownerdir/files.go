@@ -20,10 +20,10 @@ func hexLine(b []byte) []byte { return fmt.Appendf(nil, "%x\n", b) }
 func ParseHex(text, to []byte) error {
 	text = bytes.TrimSpace(text)
 	if len(text) != hex.EncodedLen(len(to)) {
-		return fmt.Errorf("want %d hexadecimal digits, there are %d characters", hex.EncodedLen(len(to)), len(text))
+		return fmt.Errorf("want %d hexadecimal digits, got %d characters", hex.EncodedLen(len(to)), len(text))
 	}
 	if _, err := hex.Decode(to, text); err != nil {
-		return errors.New("a character is no hexadecimal digit")
+		return errors.New("a character is not a hexadecimal digit")
 	}
 	return nil
 }
@@ -63,7 +63,7 @@ func readPrivate(path string) ([]byte, error) {
 	if err := private(f, 0o600); err != nil {
 		return nil, err
 	}
-	b := make([]byte, 4096) // longer than a key in PEM and a secret in digits
+	b := make([]byte, 4096) // larger than a key in PEM or a secret in digits
 	n, err := f.ReadAt(b, 0)
 	if n == len(b) {
 		return nil, fmt.Errorf("%s is too long", path)
@@ -124,7 +124,7 @@ func NewInitSecretFile(path string) ([32]byte, error) {
 	return s, NewFile(path, hexLine(s[:]))
 }
 
-// NewFile writes a file that only its owner can read. It never replaces a file: that may be the only copy of a key.
+// NewFile writes a file that only its owner can read. It never replaces a file, which may be the only copy of a key.
 func NewFile(path string, content []byte) error {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {

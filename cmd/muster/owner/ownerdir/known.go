@@ -18,43 +18,43 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// KnownVersion is the version of known.json that is written. Version 1 is read too: it has neither epoch nor UIDs,
-// names of bans, removed nodes and disks. Those are unknown, and so nothing is older than them.
+// KnownVersion is the version of known.json that is written. Version 1 is also read: it has no epoch, UIDs, names of bans,
+// removed nodes and disks. These are unknown, so no state is older than them.
 const KnownVersion = 2
 
-// Known is known.json: the state of the cluster when a command last connected to it. A recovery relies on it, when
-// there is no cluster to ask. It also shows that a cluster was restored to an earlier state (B7). It holds no secret.
+// Known is known.json: the state of the cluster when a command last connected to it. A recovery, which can't ask the
+// cluster, relies on it. It also shows that a cluster was restored to an earlier state (B7). It holds no secret.
 type Known struct {
-	// Version of this file's meaning: [KnownVersion]; 0: there is no file.
+	// Version of this file's format: [KnownVersion]; 0 if there is no file.
 	Version int `json:"version"`
 	// Policy is the cluster's with the highest serial, as the owner signed it.
 	Policy KnownPolicy `json:"policy"`
-	// Epoch is the cluster's; 0: no control plane has counted yet.
+	// Epoch is the cluster's; 0 if no control plane has increased it yet.
 	Epoch uint64 `json:"epoch,omitempty"`
-	// EpochID distinguishes that epoch from others of the same number, in another history of the cluster; empty: it
-	// had none yet.
+	// EpochID distinguishes that epoch from epochs with the same number in another history of the cluster; empty if it had
+	// none yet.
 	EpochID string `json:"epochID,omitempty"`
-	// History is that of the cluster; known.json does not have it.
+	// History is the cluster's history of epochs; it is not stored in known.json.
 	History clusterinfo.History `json:"-"`
 	// Nodes are the enrollments by name.
 	Nodes map[string]KnownNode `json:"nodes"`
-	// Gone are enrollments that were in Nodes, in the order in which they were removed: none comes back, unless the
-	// cluster is restored to an earlier state.
+	// Gone are enrollments that were in Nodes, in the order of their removal. None of them returns, unless the cluster is
+	// restored to an earlier state.
 	Gone []KnownGone `json:"gone,omitempty"`
-	// Bans are the banned enrollments: the generation of each, by its UID. They stay when an enrollment is removed,
-	// or its ban ends.
+	// Bans are the generations of banned enrollments, by UID. They are kept after an enrollment is removed or its ban is
+	// lifted.
 	Bans map[string]int64 `json:"bans,omitempty"`
 	// Names are those of Bans, by UID; version 1 recorded none.
 	Names map[string]string `json:"names,omitempty"`
 	// BannedMachines are the machine IDs of Bans, by UID; earlier versions recorded none.
 	BannedMachines map[string]string `json:"bannedMachines,omitempty"`
-	// Disks are those with a salt that no enrollment of Nodes has, in the order in which they were recorded. No
-	// recovery opens one. They are kept to be restored to a cluster that has lost them (docs/leaving.md), until they
-	// are erased (K4).
+	// Disks are disks with a salt but without an enrollment in Nodes, in the order in which they were recorded. No recovery
+	// opens one. They are kept until they are erased (K4), so that they can be restored to a cluster that has lost them
+	// (docs/leaving.md).
 	Disks []KnownFormer `json:"disks,omitempty"`
-	// Former are the IDs of machines that enrollments had, and none has: removed or replaced ones, in the order in which they were found.
+	// Former are the IDs of removed or replaced machines, which no enrollment has any more, in the order in which they were found.
 	Former []string `json:"formerMachines,omitempty"`
-	// Erased are the disks whose salt was deleted (K4). They stay, so that a cluster that has such a salt again is
+	// Erased are the disks with a deleted salt (K4). They are kept, so that a cluster that has such a salt again is
 	// detected.
 	Erased []string `json:"erased,omitempty"`
 	// ErasedAt is the cluster's epoch when it was first read without the salt of a disk of Erased.
@@ -69,7 +69,7 @@ type KnownPolicy struct {
 
 // KnownNode is one enrollment.
 type KnownNode struct {
-	// UID and Generation are those of the enrollment's object; empty and 0: version 1 recorded none.
+	// UID and Generation are those of the enrollment's object; empty and 0 from version 1, which did not record them.
 	UID        string    `json:"uid,omitempty"`
 	Generation int64     `json:"generation,omitempty"`
 	MachineID  string    `json:"machineID"`
@@ -80,9 +80,9 @@ type KnownNode struct {
 
 // KnownDisk is a state disk.
 type KnownDisk struct {
-	// ID is the disk's UUID; empty: the enrollment names none.
+	// ID is the disk's UUID; empty if the enrollment names none.
 	ID string `json:"id,omitempty"`
-	// Salt and RootVersion are the inputs of its key beside the root secret; empty: there is none.
+	// Salt and RootVersion are, with the root secret, the inputs of its key; empty if there is none.
 	Salt        string `json:"salt,omitempty"`
 	RootVersion int32  `json:"rootVersion,omitempty"`
 }
@@ -91,8 +91,8 @@ type KnownDisk struct {
 type KnownGone struct {
 	UID  string `json:"uid,omitempty"`
 	Name string `json:"name"`
-	// Epoch is the cluster's when it was first read without the enrollment. A copy of the cluster with a higher epoch
-	// was made after that. 0: unknown.
+	// Epoch is the cluster's when it was first read without the enrollment; 0 if unknown. A copy of the cluster with a
+	// higher epoch was made after that.
 	Epoch uint64 `json:"epoch,omitempty"`
 }
 
@@ -100,7 +100,7 @@ type KnownGone struct {
 type KnownFormer struct {
 	KnownDisk
 
-	// MachineID is its machine, Node the last enrollment that had it; empty: none is known.
+	// MachineID is its machine, Node its last enrollment; empty if unknown.
 	MachineID string `json:"machineID"`
 	Node      string `json:"node,omitempty"`
 }
@@ -120,7 +120,8 @@ func (k *Known) OfMachine(id attest.MachineID) (name string, n KnownNode, ok boo
 	return "", KnownNode{}, false
 }
 
-// ErrUnreadable is returned if known.json is damaged. No command writes it anew then: it may know of bans and removals that the cluster has lost.
+// ErrUnreadable is returned if known.json is damaged. No command overwrites a damaged file, because it may record bans and
+// removals that the cluster has lost.
 var ErrUnreadable = errors.New("the file is damaged")
 
 // Known reads known.json. It is empty, with Version 0, if no command has connected to the cluster yet.
@@ -144,12 +145,12 @@ func (d *Dir) Known() (*Known, error) {
 	return &k, nil
 }
 
-// Remember writes known.json, also into a folder that is open for reading: it takes the folder's lock for that time. A
-// state that [Dir.Known] would not read is an error, and the file stays as it was.
+// Remember writes known.json. It also works for a folder that is open for reading, by taking the folder's lock during the
+// write. If [Dir.Known] could not read the state, Remember returns an error and does not change the file.
 func (d *Dir) Remember(k *Known) error { return d.remember(k, nil) }
 
-// RememberAfter is Remember for a state that was computed from had. It fails if known.json differs from had: a salt
-// that another muster has erased meanwhile does not come back (K4).
+// RememberAfter is Remember for a state that was computed from had. It fails if known.json differs from had, so that a salt
+// which another muster has erased meanwhile is not restored (K4).
 func (d *Dir) RememberAfter(had, k *Known) error { return d.remember(k, had) }
 
 func (d *Dir) remember(k, had *Known) error {
@@ -179,8 +180,7 @@ func (d *Dir) remember(k, had *Known) error {
 	return d.Write(KnownFile, append(b, '\n'))
 }
 
-// Older lists what is older in seen than in k: such a cluster was restored to an earlier state (B7). Each item is a
-// sentence.
+// Older lists, as sentences, what is older in seen than in k: such a cluster was restored to an earlier state (B7).
 func (k *Known) Older(seen *Known, owner attest.OwnerKeys) ([]string, error) {
 	if k.Version == 0 {
 		return nil, nil
@@ -196,15 +196,15 @@ func (k *Known) Older(seen *Known, owner attest.OwnerKeys) ([]string, error) {
 	if err == nil {
 		serial = p.Serial()
 	}
-	// A policy that another key has signed is not an earlier one: its signature is what is wrong.
+	// A policy that another key has signed is not an earlier one; its signature is the problem.
 	foreign := seen.Policy.JSON != "" && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE
 	if serial < had.Serial() && !foreign { // B7
-		add("its policy has the serial %d, and had %d", serial, had.Serial())
+		add("its policy has the serial %d, but had %d before", serial, had.Serial())
 	}
 	if seen.Epoch < k.Epoch { // B7: this also finds a join that was undone, which looks like a node that was forgotten
-		add("it is at epoch %d, and was at %d", seen.Epoch, k.Epoch)
+		add("it is at epoch %d, but was at %d before", seen.Epoch, k.Epoch)
 	}
-	// B7: the numbers are no proof. An administrator who has restored the cluster can have it count on from there.
+	// B7: the numbers are no proof, because an administrator who has restored the cluster can increase them afterwards.
 	if lacks := seen.History.Lacks(clusterinfo.HistoryEpoch{Number: k.Epoch, ID: k.EpochID}); lacks != "" {
 		add("%s (%d:%s)", lacks, k.Epoch, k.EpochID)
 	}
@@ -219,19 +219,19 @@ func (k *Known) Older(seen *Known, owner attest.OwnerKeys) ([]string, error) {
 		n := seen.Nodes[name]
 		switch {
 		case n.UID == "":
-		case gone[n.UID]: // B7: the API server gives no UID twice
-			add("the enrollment of %s (%s), which had gone, is back with the generation %d", name, n.UID, n.Generation)
+		case gone[n.UID]: // B7: the API server never assigns a UID twice
+			add("the removed enrollment of %s (%s) exists again, with the generation %d", name, n.UID, n.Generation)
 		case n.Generation < k.Bans[n.UID]:
-			add("the enrollment of %s (%s) has the generation %d, and was banned with generation %d", name, n.UID, n.Generation, k.Bans[n.UID])
+			add("the enrollment of %s (%s) has the generation %d, but was banned with generation %d", name, n.UID, n.Generation, k.Bans[n.UID])
 		case n.Generation < generations[n.UID]: // B7: machine, disk or ban are earlier ones
-			add("the enrollment of %s (%s) has the generation %d, and had %d", name, n.UID, n.Generation, generations[n.UID])
+			add("the enrollment of %s (%s) has the generation %d, but had %d before", name, n.UID, n.Generation, generations[n.UID])
 		}
 	}
 	return out, nil
 }
 
-// Keep returns seen with the additional records of k, of a cluster that is not [Known.Older]: removed nodes, bans,
-// and erased disks. It drops only the salts of erased disks (K4).
+// Keep returns seen with the additional records of k: removed nodes, bans, and erased disks. The cluster must not be
+// [Known.Older]. It drops only the salts of erased disks (K4).
 func (k *Known) Keep(seen *Known) *Known {
 	out := *seen
 	out.Version, out.History = KnownVersion, nil
@@ -270,8 +270,8 @@ func (k *Known) Keep(seen *Known) *Known {
 	return &out
 }
 
-// Restored is [Known.Keep] for a cluster that its owner has restored to an earlier state: an enrollment that is back is not one that has gone, and its bans
-// are those of now. Erased disks (K4), and the salts of disks that the cluster does not have, stay.
+// Restored is [Known.Keep] for a cluster that its owner has restored to an earlier state: an enrollment that exists again does not count as removed,
+// and the present bans replace the recorded ones. Erased disks (K4), and the salts of disks that the cluster does not have, are kept.
 func (k *Known) Restored(seen *Known) *Known {
 	out := k.Keep(seen)
 	back := map[string]bool{}
@@ -313,8 +313,7 @@ func (k *Known) keepMachines(before *Known) {
 	k.Former = newest(k.Former)
 }
 
-// keepBans adds the bans that were known before, and the names of all. names are those of the present enrollments, by
-// UID.
+// keepBans adds the earlier bans, and the names of all bans. names are those of the present enrollments, by UID.
 func (k *Known) keepBans(before *Known, names map[string]string) {
 	bans := maps.Clone(before.Bans)
 	for uid, generation := range k.Bans {
@@ -333,8 +332,8 @@ func (k *Known) keepBans(before *Known, names map[string]string) {
 	}
 }
 
-// keepSalts adds the salts of disks that were known before and that seen does not have any more (K4): deleting an
-// enrollment or an AttestedDisk, or restoring etcd, does not remove them from the folder.
+// keepSalts adds the recorded salts of disks that seen no longer has (K4): deleting an enrollment or an AttestedDisk, or
+// restoring etcd, does not remove them from the folder.
 func (k *Known) keepSalts(before, seen *Known) {
 	k.Disks = nil
 	enrolled, at := map[KnownDisk]bool{}, map[KnownDisk]int{}
@@ -365,7 +364,7 @@ func (k *Known) keepSalts(before, seen *Known) {
 	k.Disks = newest(k.Disks)
 }
 
-// with sets a key of a map that may be nil, as an empty map is after it was read.
+// with sets a key of a map that may be nil: an empty map in JSON is read as nil.
 func with[K comparable, V any](m map[K]V, key K, value V) map[K]V {
 	if m == nil {
 		m = map[K]V{}
@@ -405,8 +404,8 @@ func (k *Known) erase(disks ...string) {
 	k.Erased = slices.Sorted(maps.Keys(erased))
 }
 
-// EraseDisk deletes a disk's salt from known.json and cluster.json (K4). It returns the files below the folder that
-// still have it.
+// EraseDisk deletes a disk's salt from known.json and cluster.json (K4). It returns the files below the folder that still
+// contain it.
 func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 	k, err := d.Known()
 	if err != nil {
@@ -445,7 +444,7 @@ func (d *Dir) EraseDisk(disk string) (left []string, err error) {
 			left = append(left, file)
 		}
 	}
-	// What was known before a restore has salts in clear; a backup of the cluster may have this one.
+	// A known.json from before a restore has salts in clear; a backup of the cluster may contain this one.
 	copies, err := filepath.Glob(d.File("known-*.json"))
 	if err != nil {
 		return nil, err

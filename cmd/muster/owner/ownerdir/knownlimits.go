@@ -13,8 +13,8 @@ import (
 )
 
 // MaxKept is the maximum number of records of each kind in known.json: enrollments, removed ones, bans, former machines, disks that no
-// enrollment has, and erased disks. It is twice the 5,000 nodes that Kubernetes supports. The oldest are dropped first,
-// except enrollments, of which none is.
+// enrollment has, and erased disks. It is twice the 5,000 nodes that Kubernetes supports. The oldest are dropped first; enrollments
+// are never dropped.
 const MaxKept = 10_000
 
 // Maximum lengths of the texts in known.json, in characters. No AttestedNode or AttestedDisk has longer ones.
@@ -29,8 +29,8 @@ const (
 // maxKnownFile is the maximum size of known.json, in bytes. No file within the limits above is larger.
 const maxKnownFile = 32 << 20
 
-// limited returns an error if k has more records or longer texts than known.json can have. Otherwise a hostile API
-// server could have a file written that can't be read again, or that leaves no room for later records.
+// limited returns an error if k has more records or longer texts than known.json can have. Otherwise a hostile API server
+// could cause a file that can't be read again, or that has no room for later records.
 func (k *Known) limited() error {
 	for _, l := range []struct {
 		kind string
@@ -99,7 +99,7 @@ func (k *Known) limited() error {
 	return err
 }
 
-// strange reports whether a character is in no name, UID, ID and salt, and may take more than one byte in JSON.
+// strange reports whether a character occurs in no name, UID, ID or salt, and may take more than one byte in JSON.
 func strange(r rune) bool {
 	return r != '-' && r != '.' && (r < '0' || r > '9') && (r < 'a' || r > 'z') && (r < 'A' || r > 'Z')
 }
@@ -112,8 +112,8 @@ func oldestFirst[V any](m map[string]V, rank func(string) uint64) []string {
 	return slices.SortedFunc(maps.Keys(m), func(a, b string) int { return cmp.Or(cmp.Compare(rank(a), rank(b)), cmp.Compare(a, b)) })
 }
 
-// newestBans drops the oldest bans beyond [MaxKept]: first those of enrollments that no record of k has, then those of
-// the enrollments that were removed first. present has the UIDs of those that are there, whose bans stay (B7).
+// newestBans drops the oldest bans beyond [MaxKept]: first those of enrollments without a record in k, then those of the
+// enrollments that were removed first. present has the UIDs of existing enrollments; their bans are kept (B7).
 func (k *Known) newestBans(present map[string]string) {
 	if len(k.Bans) <= MaxKept {
 		return
@@ -133,8 +133,8 @@ func (k *Known) newestBans(present map[string]string) {
 	}
 }
 
-// newestErased drops the disks beyond [MaxKept] that the cluster has had no salt of for the longest time: fewest copies
-// of the cluster have one. Those of which it may still have one stay (K4).
+// newestErased drops the disks beyond [MaxKept] whose salts the cluster lost first, because the fewest copies of the cluster
+// have them. It keeps those whose salt the cluster may still have (K4).
 func (k *Known) newestErased() {
 	if len(k.Erased) <= MaxKept {
 		return

@@ -1,4 +1,4 @@
-// Package ownerdir keeps in one folder what the owner of a cluster must not lose. These are its files:
+// Package ownerdir keeps in one folder the files that the owner of a cluster must not lose:
 //
 //	owner.key         Ed25519 private key that signs policies (PKCS #8, PEM)
 //	owner-*.key       the next, the previous and earlier ones, if it is rotated (muster rotate owner-key)
@@ -14,8 +14,8 @@
 //	former-cas.pem    certificates of the cluster's former authorities, which verify backups of their time; no secret
 //	backups/          the objects of the cluster from before each upgrade, and backups of the cluster
 //
-// The folder is 0700 and its files are 0600. Everything is on the disk before anything is
-// sent (B3): a machine that holds a secret which its owner lost would be beyond recovery.
+// The folder is 0700 and its files are 0600. Everything is stored on the disk before anything is sent (B3): a machine with a
+// secret that its owner has lost could not be recovered.
 package ownerdir
 
 import (
@@ -36,12 +36,12 @@ import (
 	"time"
 )
 
-// Names of the files that others read.
+// Names of the files that other packages read.
 const (
 	PolicyFile = "policy.yaml"
 	AdminConf  = "admin.conf"
 	KnownFile  = "known.json"
-	// FormerAuthorities has certificates that admin.conf has no more.
+	// FormerAuthorities has certificates that are no longer in admin.conf.
 	FormerAuthorities = "former-cas.pem"
 
 	ownerKeyFile        = "owner.key"
@@ -59,7 +59,7 @@ var ErrInUse = errors.New("in use")
 // ErrExposed is returned if other users can read a file of the folder.
 var ErrExposed = errors.New("others may have read it")
 
-// ErrOtherCluster is returned if the content of a folder differs from the parameters.
+// ErrOtherCluster is returned if a folder's content differs from the parameters.
 var ErrOtherCluster = errors.New("the folder belongs to another cluster")
 
 // Secrets are sent by init. They print as nothing (K3).
@@ -114,9 +114,8 @@ type New struct {
 	Policy []byte
 }
 
-// Create makes the folder, or opens an existing one of the very same cluster: same parameters (see
-// [Cluster.differences]), same init secret. It refuses any other folder with [ErrOtherCluster], and overwrites
-// nothing.
+// Create makes the folder, or opens an existing one of the same cluster, with the same parameters (see
+// [Cluster.differences]) and init secret. It refuses any other folder with [ErrOtherCluster], and overwrites nothing.
 func Create(path string, n New) (*Dir, error) { return create(path, n, (*os.File).Sync) }
 
 func create(path string, n New, sync func(*os.File) error) (*Dir, error) {
@@ -141,7 +140,7 @@ func create(path string, n New, sync func(*os.File) error) (*Dir, error) {
 	return d, nil
 }
 
-// fill writes all files; cluster.json comes last, so that a folder with one is complete.
+// fill writes all files, cluster.json last: a folder with cluster.json is complete.
 func (d *Dir) fill(n New) error {
 	key, err := encodeKey(n.OwnerKey)
 	if err != nil {
@@ -185,7 +184,7 @@ func resume(path string, n New, sync func(*os.File) error) (*Dir, error) {
 	if err := d.load(); err != nil {
 		_ = d.Close()
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("%w: %s exists, but holds no finished cluster.json: if an earlier `muster init` was interrupted before it sent anything, remove the folder; else choose another --directory", ErrOtherCluster, path)
+			return nil, fmt.Errorf("%w: %s exists, but holds no finished cluster.json: if an earlier `muster init` was interrupted before it sent anything, remove the folder; otherwise choose another --directory", ErrOtherCluster, path)
 		}
 		return nil, err
 	}
@@ -206,10 +205,10 @@ func (d *Dir) CopyKnown(now time.Time) (string, error) {
 	return name, d.Write(name, content)
 }
 
-// same reports whether the folder is that of the cluster that n asks for.
+// same returns an error unless the folder belongs to the cluster of n.
 func (d *Dir) same(n New) error {
 	if diff := d.cluster.differences(n.Cluster); len(diff) > 0 {
-		return fmt.Errorf("%w: %s was made with another %s; to resume, repeat the flags of then, or choose another --directory", ErrOtherCluster, d.path, join(diff))
+		return fmt.Errorf("%w: %s was made with another %s; to resume, repeat the original flags, or choose another --directory", ErrOtherCluster, d.path, join(diff))
 	}
 	have, err := d.Secrets()
 	if err != nil {
@@ -242,7 +241,7 @@ func existing(d *Dir, err error) (*Dir, error) {
 	}
 	if err := d.load(); err != nil {
 		_ = d.Close()
-		return nil, fmt.Errorf("%s is no owner's folder: %w; name it by --directory, or make it by `muster init`", d.path, err)
+		return nil, fmt.Errorf("%s is not an owner's folder: %w; name the folder by --directory, or create one with `muster init`", d.path, err)
 	}
 	return d, nil
 }
@@ -259,7 +258,7 @@ func view(path string, sync func(*os.File) error) (*Dir, error) {
 	return &Dir{path: path, lock: f, sync: sync}, nil
 }
 
-// inUseFile names the command that holds the lock, for the message of another one. One that is left over by a killed command has no effect.
+// inUseFile names the command that holds the lock, for the error of other commands. A file left by a killed command has no effect.
 const inUseFile = ".in-use"
 
 // open locks the folder. The folder's own descriptor carries the lock, so no lock file remains.
@@ -270,7 +269,7 @@ func open(path string, sync func(*os.File) error) (*Dir, error) {
 	}
 	f := d.lock
 	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
-		holder, _ := os.ReadFile(d.File(inUseFile)) // it may be gone by now
+		holder, _ := os.ReadFile(d.File(inUseFile)) // it may be gone already
 		_ = f.Close()
 		return nil, fmt.Errorf("owner's folder %s is %w by %s", path, ErrInUse, cmp.Or(string(holder), "another muster"))
 	}
@@ -280,14 +279,14 @@ func open(path string, sync func(*os.File) error) (*Dir, error) {
 	return d, nil
 }
 
-// private refuses files that other users can read: the owner must learn that a secret may be known.
+// private refuses files that other users can read, so that the owner learns that a secret may be known.
 func private(f *os.File, widest fs.FileMode) error {
 	st, err := f.Stat()
 	if err != nil {
 		return err
 	}
 	if st.Mode().Perm()&^widest != 0 {
-		return fmt.Errorf("%s has mode %04o, so %w: run chmod %04o, and think of who could", f.Name(), st.Mode().Perm(), ErrExposed, widest)
+		return fmt.Errorf("%s has mode %04o, so %w: run chmod %04o, and consider who could", f.Name(), st.Mode().Perm(), ErrExposed, widest)
 	}
 	return nil
 }
@@ -295,13 +294,13 @@ func private(f *os.File, widest fs.FileMode) error {
 // Close releases the lock.
 func (d *Dir) Close() error {
 	if d.sync != nil {
-		_ = os.Remove(d.File(inUseFile)) // one that stays has no effect
+		_ = os.Remove(d.File(inUseFile)) // a remaining file has no effect
 	}
 	return d.lock.Close()
 }
 
-// Write replaces a file: when it returns, the content is on the disk under its name, and the file was complete at
-// every time.
+// Write replaces a file atomically: when it returns, the content is stored on the disk, and the file was complete at any
+// time.
 func (d *Dir) Write(name string, content []byte) error {
 	if d.sync == nil {
 		return errors.New("the owner's folder was opened to read only")

@@ -15,7 +15,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// The other keys of an owner during a rotation and after it. The key of [Dir.OwnerKey] signs.
+// Files of the owner's other keys, during a rotation and after it. The signing key is [Dir.OwnerKey].
 const (
 	nextKeyFile     = "owner-next.key"
 	previousKeyFile = "owner-previous.key"
@@ -23,19 +23,19 @@ const (
 	keySuffix       = ".key"
 )
 
-// KeyRotation is how far the rotation of the owner's key is in a folder.
+// KeyRotation is the progress of the owner key's rotation in a folder.
 type KeyRotation struct {
 	// Signs is the key that signs.
 	Signs ed25519.PublicKey
-	// Next is the key that will sign; nil: none is prepared.
+	// Next is the key that will sign; nil if none is prepared.
 	Next ed25519.PublicKey
-	// Previous is the key that signed before, which is accepted until the rotation is finished; nil: there is none.
+	// Previous is the key that signed before, which is accepted until the rotation is finished; nil if there is none.
 	Previous ed25519.PublicKey
 	// Since is when the last step was: the time of the file with Next or Previous; zero if no rotation is in progress.
 	Since time.Time
 }
 
-// Keys returns the keys that the services accept, and whose signatures the owner's commands believe.
+// Keys returns the keys whose signatures the services and the owner's commands accept.
 func (r KeyRotation) Keys() attest.OwnerKeys {
 	var out attest.OwnerKeys
 	for _, k := range []ed25519.PublicKey{r.Signs, r.Next, r.Previous} {
@@ -46,7 +46,7 @@ func (r KeyRotation) Keys() attest.OwnerKeys {
 	return out
 }
 
-// Command returns the owner's command for the next step; empty: no rotation is in progress. Before each step, an image is rolled out.
+// Command returns the owner's command for the next step; empty if no rotation is in progress. Before each step, an image is rolled out.
 func (r KeyRotation) Command() string {
 	switch {
 	case r.Next != nil:
@@ -63,7 +63,7 @@ func (d *Dir) OwnerKeys() (attest.OwnerKeys, error) {
 	return r.Keys(), err
 }
 
-// KeyRotation reads how far the rotation of the owner's key is.
+// KeyRotation reads the progress of the owner key's rotation.
 func (d *Dir) KeyRotation() (r KeyRotation, err error) {
 	signs, err := d.OwnerKey()
 	if err != nil {
@@ -92,7 +92,7 @@ func (d *Dir) KeyRotation() (r KeyRotation, err error) {
 	return r, nil
 }
 
-// ReadingKeys returns all keys of the owner, also those that sign nothing any more: backups may be encrypted for them.
+// ReadingKeys returns all keys of the owner, also former signing keys, because backups may be encrypted to them.
 func (d *Dir) ReadingKeys() ([]ed25519.PrivateKey, error) {
 	first, err := d.OwnerKey()
 	if err != nil {
@@ -121,8 +121,8 @@ func (d *Dir) ReadingKeys() ([]ed25519.PrivateKey, error) {
 	return out, nil
 }
 
-// PrepareKey makes the key that will sign next, or takes given, which may be nil, and returns its public key. A key that is prepared already stays, and
-// another one given is an error.
+// PrepareKey creates the next signing key, or uses given if it is not nil, and returns the public key. It keeps a key that is already prepared, and
+// then refuses another given one.
 func (d *Dir) PrepareKey(given ed25519.PrivateKey) (ed25519.PublicKey, error) {
 	r, err := d.KeyRotation()
 	if err != nil {
@@ -130,7 +130,7 @@ func (d *Dir) PrepareKey(given ed25519.PrivateKey) (ed25519.PublicKey, error) {
 	}
 	switch {
 	case r.Previous != nil:
-		return nil, fmt.Errorf("%s has the previous key still: that rotation is not finished", d.path)
+		return nil, fmt.Errorf("%s still has the previous key: that rotation is unfinished", d.path)
 	case r.Next != nil && given != nil && !bytes.Equal(r.Next, publicOf(given)):
 		return nil, fmt.Errorf("another key is prepared already, in %s", d.File(nextKeyFile))
 	case r.Next != nil:
@@ -147,7 +147,7 @@ func (d *Dir) PrepareKey(given ed25519.PrivateKey) (ed25519.PublicKey, error) {
 		return nil, err
 	}
 	if slices.ContainsFunc(used, func(k ed25519.PrivateKey) bool { return k.Equal(given) }) {
-		return nil, fmt.Errorf("this key has signed before, and was replaced: it is in %s, and may have been replaced because it was stolen; omit --key, or give a new one", d.File(retiredName(publicOf(given))))
+		return nil, fmt.Errorf("this is a former signing key (%s), which may have been replaced because it was stolen; omit --key, or give a new key", d.File(retiredName(publicOf(given))))
 	}
 	text, err := encodeKey(given)
 	if err != nil {
@@ -156,8 +156,8 @@ func (d *Dir) PrepareKey(given ed25519.PrivateKey) (ed25519.PublicKey, error) {
 	return publicOf(given), d.Write(nextKeyFile, text)
 }
 
-// SwitchKey has the prepared key sign from now on; the one that signed before becomes the previous one. After an interruption anywhere, the same call
-// completes it, and there is a key that signs at every time.
+// SwitchKey makes the prepared key the signing key, and the present one the previous key. After an interruption at any point, the same call completes
+// it; the folder has a signing key at any time.
 func (d *Dir) SwitchKey() error {
 	r, err := d.KeyRotation()
 	if err != nil {
@@ -168,13 +168,13 @@ func (d *Dir) SwitchKey() error {
 		return nil // nothing is prepared
 	case r.Next != nil:
 		if r.Previous != nil {
-			return fmt.Errorf("%s has a previous key and a next one: that is not a state of a rotation", d.path)
+			return fmt.Errorf("%s has a previous key and a next one: no step of a rotation leaves both", d.path)
 		}
 		text, err := d.Read(ownerKeyFile)
 		if err != nil {
 			return err
 		}
-		if err := d.Write(previousKeyFile, text); err != nil { // B3: a copy, before its name is taken
+		if err := d.Write(previousKeyFile, text); err != nil { // B3: copy the key before its file is replaced
 			return err
 		}
 		if err := d.rename(nextKeyFile, ownerKeyFile); err != nil {
@@ -190,8 +190,8 @@ func (d *Dir) SwitchKey() error {
 	return d.Save(c)
 }
 
-// RetireKey ends the acceptance of the previous key, and keeps it for backups that are encrypted for it. It returns the file's name; empty: there was no
-// previous key.
+// RetireKey ends the acceptance of the previous key, and keeps it for backups that are encrypted to it. It returns the file's name; empty if there
+// was no previous key.
 func (d *Dir) RetireKey() (string, error) {
 	r, err := d.KeyRotation()
 	if err != nil || r.Previous == nil {

@@ -88,7 +88,7 @@ type APIServer struct {
 	Before  *Authority
 	Cross   *x509.Certificate
 	Info    []byte // the cluster's description
-	Lags    bool   // it accepts certificates of before, too
+	Lags    bool   // it also accepts earlier certificates
 	Filed   *certificatesv1.CertificateSigningRequest
 	Deleted bool
 }

@@ -262,7 +262,7 @@ func (l *lockedBuffer) Await(t *testing.T, text string) {
 		select {
 		case <-tick.C:
 		case <-end:
-			t.Errorf("nobody said %q in %s", text, Patience)
+			t.Errorf("no output had %q within %s", text, Patience)
 			return
 		}
 	}

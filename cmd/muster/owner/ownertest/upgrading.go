@@ -64,7 +64,7 @@ type Upgrading struct {
 
 	mu     sync.Mutex
 	On     map[string]ownerorder.Addressee
-	orders []string // that machines have begun: NODE PART
+	orders []string // that machines have started: NODE PART
 	// act has a machine execute an order, and returns what it reports; nil: upgraded.
 	act func(node, part string) v1alpha1.OrderState
 }
@@ -258,7 +258,7 @@ func (u *Upgrading) Acts(f func(node, part string) v1alpha1.OrderState) {
 	u.act = f
 }
 
-// Ordered returns the orders that machines have begun: NODE PART.
+// Ordered returns the orders that machines have started: NODE PART.
 func (u *Upgrading) Ordered() []string {
 	u.mu.Lock()
 	defer u.mu.Unlock()

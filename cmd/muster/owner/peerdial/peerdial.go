@@ -1,8 +1,8 @@
 // Package peerdial opens sessions from the owner's workstation: the client gives no evidence, and appraises the
 // machine at the other end before it sends a byte of a request (A6).
 //
-// The result of the appraisal is kept, refused or not, so that a person can see the machine's evidence and where it
-// differs from the policy.
+// The result of the appraisal is kept, also of a refused machine, so that a person can see the evidence and its differences
+// from the policy.
 package peerdial
 
 import (
@@ -21,20 +21,20 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// Target describes the expected peer. All fields are required but Only and DialContext.
+// Target describes the expected peer. All fields except Only and DialContext are required.
 type Target struct {
 	// Addr is HOST:PORT.
 	Addr string
-	// Purpose is the one that the peer's evidence must have been made for (A5).
+	// Purpose is the required purpose of the peer's evidence (A5).
 	Purpose attest.Purpose
 	// Policy is the owner's.
 	Policy *attest.Policy
 	// Locks are the acceptable states of the node lock.
 	Locks []attest.Lock
-	// Only is the one machine that is acceptable; nil: any that the policy accepts. Once one was accepted, a session
-	// accepts only that one: the following requests are meant for that machine.
+	// Only is the one acceptable machine; nil for any that the policy accepts. After a session has accepted a machine, it
+	// accepts only that one, because the following requests are meant for it.
 	Only *attest.MachineID
-	// DialContext opens the TCP connection; nil: a [net.Dialer].
+	// DialContext opens the TCP connection; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
@@ -46,7 +46,7 @@ type Result struct {
 	Err error
 }
 
-// Session is one or more connections to the target, each appraised anew.
+// Session is one or more connections to the target; the peer is appraised on each connection.
 type Session struct {
 	url       string
 	transport *atls.Transport
@@ -101,8 +101,8 @@ func Open(t Target) (*Session, error) {
 	return s, nil
 }
 
-// Unanswered returns the error of a request, as one of a dial if the time for the request ended before there was a connection: HTTP clients then
-// return only that it has ended.
+// Unanswered returns the error of a request. If the request timed out before there was a connection, it returns a dial error, because HTTP
+// clients then return only the timeout.
 func (s *Session) Unanswered(err error) error {
 	if s.connected.Load() || !errors.Is(err, context.DeadlineExceeded) {
 		return err
@@ -116,7 +116,7 @@ func (s *Session) URL() string { return s.url }
 // Client sends requests to accepted peers only.
 func (s *Session) Client() *http.Client { return s.client }
 
-// Result returns the latest appraisal; false if no evidence was genuine so far.
+// Result returns the latest appraisal; false if there was no genuine evidence yet.
 func (s *Session) Result() (Result, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -135,7 +135,7 @@ func (s *Session) keep(j Result) {
 	s.result = &j
 }
 
-// appraise appraises by the policy, and by the one machine that the session may have begun with.
+// appraise checks the evidence by the policy, and the machine against the session's first one.
 type appraiser struct {
 	inner attest.Appraiser
 	keep  func(Result)
@@ -167,8 +167,8 @@ func (j *appraiser) pin(id attest.MachineID) error {
 	return nil
 }
 
-// Exchange runs handshake and exchange by a request that every Muster service answers to every client: the health
-// check. The error is nil if the peer was accepted, whatever it answers.
+// Exchange runs handshake and exchange by a request that every Muster service answers to every client: the health check. The
+// error is nil if the peer was accepted, whatever its answer.
 func (s *Session) Exchange(ctx context.Context) (attest.Peer, error) {
 	ctx, peer := atls.CapturePeer(ctx)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/grpc.health.v1.Health/Check", http.NoBody)
@@ -183,7 +183,7 @@ func (s *Session) Exchange(ctx context.Context) (attest.Peer, error) {
 		return p, nil
 	}
 	if err == nil {
-		err = errors.New("the connection has no verdict") // A1: cannot be, since a client always appraises
+		err = errors.New("the connection was not appraised") // A1: cannot happen, since a client always appraises
 	}
 	return attest.Peer{}, err
 }

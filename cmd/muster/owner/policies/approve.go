@@ -33,11 +33,11 @@ const (
 	bareList = "tpm2.bareMachineIds"
 )
 
-// Candidate is a machine that waits, as its owner sees it before approving it.
+// Candidate is a waiting machine, as the owner sees it before the approval.
 type Candidate struct {
-	// Waiting is what the cluster says of it. If Verified is set, Endorsement and the fields after it are this program's own findings.
+	// Waiting is the cluster's record of the machine. If Verified is set, Endorsement and the fields after it are this program's own findings.
 	clusterapi.Waiting
-	// Endpoint is where this program has asked, or would ask, the machine itself.
+	// Endpoint is the machine's address for this program's own verification.
 	Endpoint string `json:"endpoint,omitempty"`
 	// Verified reports that this program has verified the machine's evidence itself, in a session of its own.
 	Verified bool `json:"verified"`
@@ -46,7 +46,7 @@ type Candidate struct {
 	// Problem is why the machine can't be approved; nil: it can.
 	Problem *problem.Problem `json:"problem,omitempty"`
 
-	err error // of which Problem is shown
+	err error // the cause whose text Problem shows
 }
 
 // refuse notes why the machine can't be approved.
@@ -61,16 +61,16 @@ type ApproveConfig struct {
 	TrustCluster bool
 	// BareEK also approves machines with the endorsement bare-ek that were not named by their ID.
 	BareEK bool
-	// AnyAccount also approves machines of a cloud that are not named, and that could be in anybody's account.
+	// AnyAccount also approves machines of a cloud that are not named, and that could be in another customer's account.
 	AnyAccount bool
-	// AnyTPM also approves machines that are not named, and whose TPM anybody could have bought.
+	// AnyTPM also approves machines that are not named, and whose TPM any buyer of such a TPM could own.
 	AnyTPM bool
-	// Port is that of waiting machines; 0: 9000. DialContext opens connections to them; nil: a [net.Dialer].
+	// Port is that of waiting machines; 0: 9000. DialContext opens connections to them; nil for a [net.Dialer].
 	Port        int
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
-// Approver lists machines in the signed policy that lack nothing else.
+// Approver lists machines in the signed policy that meet all its other rules.
 type Approver struct {
 	ApproveConfig
 	dir       *ownerdir.Dir
@@ -80,7 +80,7 @@ type Approver struct {
 	unsent    []policyfile.Listing
 	text      []byte // of the folder's policy
 	inForce   []byte // the text of the cluster's
-	// former says of machines that were or are in the cluster what the owner has done with them.
+	// former maps machines that were or are in the cluster to what the owner did with them.
 	former map[string]string
 }
 
@@ -102,7 +102,8 @@ func NewApprover(ctx context.Context, d *ownerdir.Dir, cfg ApproveConfig) (*Appr
 	return a, a.load(ctx)
 }
 
-// remember reads which machines were in the cluster, or are: one of those that lacks a place in a list was taken off it, or never had one.
+// remember reads which machines were or are in the cluster. If such a machine is not listed, the owner has removed it from
+// the list, or it never was there.
 func (a *Approver) remember(ctx context.Context) error {
 	known, err := a.dir.Known()
 	if err != nil {
@@ -170,10 +171,11 @@ func (a *Approver) load(ctx context.Context) error {
 	return nil
 }
 
-// Unsent returns the machines that the folder's policy lists and the cluster's does not: an approval was interrupted.
+// Unsent returns the machines that only the folder's policy lists, because an approval was interrupted.
 func (a *Approver) Unsent() []policyfile.Listing { return a.unsent }
 
-// Candidates returns the machines that wait, oldest first. Those that a list of the policy lacks are asked themselves.
+// Candidates returns the waiting machines, oldest first. It connects to and verifies those that only lack an entry in a list
+// of the policy.
 func (a *Approver) Candidates(ctx context.Context) ([]Candidate, error) {
 	all, err := a.kube.Waiting(ctx)
 	if err == nil {
@@ -223,7 +225,7 @@ func (a *Approver) Host(ctx context.Context, addr string) (Candidate, error) {
 	return c, nil
 }
 
-// examine completes a candidate of the cluster's list. named says that the owner has named its ID.
+// examine completes a candidate of the cluster's list. named reports that the owner has named its ID.
 func (a *Approver) examine(ctx context.Context, c *Candidate, named bool) {
 	id, err := attest.ParseMachineID(c.Machine)
 	ip, aerr := netip.ParseAddr(c.Address)
@@ -238,11 +240,11 @@ func (a *Approver) examine(ctx context.Context, c *Candidate, named bool) {
 		c.refuse(problem.WithRemedy(fmt.Errorf("it was refused with %s, and no list of the policy is the cause", c.Reason), c.Remedy))
 		return
 	case aerr != nil:
-		err = fmt.Errorf("the cluster does not say at which address it is: %w", aerr)
+		err = fmt.Errorf("the cluster's record has no usable address of it: %w", aerr)
 	default:
 		var claims attest.Claims
 		if claims, err = a.ask(ctx, c.Endpoint); err == nil && claims.Machine() != id {
-			err = attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "at %s is machine %s, and the cluster says that it is %s", c.Endpoint, claims.Machine(), id)
+			err = attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "at %s is machine %s, but the cluster's record has machine %s there", c.Endpoint, claims.Machine(), id)
 			c.refuse(problem.WithRemedy(err, "Either another machine has the address now, or the cluster's record is wrong: don't approve this ID. muster approve "+ip.String()+" shows the machine that is there."))
 			return
 		}
@@ -305,13 +307,14 @@ func (a *Approver) judge(c *Candidate, claims attest.Claims, named bool) {
 	a.refuseUnnamed(c, named, claims.Root())
 }
 
-// booted refuses a machine for what it booted, which no approval changes.
+// booted refuses a machine because of its measurements, which no approval changes.
 func (a *Approver) booted(c *Candidate, err error) {
-	c.refuse(problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the policy would refuse it although it were listed: %w", err),
-		"It is not approved, whatever the flags. muster explain "+c.Endpoint+" shows what differs. "+remedyOf(err)))
+	c.refuse(problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "the policy would refuse it even if it were listed: %w", err),
+		"No flag changes that. muster explain "+c.Endpoint+" shows what differs. "+remedyOf(err)))
 }
 
-// remedyOf is what to do about a refusal that no approval ends. The general texts of these reasons are for machines that an approval may admit, too.
+// remedyOf returns the remedy for a refusal that an approval cannot resolve. The general texts of these reasons also cover
+// machines that an approval can admit.
 func remedyOf(err error) string {
 	if own := problem.Remedy(err); own != "" {
 		return own
@@ -326,9 +329,9 @@ func remedyOf(err error) string {
 	}
 }
 
-// refuseUnnamed refuses a machine that only its ID shows to be the owner's, unless the owner has named that ID: a machine whose TPM has no EK certificate,
-// and one whose authority also certifies machines of other people. It also refuses a machine that is or was in the cluster and is in no list.
-// root certifies its endorsement key; nil: it is not known.
+// refuseUnnamed refuses three kinds of machines unless the owner has named their IDs: a machine whose TPM has no EK certificate; one whose authority
+// also certifies machines of other people; one that is or was in the cluster and is in no list. Only the ID shows that such a machine is the owner's.
+// root certifies its endorsement key; nil if it is not known.
 func (a *Approver) refuseUnnamed(c *Candidate, named bool, root *x509.Certificate) {
 	if named {
 		return
@@ -347,7 +350,7 @@ func (a *Approver) refuseUnnamed(c *Candidate, named bool, root *x509.Certificat
 	case err != nil:
 		c.refuse(err)
 	case others == policyfile.OthersTPMBuyers && !a.AnyTPM:
-		c.refuse(problem.WithRemedy(errors.New("a root in the policy's ekRoots certifies all TPMs of a vendor, so it could be the machine of anybody who bought one"),
+		c.refuse(problem.WithRemedy(errors.New("a root in the policy's ekRoots certifies all TPMs of a vendor, so any buyer of such a TPM could own this machine"),
 			"Compare its ID with the one on the machine's own console (this machine has the ID …), then run muster approve "+c.Machine+". With --any-tpm all such machines are approved unseen."))
 	case others == policyfile.OthersCloudCustomers && !a.AnyAccount:
 		c.refuse(problem.WithRemedy(errors.New("its cloud endorses the machines of all customers alike, so it could be in another account"),
@@ -355,7 +358,7 @@ func (a *Approver) refuseUnnamed(c *Candidate, named bool, root *x509.Certificat
 	}
 }
 
-// ask runs the exchange of attested TLS with a machine, and returns its claims, whatever the policy says of them.
+// ask runs the exchange of attested TLS with a machine, and returns its claims, also if the policy refuses them.
 func (a *Approver) ask(ctx context.Context, addr string) (attest.Claims, error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
@@ -368,7 +371,7 @@ func (a *Approver) ask(ctx context.Context, addr string) (attest.Claims, error) 
 	}
 	defer func() { _ = s.Close() }()
 	_, err = s.Exchange(ctx)
-	if r, ok := s.Result(); ok { // refused or not: the caller appraises it
+	if r, ok := s.Result(); ok { // also if refused: the caller appraises it
 		return r.Claims, nil
 	}
 	if err == nil {
@@ -378,7 +381,7 @@ func (a *Approver) ask(ctx context.Context, addr string) (attest.Claims, error) 
 }
 
 // Approve lists machines in the policy, signs it with the next serial, and puts it in force. Nothing is changed if one of
-// them has a Problem. It first sends what an interrupted approval has left.
+// them has a Problem. It first sends machines that an interrupted approval left unsent.
 func (a *Approver) Approve(ctx context.Context, machines []Candidate, report func(string)) error {
 	var add []policyfile.Listing
 	for _, c := range machines {
@@ -402,8 +405,8 @@ func (a *Approver) Approve(ctx context.Context, machines []Candidate, report fun
 	return a.load(ctx)
 }
 
-// Await approves up to n machines in the network from as they come, until ctx ends; a zero from is any network. approved is called
-// with each batch once the policy that lists it is signed and sent. It returns how many were approved, and the error that ended it before.
+// Await approves up to n machines in the network from as they come, until ctx ends; a zero from is any network. approved is called with
+// each batch after the policy that lists it was signed and sent. Await returns how many were approved, and the error that ended it early.
 func (a *Approver) Await(ctx context.Context, n int, from netip.Prefix, report func(string), approved func([]Candidate)) (int, error) {
 	done, reported := 0, map[string]string{}
 	for {
@@ -447,7 +450,7 @@ func Within(all []Candidate, from netip.Prefix) (out []Candidate) {
 	return out
 }
 
-// Booted says in words what the machine booted, compared with the policy.
+// Booted describes what the machine booted, compared with the policy.
 func (c Candidate) Booted() string {
 	switch {
 	case c.Differs != "":
@@ -468,7 +471,7 @@ func (c Candidate) Booted() string {
 // Serial returns the serial of the folder's policy.
 func (a *Approver) Serial() uint64 { return a.policy.Serial() }
 
-// WaitingMachine returns the cluster's record of a machine that waits: NOT_ENROLLED if there is none. Nothing of it is proven.
+// WaitingMachine returns the cluster's record of a waiting machine, which is unverified; NOT_ENROLLED if there is none.
 func WaitingMachine(ctx context.Context, d *ownerdir.Dir, id attest.MachineID) (clusterapi.Waiting, error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -487,6 +490,6 @@ func waitingEntry(ctx context.Context, kube *clusterapi.Client, id attest.Machin
 			return w, nil
 		}
 	}
-	return clusterapi.Waiting{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not among those that wait", id),
+	return clusterapi.Waiting{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NOT_ENROLLED, "machine %s is not waiting", id),
 		"muster approve shows who waits. joinservice lists a machine some seconds after it was refused, for an hour. If the list has no room, name the machine by its address: muster approve HOST.")
 }

@@ -35,7 +35,7 @@ func TestAMachineWhoseTPMAnybodyCanBuyIsNamed(t *testing.T) {
 	a.lists(t, waits(m, "192.0.2.1", machineIDs), waits(rented, "192.0.2.2", platformIDs), waits(mine, "192.0.2.3", machineIDs))
 	refused := func(c Candidate, want bool) {
 		t.Helper()
-		if (c.Problem != nil) != want || want && !strings.Contains(c.Problem.Message, "anybody who bought one") {
+		if (c.Problem != nil) != want || want && !strings.Contains(c.Problem.Message, "any buyer of such a TPM") {
 			t.Errorf("machine %s: problem %+v", c.Machine, c.Problem)
 		}
 	}

@@ -26,7 +26,7 @@ const (
 	vendorTimeout = 30 * time.Second
 )
 
-// CollateralSource says what is fetched from the vendors of processors.
+// CollateralSource configures what is fetched from the vendors of processors.
 type CollateralSource struct {
 	// AMD is the address of the Key Distribution Service, Intel that of the Provisioning Certification Service, IntelRoot that
 	// of the list of Intel's root.
@@ -129,15 +129,15 @@ func ReadCollateral(text []byte, now time.Time) (*attestv1.Collateral, []attest.
 	return c, ends, err
 }
 
-// WithCollateral returns a policy with other collateral and another serial. It also returns why the collateral is worse than that of
-// the policy, in words: it lacks what the rules need, or has older data. If there is such a reason and it is not allowed, this is an
-// error.
+// WithCollateral returns a policy with other collateral and another serial. It also returns the reasons, as texts, why the
+// collateral is worse than that of the policy: it lacks data that the rules need, or has older data. If there are reasons and
+// allowWorse is not set, it returns an error.
 func WithCollateral(text []byte, serial uint64, c *attestv1.Collateral, allowWorse bool) (policy []byte, worse []string, err error) {
 	if worse, err = policyfile.WorseCollateral(text, c); err != nil {
 		return nil, nil, err
 	}
 	if len(worse) > 0 && !allowWorse {
-		return nil, worse, fmt.Errorf("the collateral is worse than that of the policy, so reports would be refused, or accepted by data that have been replaced:\n- %s\nFetch it again, from the vendor itself if you used a mirror, with all lines of processors and models in one file; or give --allow-worse",
+		return nil, worse, fmt.Errorf("the collateral is worse than that of the policy, so reports would be refused, or accepted by outdated data:\n- %s\nFetch it again, from the vendor itself if you used a mirror, with all lines of processors and models in one file; or give --allow-worse",
 			strings.Join(worse, "\n- "))
 	}
 	policy, err = policyfile.SetCollateral(text, serial, c)

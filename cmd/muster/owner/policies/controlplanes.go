@@ -16,8 +16,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// ControlPlanesOf returns the control planes that the policy of an owner's folder lists, with the names that the folder records; none if it is not a
-// valid policy.
+// ControlPlanesOf returns the control planes that the policy of an owner's folder lists, with the names that the folder records; none if the policy
+// is not valid.
 func ControlPlanesOf(d *ownerdir.Dir) ([]policyfile.ControlPlane, error) {
 	text, err := d.Read(ownerdir.PolicyFile)
 	if err != nil {
@@ -55,7 +55,7 @@ func (l Listing) done(p *attest.Policy) bool {
 	return true
 }
 
-// Plan describes what [Listing.Apply] would do, which it refuses with the same errors; empty: nothing.
+// Plan describes what [Listing.Apply] would do, and returns the same errors; empty if there is nothing to do.
 func (l Listing) Plan(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) (string, error) {
 	if due, err := l.change().due(ctx, d, kube); err != nil || due == nil {
 		return "", err
@@ -67,7 +67,7 @@ func (l Listing) Plan(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cli
 	for _, m := range l.Remove {
 		parts = append(parts, "does not list machine "+m.String())
 	}
-	return "sign a policy with the next serial that " + strings.Join(parts, " and ") + " as a control plane: no machine believes a joinservice or kms on one that is not listed", nil
+	return "sign a policy with the next serial that " + strings.Join(parts, " and ") + " as a control plane: machines trust joinservice and kms only on listed control planes", nil
 }
 
 // Apply lists and removes control planes; see [policyChange.apply].
@@ -112,14 +112,14 @@ func missingFrom(ctx context.Context, kube *clusterapi.Client, p *attest.Policy)
 	return out, nil
 }
 
-// MustList refuses a policy that leaves out a control plane of the cluster, with SERVER_NOT_LISTED: no machine would
-// trust its joinservice and kms. leaveOut are names that the owner knows to be none of theirs: whoever may write enrollments can make one. The remedy shows
-// only entries that the folder records as lines to add.
+// MustList refuses a policy that leaves out a control plane of the cluster, with SERVER_NOT_LISTED: no machine would trust its joinservice and kms.
+// leaveOut are names that the owner states are not theirs: every writer of enrollments can create one. The remedy shows as lines to add only entries
+// that the folder records.
 func MustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *attest.Policy, leaveOut []string) error {
 	recorded := d.Cluster().ControlPlanes
 	for _, name := range leaveOut {
 		if id, ok := recorded[name]; ok {
-			return problem.WithRemedy(fmt.Errorf("%s can't be left out: your folder records it as a control plane, with machine %s", name, id), "Nothing was changed. If it is one no longer: muster forget "+name+".")
+			return problem.WithRemedy(fmt.Errorf("%s can't be left out: your folder records it as a control plane, with machine %s", name, id), "Nothing was changed. If it is no longer one: muster forget "+name+".")
 		}
 	}
 	missing, err := missingFrom(ctx, kube, p)
@@ -136,17 +136,18 @@ func MustList(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, p *
 		if recorded[c.Name] == c.Machine {
 			lines = append(lines, fmt.Sprintf("  - %q # %s", c.Machine.String(), c.Name))
 		} else {
-			lines = append(lines, fmt.Sprintf("  # only the cluster says so: %s is machine %s", c.Name, c.Machine))
+			lines = append(lines, fmt.Sprintf("  # not in the folder, only in the cluster: %s is machine %s", c.Name, c.Machine))
 		}
 	}
 	err = attest.Refuse(attestv1.Reason_REASON_SERVER_NOT_LISTED, "the policy does not list the control planes %s", strings.Join(names, ", "))
 	return problem.WithRemedy(err, strings.Join(append([]string{
-		"Add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. Compare the ID of one that your folder does not record with its console: whoever can write enrollments has chosen it. One that is no longer yours is let go by muster forget; one that never was is left out by --leave-out NAME.",
+		"Add those that are yours to " + d.File(ownerdir.PolicyFile) + ", increase serial, and run the same command again. If your folder does not record one, compare its ID with the machine's console, because every writer of enrollments could have chosen it. Remove one that is no longer yours with muster forget. Leave out one that never was yours with --leave-out NAME.",
 		"controlPlanes:",
 	}, lines...), "\n"))
 }
 
-// enrollListing is the change for the enrollment of a machine: a control plane is listed. It refuses what contradicts the folder's record.
+// enrollListing returns the change for the enrollment of a machine: it lists a control plane. It refuses an enrollment that
+// contradicts the folder's record.
 func enrollListing(d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec) (Listing, error) {
 	id, err := attest.ParseMachineID(spec.MachineID)
 	if err != nil {
@@ -158,7 +159,7 @@ func enrollListing(d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec)
 	had, recorded := d.Cluster().ControlPlanes[name]
 	if spec.Role != v1alpha1.RoleControlPlane {
 		if recorded {
-			return Listing{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "%s is a control plane by your folder, with machine %s", name, had), "Nothing was changed. Forget it first: muster forget "+name+".")
+			return Listing{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "your folder records %s as a control plane, with machine %s", name, had), "Nothing was changed. Forget it first: muster forget "+name+".")
 		}
 		return Listing{}, nil
 	}
@@ -167,26 +168,26 @@ func enrollListing(d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec)
 		if err != nil {
 			return Listing{}, err
 		}
-		if p.MayServe(had) == nil { // it would stay listed, and no name would lead to it
-			return Listing{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "%s is machine %s by your folder, whose policy lists that as a control plane", name, had),
+		if p.MayServe(had) == nil { // it would stay listed, and no enrollment would have its ID
+			return Listing{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "your folder records %s as machine %s, and its policy lists that machine as a control plane", name, had),
 				fmt.Sprintf("Nothing was changed. If its TPM was exchanged: muster replace %s --tpm %s. Otherwise forget it first: muster forget %s.", name, id, name))
 		}
 	}
 	return Listing{Add: []policyfile.ControlPlane{{Machine: id, Name: name}}}, nil
 }
 
-// freeInFolder refuses a machine that is a control plane of another name by the folder's record.
+// freeInFolder refuses a machine that the folder records as a control plane with another name.
 func freeInFolder(d *ownerdir.Dir, name string, id attest.MachineID) error {
 	other := d.Cluster().ControlPlane(id)
 	if other == "" || other == name {
 		return nil
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "machine %s is the control plane %s by your folder", id, other), "Nothing was changed. Forget it first: muster forget "+other+".")
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_MISMATCH, "your folder records machine %s as the control plane %s", id, other), "Nothing was changed. Forget it first: muster forget "+other+".")
 }
 
-// LeaveListing is the change when an enrollment is deleted, or gets the machine of to. The folder's record decides which machine is removed, and the
-// owner's argument which one is added (A7): whoever may write enrollments, as root on a control plane may, could otherwise have another control plane
-// removed, or a machine of theirs listed. It refuses an enrollment n that contradicts the record; nil: there is none.
+// LeaveListing returns the change when an enrollment is deleted, or gets the machine of to. The folder's record decides which machine is removed, and
+// the owner's argument which one is added (A7). Otherwise a writer of enrollments, such as root on a control plane, could remove another control
+// plane or list a machine of their own. It refuses an enrollment n that contradicts the record; n is nil if there is none.
 func LeaveListing(d *ownerdir.Dir, name string, n *v1alpha1.AttestedNode, to *clusterapi.Replacement) (Listing, error) {
 	var next *attest.MachineID
 	if to != nil && to.MachineID != "" {
@@ -203,7 +204,7 @@ func LeaveListing(d *ownerdir.Dir, name string, n *v1alpha1.AttestedNode, to *cl
 	if !recorded {
 		return Listing{}, notRecorded(d, n, to)
 	}
-	resumes := next != nil && *next == had // an interrupted run has recorded the next machine, and the enrollment has the one before
+	resumes := next != nil && *next == had // an interrupted run has recorded the new machine, and the enrollment still has the previous one
 	if err := sameAsRecorded(n, had, resumes); err != nil {
 		return Listing{}, err
 	}
@@ -211,7 +212,7 @@ func LeaveListing(d *ownerdir.Dir, name string, n *v1alpha1.AttestedNode, to *cl
 	case to == nil:
 		return Listing{Remove: []attest.MachineID{had}}, nil
 	case next == nil:
-		return Listing{}, nil // only the disk is another one
+		return Listing{}, nil // only the disk changes
 	}
 	l := Listing{Add: []policyfile.ControlPlane{{Machine: *next, Name: name}}}
 	if !resumes {
@@ -220,25 +221,26 @@ func LeaveListing(d *ownerdir.Dir, name string, n *v1alpha1.AttestedNode, to *cl
 	return l, nil
 }
 
-// sameAsRecorded refuses an enrollment that is not that of the control plane in the folder's record. One that is being deleted is not compared.
+// sameAsRecorded refuses an enrollment that differs from the control plane in the folder's record. An enrollment that is
+// being deleted is not compared.
 func sameAsRecorded(n *v1alpha1.AttestedNode, had attest.MachineID, resumes bool) error {
 	if n == nil || n.Leaving() {
 		return nil
 	}
-	const first = "Nothing was changed. If another copy of this folder is newer, use that one. Otherwise somebody has changed the enrollment: find out who, and see docs/control-planes.md#an-enrollment-that-is-not-yours. "
+	const first = "Nothing was changed. If another copy of this folder is newer, use that one. Otherwise the enrollment was changed without this folder: find out by whom, and see docs/control-planes.md#an-enrollment-that-is-not-yours. "
 	if n.Spec.Role != v1alpha1.RoleControlPlane {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the cluster says that %s is a %s, and your folder says that it is a control plane, with machine %s", n.Name, n.Spec.Role, had),
-			first+"To go on without that enrollment: kubectl delete attestednode "+n.Name+" --wait=false, then the same command.")
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "in the cluster %s is a %s, but your folder records it as a control plane, with machine %s", n.Name, n.Spec.Role, had),
+			first+"To continue without that enrollment: kubectl delete attestednode "+n.Name+" --wait=false, then the same command.")
 	}
 	if n.Spec.MachineID != had.String() && !resumes {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "the cluster says that %s is machine %s, and your folder says %s", n.Name, n.Spec.MachineID, had),
-			first+fmt.Sprintf(`To go on with your folder's: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":true}}', then the same with '{"spec":{"machineID":"%s"}}', then the same command.`, n.Name, had))
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_NAME_TAKEN, "in the cluster %s is machine %s, but your folder records machine %s", n.Name, n.Spec.MachineID, had),
+			first+fmt.Sprintf(`To continue with your folder's record: kubectl patch attestednode %s --type merge -p '{"spec":{"banned":true}}', then the same with '{"spec":{"machineID":"%s"}}', then the same command.`, n.Name, had))
 	}
 	return nil
 }
 
-// notRecorded refuses an enrollment that may be a control plane's, by its role or by the policy, and that the folder does not record: it was made by an
-// earlier version, with another copy of the folder, or by somebody else.
+// notRecorded refuses an enrollment that may be a control plane's, by its role or by the policy, if the folder does not record it. An earlier
+// version, another copy of the folder, or another writer of enrollments may have made it.
 func notRecorded(d *ownerdir.Dir, n *v1alpha1.AttestedNode, to *clusterapi.Replacement) error {
 	if n == nil {
 		return nil
@@ -252,13 +254,14 @@ func notRecorded(d *ownerdir.Dir, n *v1alpha1.AttestedNode, to *clusterapi.Repla
 		return err
 	}
 	control := n.Spec.Role == v1alpha1.RoleControlPlane
-	// A worker's enrollment with the machine of a recorded control plane changes no list. Nor does a control plane's that is not listed, if it goes.
+	// A worker's enrollment with the machine of a recorded control plane changes no list. Neither does the removal of a
+	// control plane's enrollment that is not listed.
 	listed := p.MayServe(machine) == nil && d.Cluster().ControlPlane(machine) == ""
 	if !listed && (!control || to == nil) {
 		return nil
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "by the cluster, %s is a %s with machine %s; your folder records no control plane %s", n.Name, n.Spec.Role, machine, n.Name),
-		"Nothing was changed. If another copy of this folder is newer, use that one. "+RecordIt(n.Name)+" If it is none, somebody has changed the enrollment: see docs/control-planes.md#an-enrollment-that-is-not-yours.")
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "in the cluster %s is a %s with machine %s, but your folder records no control plane %s", n.Name, n.Spec.Role, machine, n.Name),
+		"Nothing was changed. If another copy of this folder is newer, use that one. "+RecordIt(n.Name)+" If it is not yours, the enrollment was made or changed without you: see docs/control-planes.md#an-enrollment-that-is-not-yours.")
 }
 
 // RecordIt is the remedy for a control plane that the folder does not record.
@@ -266,5 +269,5 @@ func RecordIt(name string) string {
 	return "If it is a control plane of yours, read its machine ID from its console or from your own records, not from the cluster, and record it: muster enroll " + name + " --role control-plane --machine-id ID."
 }
 
-// ErrNoFirst is returned for a folder that does not know its first machine.
+// ErrNoFirst is returned for a folder that does not record its first machine.
 var ErrNoFirst = errors.New("cluster.json names no first machine")

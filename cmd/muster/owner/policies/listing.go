@@ -13,7 +13,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// list lists machines in the policy, and puts it in force.
+// list adds machines to the policy's lists, and puts the policy in force.
 func (a *Approver) list(ctx context.Context, add []policyfile.Listing, report func(string)) error {
 	for _, l := range add {
 		if err := a.open(l.Field); err != nil {
@@ -45,18 +45,18 @@ func (a *Approver) list(ctx context.Context, add []policyfile.Listing, report fu
 	}.apply(ctx, a.dir, a.kube, report)
 }
 
-// open refuses a list that accepts every machine: none waits for a place in it, and the first one there would shut out all others.
+// open refuses a list that accepts every machine: no machine waits for an entry in it, and the first entry would shut out all others.
 func (a *Approver) open(list string) error {
 	empty, err := policyfile.Empty(a.inForce, list)
 	if err != nil || !empty {
 		return err
 	}
-	return problem.WithRemedy(fmt.Errorf("%s is empty in the policy in force, so it accepts every machine that its authorities certify: with a first machine there, all others would be refused", list),
+	return problem.WithRemedy(fmt.Errorf("%s is empty in the policy in force, so it accepts every machine that its authorities certify: with a first entry, all other machines would be refused", list),
 		"If you want to accept listed machines only, list all of them in policy.yaml and run muster policy apply, which shows the running nodes that would be refused. Otherwise undo what you have edited: the cluster's record of this machine is old or wrong.")
 }
 
-// opened refuses a policy that accepts every machine where the one in force lists machines.
+// opened refuses a policy with an empty list, which accepts every machine, if the same list in force has entries.
 func opened(lists []string) error {
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "%s of the policy is empty, and the policy in force lists machines there: every machine that its authorities certify, and that booted an accepted image, could join", strings.Join(lists, " and ")),
-		"The policy in force is unchanged. List the machines again: muster policy diff shows which ones are missing. If every machine shall be accepted, repeat the command with --any-machine.")
+		"The policy in force is unchanged. List the machines again: muster policy diff shows which ones are missing. To accept every machine, repeat the command with --any-machine.")
 }

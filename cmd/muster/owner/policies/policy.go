@@ -1,4 +1,5 @@
-// Package policies changes and compares the owner's signed policy: what it lists, what a new one would refuse, whom to approve, collateral.
+// Package policies changes and compares the owner's signed policy: it lists machines, approves waiting ones, predicts which
+// nodes a new policy would refuse, and adds collateral.
 package policies
 
 import (
@@ -16,9 +17,9 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Enroll enrolls a machine under a name before it joins, as control planes need it. It first lists a control plane in
-// the owner's policy (A7): from the enrollment on it may join, and its services are then trusted. After an
-// interruption the same call finishes. Each step is reported to report.
+// Enroll enrolls a machine under a name before it joins, as control planes need it. It first lists a control plane in the
+// owner's policy (A7), because it may join once it is enrolled, and machines then have to trust its services. After an
+// interruption, the same call completes the enrollment. Each step is reported to report.
 func Enroll(ctx context.Context, d *ownerdir.Dir, name string, spec v1alpha1.AttestedNodeSpec, report func(string)) (created bool, err error) {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -74,16 +75,17 @@ type Application struct {
 	// Policy is the policy, Refused are the running nodes whose last evidence does not match it.
 	Policy  *attest.Policy
 	Refused []Expelled
-	// Opened are its lists that are empty, and so accept every machine, where the policy in force lists machines.
+	// Opened are its empty lists, which accept every machine, if the same list in force has entries.
 	Opened []string
-	// NoneAttests reports that no node has attested lately: then Policy was compared with all nodes that were accepted last.
+	// NoneAttests reports that no node has attested lately. Policy was then compared with all nodes whose last evidence was
+	// accepted.
 	NoneAttests bool
 
 	signed *attestv1.SignedPolicy
 	kube   *clusterapi.Client
 }
 
-// PlanPolicy makes the checks of [ApplyPolicy] and changes nothing. That running nodes do not match is no error.
+// PlanPolicy makes the checks of [ApplyPolicy] and changes nothing. Running nodes that do not match are not an error.
 func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...string) (*Application, error) {
 	p, signed, err := signText(d, text)
 	if err != nil {
@@ -118,15 +120,15 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	return &Application{Policy: p, Refused: refused, NoneAttests: none, Opened: open, signed: signed, kube: kube}, err
 }
 
-// Consent is what an owner wants of a policy that is otherwise taken for a mistake.
+// Consent names effects of a policy that the owner intends, and that [ApplyPolicy] otherwise refuses as likely mistakes.
 type Consent struct {
-	// Expel accepts that running nodes do not match the policy, AnyMachine that a list of machines became empty, which accepts all.
+	// Expel accepts that running nodes do not match the policy, AnyMachine that a list of machines became empty, so that it accepts all.
 	Expel, AnyMachine bool
 }
 
-// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. It refuses a policy
-// with a likely mistake that consent does not name. A text that is not nil replaces the folder's policy once it is not refused: other commands put the
-// folder's policy in force as well. leaveOut are names that the cluster has as control planes, and that are none of the owner's.
+// ApplyPolicy signs the policy of an owner's folder, puts it into the cluster, and waits for the services' result. It refuses a policy with a likely
+// mistake that consent does not name. If text is not nil, it replaces the folder's policy after these checks, because other commands also put the
+// folder's policy in force. leaveOut are names of control planes in the cluster that are not the owner's.
 func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, consent Consent, leaveOut ...string) (*v1alpha1.AttestationPolicy, error) {
 	var err error
 	replaces := text != nil

@@ -35,7 +35,7 @@ func Current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []by
 	if p.Serial() > last.Serial() || p.Serial() == last.Serial() && string(json) == known.Policy.JSON {
 		return nil
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the one that the cluster had last, of serial %d, says something else", p.Serial(), last.Serial()),
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the cluster's last known policy, of serial %d, has other contents", p.Serial(), last.Serial()),
 		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last.Serial()+1))
 }
 
@@ -63,7 +63,7 @@ type policyChange struct {
 	what func(p *attest.Policy) string
 }
 
-// duePolicy is a change that is to be made: the policies of the folder and of the cluster.
+// duePolicy is a change to be made, with the policies of the folder and of the cluster.
 type duePolicy struct {
 	text []byte
 	p    *attest.Policy
@@ -72,8 +72,8 @@ type duePolicy struct {
 	have *v1alpha1.AttestationPolicy
 }
 
-// due compares the change with the folder and the cluster; nil: both have it. The two policies must differ in nothing else: muster policy apply compares
-// with the nodes what an owner has edited, and a policyChange does not.
+// due compares the change with the folder and the cluster; nil if both have it. The two policies must not differ otherwise: only muster policy apply
+// compares an owner's edits with the running nodes, a policyChange does not.
 func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) (*duePolicy, error) {
 	text, p, json, err := FolderPolicy(d)
 	if err != nil {
@@ -115,21 +115,21 @@ func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi
 		}
 	}
 	if !same {
-		return nil, problem.WithRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed by this command", d.File(ownerdir.PolicyFile)),
-			"Nothing was changed. Run muster policy apply first, if you have finished editing it, or undo what you have edited. If apply says SERVER_NOT_LISTED of a control plane that this command lets go, keep it listed until this command removes it.")
+		return nil, problem.WithRemedy(fmt.Errorf("%s differs from the cluster's policy, so this command cannot change it", d.File(ownerdir.PolicyFile)),
+			"Nothing was changed. Run muster policy apply first, if you have finished editing it, or undo what you have edited. If apply returns SERVER_NOT_LISTED for a control plane that this command removes, leave it in the list: this command removes it there too.")
 	}
 	return out, nil
 }
 
-// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an
-// interruption between the two, the same call finishes: the folder's policy then has the change, and is put into the
-// cluster unchanged.
+// apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an interruption
+// between the two, the same call completes the change: the folder's policy already has it, and goes into the cluster
+// unchanged.
 func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, report func(string)) error {
 	due, err := c.due(ctx, d, kube)
 	if err != nil || due == nil {
 		return err
 	}
-	if err := signsForServices(d, kube); err != nil { // before the folder's policy is changed, too
+	if err := signsForServices(d, kube); err != nil { // also before the folder's policy is changed
 		return err
 	}
 	text, p, have := due.text, due.p, due.have
@@ -170,8 +170,8 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	return nil
 }
 
-// signsForServices refuses a folder whose key the cluster's services do not accept. They would refuse its policy when it has already replaced the good one,
-// and a joinservice that restarts then has none (A3). Before the chart is installed, no service checks a policy.
+// signsForServices refuses a folder whose key the cluster's services do not accept. Otherwise its policy would replace the valid one, the services
+// would refuse it, and a restarted joinservice would have none (A3). Before the chart is installed, no service checks a policy.
 func signsForServices(d *ownerdir.Dir, kube *clusterapi.Client) error {
 	r, err := kube.Release(slog.New(slog.DiscardHandler))
 	if err != nil || r == nil {
@@ -184,12 +184,12 @@ func signsForServices(d *ownerdir.Dir, kube *clusterapi.Client) error {
 	if slices.Contains(clusterapi.OwnerKeys(r), attest.OwnerKeys{access.PublicOf(key)}.Strings()[0]) {
 		return nil
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the services of this cluster accept another owner's key, and not owner.key of %s", d.Path()),
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the services of this cluster accept another owner's key, not owner.key of %s", d.Path()),
 		"The cluster's policy was not changed. Use the folder of this cluster's owner, or put its owner.key back from your newest copy; then repeat the command.")
 }
 
-// Higher refuses a policy whose serial the services would refuse. It may be the last one of known.json again, if another key has signed the cluster's. file
-// is where the owner sets its serial.
+// Higher refuses a policy whose serial the services would refuse. It may equal the last one of known.json if another key has signed the cluster's.
+// file is the file in which the owner sets the serial.
 func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json, file string) error {
 	if have.Spec.Policy == json {
 		return nil
@@ -209,12 +209,12 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 	if _, foreign := OpenPolicy(have, public); foreign != nil && known.Policy.JSON == json {
 		return nil
 	}
-	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), signed)
-	return problem.WithRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never goes back to an older policy.", signed+1, file))
+	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d has other contents", p.Serial(), signed)
+	return problem.WithRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never accepts an older policy.", signed+1, file))
 }
 
-// SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. The status of the
-// cluster's policy is not signed: if a serial from there were signed, it could be the highest of all, and no policy could follow.
+// SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0 if there is none.
+// The status of the cluster's policy is unsigned, so its serial is not used: if it were the highest possible, no policy could follow.
 func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
 	public, err := d.OwnerKeys()
 	if err != nil {
@@ -232,8 +232,8 @@ func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 		serial = max(serial, p.Serial())
 	}
 	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
-		return 0, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status says that a policy of serial %d was in force, and the newest with the owner's signature, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
-			fmt.Sprintf("If there is a newer copy of this folder, use that one: compare the serial in policy.yaml and known.json of every copy, and lowestPolicySerial of your images. Only if none is above %[1]d, somebody has written the status: correct it (kubectl edit attestationpolicy default --subresource status, serial: %[1]d), and restart the services, which then accept a policy that is older than the status says: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
+		return 0, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status reports that a policy of serial %d was in force, but the newest one that the owner has signed, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
+			fmt.Sprintf("If there is a newer copy of this folder, use that one: compare the serial in policy.yaml and known.json of every copy, and lowestPolicySerial of your images. Only if none is above %[1]d, the status was forged: correct it (kubectl edit attestationpolicy default --subresource status, serial: %[1]d), and restart the services, which then accept the owner's policy again: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
 	}
 	return serial, nil
 }
@@ -243,7 +243,7 @@ func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*atte
 	return signedpolicy.Open(have, owner)
 }
 
-// PolicyOf describes the policy of an epoch.
+// PolicyOf describes the policy of an epoch in words.
 func PolicyOf(serial uint64) string {
 	if serial == 0 {
 		return "no policy yet"

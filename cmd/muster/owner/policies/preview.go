@@ -42,8 +42,8 @@ func attested(n *v1alpha1.AttestedNode, now time.Time) bool {
 	return !n.ShutOut() && v != nil && now.Sub(v.Time.Time) < Attests
 }
 
-// NoneAttests reports whether nodes have attested before, and none has lately: then the cluster does not say which of them run. They are off, no joinservice
-// records what they send, or the clocks of control planes differ.
+// NoneAttests reports whether nodes have attested before, and none has lately. The cluster then does not show which of them run: they are off, no
+// joinservice records their evidence, or the clocks of control planes differ.
 func NoneAttests(nodes []v1alpha1.AttestedNode, now time.Time) bool {
 	before := false
 	for i := range nodes {
@@ -55,13 +55,14 @@ func NoneAttests(nodes []v1alpha1.AttestedNode, now time.Time) bool {
 	return before
 }
 
-// NoneHasAttested says what [NoneAttests] reports; WhyNoneAttests is the remedy.
+// NoneHasAttested is the error text for [NoneAttests]; WhyNoneAttests is the remedy.
 var NoneHasAttested = fmt.Sprintf("no node has attested in the last %s", Attests)
 
 // WhyNoneAttests is the remedy if [NoneAttests].
 const WhyNoneAttests = "muster status and muster doctor show why: joinservice does not run, or a clock is wrong."
 
-// expels returns the running nodes whose last evidence does not match the policy. If no node attests, those count as running that were accepted last.
+// expels returns the running nodes whose last evidence does not match the policy. If no node attests, all nodes whose last
+// evidence was accepted count as running.
 func expels(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) (out []Expelled, none bool, _ error) {
 	all, err := kube.Enrollments(ctx)
 	if err != nil {
@@ -84,18 +85,18 @@ func expels(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) (out
 	return out, none, nil
 }
 
-// expelled refuses a policy for running nodes that do not match it; none is as [NoneAttests] reports.
+// expelled refuses a policy for running nodes that do not match it; none is the result of [NoneAttests].
 func expelled(nodes []Expelled, none bool) error {
 	var named []string
 	for _, n := range nodes[:min(len(nodes), maxNamedNodes)] {
 		named = append(named, n.Node+": "+n.Why)
 	}
 	if none {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%s, so it is not known which run, and %d nodes do not match the policy: %s", NoneHasAttested, len(nodes), strings.Join(named, "; ")),
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%s, so it is not known which nodes run; %d nodes do not match the policy: %s", NoneHasAttested, len(nodes), strings.Join(named, "; ")),
 			"The policy in force is unchanged. "+WhyNoneAttests+" If none of these nodes is needed any more, or they run another image now, repeat the command with --expel.")
 	}
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%d running nodes do not match the policy: %s", len(nodes), strings.Join(named, "; ")),
-		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them; muster rollout status shows who does. To shut them out, repeat the command with --expel.")
+		"The policy in force is unchanged. Keep the images and classes that they run in the policy until no node runs them (muster rollout status). To shut these nodes out, repeat the command with --expel.")
 }
 
 // mayMatch compares what the cluster has stored of the node's last evidence with the policy.
@@ -126,7 +127,7 @@ func StoredPCRs(n *v1alpha1.AttestedNode) (map[int][]byte, error) {
 	return values, nil
 }
 
-// Preview is what a policy says of a running node.
+// Preview is the result of a policy for a running node.
 type Preview struct {
 	Node string `json:"node"`
 	// Answered is false if its machine has not attested while Preview waited.
@@ -175,8 +176,9 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
 }
 
-// PreviewPolicy has the cluster appraise its running nodes, also those that the policy in force refuses, by one that is not in force,
-// as they attest, until each has or ctx ends. It reports each node to report. It decides nothing and leaves nothing in the cluster: the signature is good for a preview only.
+// PreviewPolicy lets the cluster appraise its running nodes by a policy that is not in force, also nodes that the policy in force refuses. It ends
+// when each node has attested, or ctx ends. It reports each node to report. It changes no verdict and leaves nothing in the cluster: the signature is
+// valid only for a preview.
 func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) (out []Preview, err error) {
 	_, json, err := policyfile.Parse(text)
 	if err != nil {
@@ -210,7 +212,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 	for {
 		have, err := kube.Policy(ctx)
 		if err == nil && have.Annotations[v1alpha1.PolicyCandidate] != note {
-			err = problem.WithRemedy(errors.New("another muster policy diff has replaced this one's policy meanwhile"), "Run it again when the other one has ended.")
+			err = problem.WithRemedy(errors.New("another muster policy diff has replaced this one's policy meanwhile"), "Run this one again when the other one is done.")
 		}
 		if err != nil {
 			return out, err

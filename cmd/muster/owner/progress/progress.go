@@ -1,8 +1,8 @@
-// Package progress reports to a person or a program how far a command has come.
+// Package progress reports the progress of a command to a person or a program.
 //
-// A command is a sequence of steps. Each begins, may report what it is doing, and ends with a duration. On a
-// terminal, that is one moving line with a bar above the finished steps; elsewhere it is one line for each event, for
-// people or (JSON) for programs.
+// A command is a sequence of steps. Each one starts, may report what it is doing, and ends with a duration. On a
+// terminal, this is one updated line with a bar, below the finished steps. Elsewhere it is one line for each event,
+// as text or as JSON.
 package progress
 
 import (
@@ -19,13 +19,13 @@ import (
 
 // Reporter receives events. Implementations are safe for concurrent use.
 type Reporter interface {
-	// Begin starts the next step; the one before has ended.
+	// Begin starts the next step; the previous one has ended.
 	Begin(step string)
 	// Update reports what the step is doing now.
 	Update(text string)
 	// End ends the step; err is nil if it succeeded. detail is its result, may be empty.
 	End(detail string, err error)
-	// Close ends the report; a moving line is removed.
+	// Close ends the report, and removes an updated line.
 	Close()
 }
 
@@ -168,7 +168,7 @@ func (r *reporter) show(kind, text string) {
 
 const clearLine = "\r\x1b[2K"
 
-// draw draws the moving line; r.mu is held.
+// draw draws the updated line; r.mu is held.
 func (r *reporter) draw(now time.Time) {
 	const cells = 20
 	steps := max(r.cfg.Steps, r.done, 1)
@@ -180,7 +180,7 @@ func (r *reporter) draw(now time.Time) {
 	fmt.Fprint(r.cfg.Out, clearLine, cut(line, r.cfg.Width-1))
 }
 
-// tick updates the clock on the moving line.
+// tick updates the clock on that line.
 func (r *reporter) tick() {
 	defer close(r.stopped)
 	t := time.NewTicker(time.Second)

@@ -18,13 +18,13 @@ import (
 )
 
 // ErrRolledBack is returned if the cluster is older than its last recorded state.
-var ErrRolledBack = errors.New("the cluster is older than what it said before")
+var ErrRolledBack = errors.New("the cluster's state is older than the state recorded in this folder")
 
-// ErrRestoring is returned while a restore is not at its end.
-var ErrRestoring = errors.New("a restore is not at its end")
+// ErrRestoring is returned while a restore is unfinished.
+var ErrRestoring = errors.New("a restore is unfinished")
 
 // RestoreRemedy is the remedy for [ErrRestoring].
-const RestoreRemedy = "Run the same muster restore again: it goes on. If the cluster was not lost: muster restore --abandon (docs/backup.md#restore)."
+const RestoreRemedy = "Run the same muster restore again to complete it. If the cluster was not lost: muster restore --abandon (docs/backup.md#restore)."
 
 // UnreadableRemedy is the remedy for [ownerdir.ErrUnreadable].
 const UnreadableRemedy = "Put the file of the newest copy of the folder in its place. If there is no copy, move the file away and run muster status, which writes a new one: it can't show whether the cluster was rolled back before."
@@ -33,7 +33,7 @@ const UnreadableRemedy = "Put the file of the newest copy of the folder in its p
 // only if the owner signed the cluster's policy. If the state is older than the folder's, or than the epoch that
 // control planes' machines know, it writes nothing, and the error wraps [ErrRolledBack].
 //
-// While a restore is not at its end it writes nothing, and the error wraps [ErrRestoring]: what is known of the lost cluster is still needed.
+// During a restore it writes nothing, and the error wraps [ErrRestoring]: the record of the lost cluster is still needed.
 func RecordState(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) error {
 	if d.Cluster().Restore != nil {
 		return problem.WithRemedy(fmt.Errorf("nothing is recorded: %w", ErrRestoring), RestoreRemedy)
@@ -50,8 +50,8 @@ func RecordState(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) 
 	if err != nil {
 		return err
 	}
-	// The epoch comes last. The changes that it counts are then at least as new as those that were read, and a copy
-	// with a higher epoch was made after them.
+	// Read the epoch last: it is then at least as new as everything read above, so a disk copy with a higher epoch includes
+	// all of it.
 	machines, err := kube.Knowledge(ctx)
 	if err != nil {
 		return err
@@ -64,7 +64,7 @@ func RecordState(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) 
 	if behind := machines.Behind(); behind != "" {
 		older = append(older, behind)
 	}
-	if len(older) > 0 { // B7: its state does not replace what the folder knows
+	if len(older) > 0 { // B7: its state does not replace the folder's record
 		return fmt.Errorf("%w: %s", ErrRolledBack, strings.Join(older, "; "))
 	}
 	if seen.Policy.JSON == "" {
@@ -81,46 +81,46 @@ func RecordState(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) 
 	return nil
 }
 
-// checkDisk refuses a disk that is not the machine's by the cluster's last known state (J2). named is the disk that the
-// owner names; nil: none.
+// checkDisk returns DISK_MISMATCH unless the last known state assigns the disk to the machine (J2), or the owner has named
+// it. named is nil if the owner names no disk.
 func checkDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID, disk keys.DiskID, named *keys.DiskID) error {
-	wayOut := fmt.Sprintf("If it is this machine's disk all the same, since the folder is older than the disk, compare it with your records and name it: --disk %s.", disk)
+	wayOut := fmt.Sprintf("The folder may be older than the disk. If your own records show that disk %[1]s belongs to this machine, add --disk %[1]s.", disk)
 	if named != nil {
 		if *named != disk {
-			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, and --disk names %s", disk, *named)
+			return attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine presents disk %s, but --disk names %s", disk, *named)
 		}
 		return nil
 	}
 	for name, n := range known.Nodes {
 		if n.Disk.ID == disk.String() && n.MachineID != machine.String() {
-			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, which is that of machine %s (%s)", disk, n.MachineID, name),
+			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine presents disk %s, which belongs to machine %s (%s)", disk, n.MachineID, name),
 				"Put the disk back into its machine. "+wayOut)
 		}
 	}
 	if name, n, ok := known.OfMachine(machine); ok && n.Banned {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) was banned when the cluster was asked last", machine, name),
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) is banned in the cluster's last known state", machine, name),
 			"Recover another control plane. If you trust it again, name its disk: --disk "+disk.String()+".")
 	}
 	want := RecordedDisk(d, known, machine)
 	if want == "" {
 		for uid, id := range known.BannedMachines {
 			if id == machine.String() {
-				return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) was banned, and has no enrollment any more", machine, known.Names[uid]),
+				return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "machine %s (%s) was banned, and is no longer enrolled", machine, known.Names[uid]),
 					"Recover another control plane.")
 			}
 		}
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the folder knows no disk of machine %s, and the machine has %s", machine, disk),
-			wayOut+" muster status notes the disks of a cluster that is well.")
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the folder records no disk of machine %s, and the machine presents %s", machine, disk),
+			wayOut+" While the cluster is healthy, muster status records its disks in the folder.")
 	}
 	if want != disk.String() {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine has the disk %s, and its disk is %s", disk, want),
-			"Put that disk back. "+wayOut)
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_MISMATCH, "the machine presents disk %s, but the folder records disk %s for it", disk, want),
+			"Put the recorded disk back into the machine. "+wayOut)
 	}
 	return nil
 }
 
-// firstOf returns the machine on which the cluster was initialized or is being restored, while known.json can't have its enrollment; else nil. Of a first
-// machine that was forgotten later, as of any other, a recovery opens no disk.
+// firstOf returns the machine on which the cluster was initialized or is being restored, as long as known.json can't have its enrollment; otherwise
+// nil. So a recovery opens no disk of a first machine that was forgotten later.
 func firstOf(d *ownerdir.Dir, known *ownerdir.Known) *ownerdir.Machine {
 	if c := d.Cluster(); known.Version == 0 || c.Restore != nil {
 		return c.FirstMachine
@@ -128,7 +128,7 @@ func firstOf(d *ownerdir.Dir, known *ownerdir.Known) *ownerdir.Machine {
 	return nil
 }
 
-// RecordedDisk returns the machine's disk by the cluster's last known state; empty: the folder knows none.
+// RecordedDisk returns the machine's disk by the cluster's last known state; empty if the folder records none.
 func RecordedDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.MachineID) string {
 	if _, n, ok := known.OfMachine(machine); ok {
 		return n.Disk.ID
@@ -139,19 +139,19 @@ func RecordedDisk(d *ownerdir.Dir, known *ownerdir.Known, machine attest.Machine
 	return ""
 }
 
-// RecordedSalt returns the salt of an enrolled disk by the cluster's last known state (K4), and none for a removed node.
-// The folder has only the first version of the root secret.
+// RecordedSalt returns the salt of an enrolled disk by the cluster's last known state (K4), and an error for the disk of a
+// removed node. The folder has only the first version of the root secret.
 func RecordedSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (keys.DiskSalt, error) {
 	none := func(err error) (keys.DiskSalt, error) {
 		return keys.DiskSalt{}, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the folder has no salt of disk %s: %w", disk, err),
-			"Without its salt a disk has no key. If it was not erased, use the newest copy of the folder: muster status with the cluster well would have noted it in known.json.")
+			"The disk's key cannot be derived without its salt. If the disk was not erased, use a newer copy of the folder: muster status records salts in known.json.")
 	}
 	for _, n := range known.Nodes {
 		if n.Disk.ID != disk.String() || n.Disk.Salt == "" {
 			continue
 		}
 		if n.Disk.RootVersion != int32(keys.FirstVersion) {
-			return none(fmt.Errorf("its key follows from version %d of the root secret, and the folder has version %d", n.Disk.RootVersion, keys.FirstVersion))
+			return none(fmt.Errorf("its key is derived from version %d of the root secret, but the folder has version %d", n.Disk.RootVersion, keys.FirstVersion))
 		}
 		salt, err := keys.ParseDiskSalt(n.Disk.Salt)
 		if err != nil {
@@ -170,7 +170,7 @@ func RecordedSalt(d *ownerdir.Dir, known *ownerdir.Known, disk keys.DiskID) (key
 		return salt, nil
 	}
 	if slices.ContainsFunc(known.Disks, func(d ownerdir.KnownFormer) bool { return d.ID == disk.String() }) {
-		return none(errors.New("no enrolled node has it any more; known.json has its salt only to be put back into the cluster, as docs/leaving.md says"))
+		return none(errors.New("no node with this disk is enrolled; its salt in known.json is only for restoring the AttestedDisk (docs/leaving.md)"))
 	}
 	return none(errors.New("neither known.json nor cluster.json has it"))
 }

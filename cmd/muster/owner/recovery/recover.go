@@ -1,4 +1,5 @@
-// Package recovery opens the disk of a control plane while no joinservice can, and records the cluster's state, with which a recovery is compared.
+// Package recovery opens the state disk of a control plane while no joinservice can. It also records the cluster's state; a
+// recovery compares the disk with that record.
 package recovery
 
 import (
@@ -41,16 +42,16 @@ type RecoverConfig struct {
 	// AcceptEpoch is the epoch that the owner has already accepted, for a machine whose disk is an older copy; nil:
 	// none.
 	AcceptEpoch *uint64
-	// ReplaceSoftware has the machine take the folder's lists of software, also if its disk lists other software as installed.
+	// ReplaceSoftware makes the machine use the folder's lists of software even if its disk lists other software.
 	ReplaceSoftware bool
-	// Uncompared has the machine run what its disk has: it gets no lists of software (B8).
+	// Uncompared makes the machine start without a comparison of its disk: it gets no lists of software (B8).
 	Uncompared bool
 	// Ask lets the owner decide whether a machine continues with the state of its disk; nil: there is no interactive
 	// user.
 	Ask func(Revival) (bool, error)
 	// Report receives each step.
 	Report progress.Reporter
-	// DialContext opens TCP connections; nil: a [net.Dialer].
+	// DialContext opens TCP connections; nil for a [net.Dialer].
 	DialContext func(ctx context.Context, network, addr string) (net.Conn, error)
 }
 
@@ -64,17 +65,16 @@ type Recovery struct {
 	DiskID  string `json:"diskID"`
 	// Already reports that the disk was open before this key was sent.
 	Already bool `json:"already"`
-	// Revived is the state with which a machine continues whose disk, open already, is an older copy; nil: it is the
-	// newest.
+	// Revived is set if the disk was already open and is an older copy: the state with which the machine continues.
 	Revived *Revival `json:"revived,omitempty"`
 }
 
-// Recover sends the key of its disk to a control plane that waits for it, and no secret from which other keys follow.
-// Before that, it appraises the machine by the folder's policy, on the same connection (A6), and compares the disk
+// Recover sends the key of its disk to a control plane that waits for it, and no secret from which other keys can be
+// derived. Before that, it appraises the machine by the folder's policy, on the same connection (A6), and compares the disk
 // with the cluster's last known state (J2).
 func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 	if cfg.Dir == nil || cfg.Addr == "" || cfg.Report == nil {
-		return nil, errors.New("owner: Recover needs Dir, Addr and Report")
+		return nil, errors.New("recovery.Recover: Dir, Addr and Report are required")
 	}
 	r := &recoverer{RecoverConfig: cfg}
 	if err := r.load(); err != nil {
@@ -84,7 +84,7 @@ func Recover(ctx context.Context, cfg RecoverConfig) (*Recovery, error) {
 		return nil, err
 	}
 	if r.revival != nil {
-		err := progress.Step(cfg.Report, "accept what its state disk has", func() (string, error) { return r.revive(ctx) })
+		err := progress.Step(cfg.Report, "accept the older copy of its state disk", func() (string, error) { return r.revive(ctx) })
 		return &Recovery{Machine: r.Machine.String(), Already: true, Revived: r.revival}, err
 	}
 	var out *Recovery
@@ -107,14 +107,14 @@ type recoverer struct {
 	cluster keys.ClusterID
 	key     ed25519.PrivateKey
 	known   *ownerdir.Known
-	// software is what the machine compares its disk with (B8); nil: it does not compare it.
+	// software lists what the machine compares its disk with (B8); nil for no comparison.
 	software *ownerorder.Software
 	target   peerdial.Target
-	// older is the target if the machine's disk is open, and an older copy by its TPM; revival is its state, nil if
-	// it waits for its disk's key.
+	// older is the dial target for a machine whose open disk is an older copy by its TPM counter. revival is the state of
+	// that disk; nil while the machine waits for a key.
 	older   peerdial.Target
 	revival *Revival
-	// disk is the one that the machine named last; empty: none.
+	// disk is the disk in the machine's last answer; empty if there was none.
 	disk string
 	// trying reports that the machine was testing a key in its last answer.
 	trying bool
@@ -124,7 +124,7 @@ func (r *recoverer) load() error {
 	c := r.Dir.Cluster()
 	if r.Machine == nil {
 		if c.FirstMachine == nil {
-			return problem.WithRemedy(fmt.Errorf("%s knows no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder. If a restore is open that you have given up: muster restore --abandon.")
+			return problem.WithRemedy(fmt.Errorf("%s records no machine", r.Dir.Path()), "Name the machine by --machine-id, if the cluster was made with a copy of this folder. To give up an unfinished restore: muster restore --abandon.")
 		}
 		r.Machine = &c.FirstMachine.ID
 	}
@@ -155,7 +155,7 @@ func (r *recoverer) load() error {
 	}
 	r.root = keys.NewRoot(secrets.Root, secrets.Salt)
 	r.cluster = r.root.ClusterID(secrets.MeasurementSalt)
-	// A6: exactly this machine, unlocked, as it is before its state is open.
+	// A6: exactly this machine, not locked yet
 	r.target = peerdial.Target{
 		Addr: r.Addr, Purpose: attest.PurposeMachine, Policy: policy, Locks: []attest.Lock{attest.Unlocked()}, Only: r.Machine, DialContext: r.dial,
 	}
@@ -164,8 +164,8 @@ func (r *recoverer) load() error {
 	return nil
 }
 
-// mayRecover refuses a machine that the policy does not list as a control plane (A7): the cluster's keys are on its disk. Until an init or a restore is at
-// its end, its machine may not be listed yet. A policy that lists none is of a cluster from before there were lists.
+// mayRecover refuses a machine that the policy does not list as a control plane (A7): the cluster's keys are on its disk. During an init or a
+// restore, its machine may not be listed yet. A policy that lists no control planes is from a version of Muster without these lists.
 func mayRecover(c ownerdir.Cluster, policy *attest.Policy, machine attest.MachineID) error {
 	begun := c.Stage != ownerdir.StageInstalled && c.FirstMachine != nil && c.FirstMachine.ID == machine
 	if begun || len(policy.ControlPlanes()) == 0 {
@@ -196,15 +196,15 @@ func recoveryList(r clusterinfo.Release) (string, error) {
 		_, err = versions.Parse([]byte(text))
 	}
 	if err == nil && len(text) > ownerorder.MaxList {
-		err = fmt.Errorf("it has %d bytes, and a machine takes %d", len(text), ownerorder.MaxList)
+		err = fmt.Errorf("it has %d bytes, and a machine accepts at most %d", len(text), ownerorder.MaxList)
 	}
 	if err != nil {
-		return "", problem.WithRemedy(fmt.Errorf("the list of software in the folder: %w", err), "Use the newest copy of the folder. With --uncompared, the machine runs what its disk has, also what an attacker has left there.")
+		return "", problem.WithRemedy(fmt.Errorf("the list of software in the folder: %w", err), "Use the newest copy of the folder. With --uncompared, the machine runs whatever is on its disk, including changes by an attacker.")
 	}
 	return text, nil
 }
 
-// dial reports whether there is a connection; the appraisal of the machine follows.
+// dial connects and reports that; the appraisal of the machine follows.
 func (r *recoverer) dial(ctx context.Context, network, addr string) (net.Conn, error) {
 	dial := r.DialContext
 	if dial == nil {
@@ -228,7 +228,7 @@ func (r *recoverer) appraise(ctx context.Context) (string, error) {
 		if rpc.ReasonFrom(err) != attestv1.Reason_REASON_LOCK_FOREIGN {
 			return err
 		}
-		if lerr := r.look(ctx); lerr != nil { // it is locked: to this cluster, perhaps, with an older disk
+		if lerr := r.look(ctx); lerr != nil { // it is locked, possibly to this cluster with an older copy of its disk
 			return errors.Join(err, lerr)
 		}
 		return nil
@@ -256,8 +256,8 @@ func (r *recoverer) open(ctx context.Context) (*Recovery, error) {
 		return err
 	})
 	if gone != nil {
-		return nil, problem.WithRemedy(fmt.Errorf("the machine tried the key, and then the connection broke: %w", gone),
-			"It listens no longer, so its disk is probably open. Wait for its node (kubectl get nodes); if the machine's console says that it still waits, run the same command again.")
+		return nil, problem.WithRemedy(fmt.Errorf("the connection ended while the machine tried the key: %w", gone),
+			"The recovery port is closed, so the disk is probably open. Wait for its node (kubectl get nodes); if the machine's console says that it still waits, run the same command again.")
 	}
 	if err != nil {
 		return nil, r.explain(err)
@@ -299,7 +299,7 @@ func (r *recoverer) call(ctx context.Context, s *peerdial.Session) (*Recovery, e
 	for stream.Receive() {
 		m := stream.Msg()
 		if m.GetDiskId() != disk.String() {
-			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer is of another disk than %s", disk)
+			return nil, attest.Refuse(attestv1.Reason_REASON_REQUEST_INVALID, "the machine's answer names another disk than %s", disk)
 		}
 		r.disk, r.trying = disk.String(), m.GetState() == recoverv1.State_STATE_TRYING
 		r.Report.Update(stateText(m.GetState(), r.disk))
@@ -320,7 +320,7 @@ func stateText(s recoverv1.State, disk string) string {
 	case recoverv1.State_STATE_RECEIVED:
 		return name + ": the machine has the key"
 	case recoverv1.State_STATE_WAITING:
-		return name + ": others go first"
+		return name + ": other callers are before this one"
 	case recoverv1.State_STATE_TRYING:
 		return name + ": the key of disk " + disk
 	case recoverv1.State_STATE_OPENED, recoverv1.State_STATE_OPEN_ALREADY:
@@ -330,25 +330,25 @@ func stateText(s recoverv1.State, disk string) string {
 	return name
 }
 
-// explain names this owner's files where a refusal's general remedy cannot.
+// explain adds remedies that need to name the owner's files.
 func (r *recoverer) explain(err error) error {
 	reason := rpc.ReasonFrom(err)
 	switch {
 	case reason == attestv1.Reason_REASON_POLICY_REFUSED && len(attest.MismatchesOf(err)) == 0:
-		return problem.WithRemedy(err, "Look whether the address is right. If the machine there is another control plane of this cluster, name it by --machine-id: muster recover --drill listed them when the cluster was well.")
+		return problem.WithRemedy(err, "Check the address. If the machine there is another control plane of this cluster, name it by --machine-id: the last muster recover --drill listed them.")
 	case reason == attestv1.Reason_REASON_LOCK_FOREIGN:
-		return problem.WithRemedy(err, "A machine that waits for its disk's key is not locked yet, and this one is: it has its state, and needs no recovery. If it does not become a node, look at its console.")
+		return problem.WithRemedy(err, "This machine is already locked to a cluster (PCR 15), so its state disk is open: it needs no recovery. If it does not become a node, look at its console.")
 	case reason == attestv1.Reason_REASON_OWNER_SIGNATURE:
 		return problem.WithRemedy(err, r.refusedSignature())
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return problem.WithRemedy(err, "Nothing waits for a recovery there: the machine is a node, is not a control plane, or has not booted. Its console says which. The port of recovery is 9999.")
+		return problem.WithRemedy(err, "Nothing waits for a recovery there: the machine is a node, is not a control plane, or has not booted. Its console shows which. The recovery port is 9999.")
 	case connect.CodeOf(err) == connect.CodeUnimplemented:
-		return problem.WithRemedy(err, "Something else than a machine that waits for its recovery answers there; the port of recovery is 9999.")
+		return problem.WithRemedy(err, "Another program than a machine's recovery server answers there. The recovery port is 9999.")
 	}
 	return err
 }
 
-// refusedSignature is the remedy for an order whose signature the machine refuses.
+// refusedSignature returns the remedy for an order whose signature the machine refuses.
 func (r *recoverer) refusedSignature() string {
 	text := "If the machine has rebooted meanwhile, run the same command again. "
 	if r.software != nil {

@@ -109,7 +109,7 @@ func (v Revival) Lines() []string {
 	return out
 }
 
-// look appraises a machine that is locked to the cluster, and reads the state of its disk.
+// look appraises a machine that is locked to the cluster, and reads its disk's state.
 func (r *recoverer) look(ctx context.Context) error {
 	s, err := peerdial.Open(r.older)
 	if err != nil {

@@ -15,8 +15,8 @@ import (
 	"github.com/muster-k8s/muster/internal/ownerorder"
 )
 
-// UpgradeKubernetes upgrades the control planes one after another, then the workers. It ends at the first node that fails or is not well. A repeated call
-// continues: how far the upgrade is stands in the cluster, and the list in the folder.
+// UpgradeKubernetes upgrades the control planes one after another, then the workers. It stops at the first node that fails or is unhealthy. A
+// repeated call continues: the progress is stored in the cluster, the list in the folder.
 func UpgradeKubernetes(ctx context.Context, cfg KubernetesConfig) (*KubernetesPlan, error) {
 	k, err := newKubernetes(ctx, cfg)
 	if err != nil {
@@ -49,7 +49,8 @@ func UpgradeKubernetes(ctx context.Context, cfg KubernetesConfig) (*KubernetesPl
 	return p, nil
 }
 
-// describe changes the cluster's description in a stage. Of two commands at once, the second one finds what the first one has written.
+// describe changes the cluster's description if the upgrade is in stage in. If two commands run at once, the second sees the
+// first one's change and does nothing.
 func (k *kubeUpgrade) describe(ctx context.Context, in, next KubernetesStage, change func(*clusterinfo.Info)) error {
 	ctx, cancel := context.WithTimeout(ctx, k.Wait)
 	defer cancel()
@@ -59,22 +60,21 @@ func (k *kubeUpgrade) describe(ctx context.Context, in, next KubernetesStage, ch
 		case err != nil || stage == next:
 			return err
 		case stage != in || !same(*cmp.Or(i.Previous, new(i.Current())), k.from()):
-			return problem.WithRemedy(errors.New("another program has changed the cluster's description meanwhile"), "Nothing was changed by this one. Look at cluster.json of the ConfigMap muster-cluster.")
+			return problem.WithRemedy(errors.New("another program has changed the cluster's description meanwhile"), "This command changed nothing. Compare cluster.json in the ConfigMap muster-cluster with what you expect.")
 		case in == KubernetesBegins && !i.Rotation.Joins():
-			return problem.WithRemedy(fmt.Errorf("the %s is being rotated", i.Rotation.Key), "No node was begun. End that first: "+i.Rotation.Command()+".")
+			return problem.WithRemedy(fmt.Errorf("the %s is being rotated", i.Rotation.Key), "No node was upgraded. Complete that first: "+i.Rotation.Command()+".")
 		}
 		change(i)
 		return nil
 	})
 }
 
-// from returns the release before.
+// from returns the previous release.
 func (k *kubeUpgrade) from() clusterinfo.Release {
 	return *cmp.Or(k.was.Previous, new(k.was.Current()))
 }
 
-// save keeps in the folder the list with which the command can be continued; nil: it is done. With main, the release is also the one of the folder's
-// cluster.
+// save stores in the folder the list with which the command can continue; nil removes it. With main, the release also becomes the folder's release.
 func (k *kubeUpgrade) save(main bool, upgrade *clusterinfo.Release) error {
 	c := k.Dir.Cluster()
 	if main {
@@ -92,7 +92,7 @@ func (k *kubeUpgrade) begin(ctx context.Context) error {
 }
 
 func (k *kubeUpgrade) controlPlanes(ctx context.Context) error {
-	if err := k.save(false, &k.release); err != nil { // the folder may be a copy of before
+	if err := k.save(false, &k.release); err != nil { // the folder may be an older copy
 		return err
 	}
 	if err := k.inTurn(ctx, 1, func(n *clusterapi.NodeRelease) bool { return n.ControlPlane }); err != nil {
@@ -108,7 +108,7 @@ func (k *kubeUpgrade) controlPlanes(ctx context.Context) error {
 	})
 }
 
-// addons has kube-proxy and CoreDNS run the new images: the last control plane sets them.
+// addons lets the last control plane set the new images of kube-proxy and CoreDNS.
 func (k *kubeUpgrade) addons(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, k.Wait)
 	defer cancel()
@@ -123,7 +123,7 @@ func (k *kubeUpgrade) addons(ctx context.Context) error {
 		}
 		nodes = slices.DeleteFunc(nodes, func(n clusterapi.NodeRelease) bool { return !n.ControlPlane || !n.Takes() || n.Problem() != "" })
 		if len(nodes) == 0 {
-			return errors.New("no control plane is well")
+			return errors.New("no healthy control plane can set the images of kube-proxy and CoreDNS; muster status shows what is wrong with them")
 		}
 		last := nodes[len(nodes)-1].Name
 		if _, err := orders.Execute(ctx, k.Dir, last, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartLast), func(s string) { k.Report(last, s) }); err != nil {
@@ -173,7 +173,8 @@ func (k *kubeUpgrade) nodes(ctx context.Context) ([]clusterapi.NodeRelease, erro
 	return nodes, err
 }
 
-// inTurn upgrades the nodes that of selects, at most so many at once, until none is left. It begins none while one that it depends on is not well.
+// inTurn upgrades the nodes for which of returns true, at most most at a time, until none is left. It starts none while a
+// control plane or an upgraded node is unhealthy.
 func (k *kubeUpgrade) inTurn(ctx context.Context, most int, of func(*clusterapi.NodeRelease) bool) error {
 	type result struct {
 		name string
@@ -211,12 +212,12 @@ func (k *kubeUpgrade) inTurn(ctx context.Context, most int, of func(*clusterapi.
 		r := <-results
 		delete(busy, r.name)
 		if r.err != nil {
-			failed = errors.Join(failed, problem.WithRemedy(fmt.Errorf("%s: %w", r.name, r.err), strings.TrimSpace("The nodes that were not begun were not touched. muster doctor --node "+r.name+" shows what is wrong with it. "+problem.Remedy(r.err))))
+			failed = errors.Join(failed, problem.WithRemedy(fmt.Errorf("%s: %w", r.name, r.err), strings.TrimSpace("The remaining nodes were not changed. muster doctor --node "+r.name+" shows what is wrong with it. "+problem.Remedy(r.err))))
 		}
 	}
 }
 
-// well returns an error if a control plane, or a node that is upgraded already, is not well, except those that are being upgraded.
+// well returns an error if a control plane or an upgraded node is unhealthy, except nodes that are being upgraded.
 func (k *kubeUpgrade) well(nodes []clusterapi.NodeRelease, except map[string]bool) error {
 	for i := range nodes {
 		n := &nodes[i]
@@ -224,13 +225,13 @@ func (k *kubeUpgrade) well(nodes []clusterapi.NodeRelease, except map[string]boo
 			continue
 		}
 		if bad := n.Problem(); bad != "" {
-			return problem.WithRemedy(errors.New(bad), "No further node was begun. muster doctor --node "+n.Name+" shows what is wrong. Repair it, or remove it: muster forget "+n.Name+".")
+			return problem.WithRemedy(errors.New(bad), "No further node is upgraded. muster doctor --node "+n.Name+" shows what is wrong. Repair it, or remove it: muster forget "+n.Name+".")
 		}
 	}
 	return nil
 }
 
-// node upgrades one node, or waits for the order that it has already.
+// node upgrades one node, or waits for an upgrade order that the node already has.
 func (k *kubeUpgrade) node(ctx context.Context, n *clusterapi.NodeRelease, part string) error {
 	u := outage{
 		drain: k.Drain, drainFor: k.DrainFor, wait: k.Wait, action: ownerorder.ActionUpgradeKubernetes, args: k.unfinished(n), done: "upgraded", others: k.kube.ServicesReady,

@@ -87,7 +87,7 @@ func TestAnUpgradeOfKubernetesContinues(t *testing.T) {
 		t.Errorf("%v; %+v", err, s.Upgrade)
 	}
 	other := ownertest.ListOf(ownertest.After, "3.6.6-0", "3")
-	if _, err := UpgradeKubernetes(ctx, kubernetesConfig(u, &other)); err == nil || !strings.Contains(err.Error(), "by another list") {
+	if _, err := UpgradeKubernetes(ctx, kubernetesConfig(u, &other)); err == nil || !strings.Contains(err.Error(), "with another list") {
 		t.Errorf("another list: %v", err)
 	}
 

@@ -14,7 +14,7 @@ import (
 // releaseIn matches a release of Kubernetes in a URL.
 var releaseIn = regexp.MustCompile(`(?:^|[^0-9.])(1\.[0-9]{2}\.[0-9]+)(?:[^0-9]|$)`)
 
-// checkList compares the list with the version that it is to be: an upgrade by the list of another release can't be undone.
+// checkList compares the list with the version of the upgrade: an upgrade with another release's list can't be undone.
 func (k *kubeUpgrade) checkList(refuse func(string, ...any)) {
 	from, to := k.was.KubernetesVersion, k.release.KubernetesVersion
 	if from == to {
@@ -25,7 +25,7 @@ func (k *kubeUpgrade) checkList(refuse func(string, ...any)) {
 	}
 	old, err := versions.ParseImages(k.was.Images)
 	if err != nil {
-		old = nil // that the cluster has no list is refused already
+		old = nil // a cluster without a list is refused already
 	}
 	for _, name := range []string{versions.APIServer, versions.ControllerManager, versions.Scheduler, versions.Proxy} {
 		image := k.images[name]

@@ -27,18 +27,18 @@ import (
 )
 
 const (
-	// UpgradeTimeout is how long a node has for its upgrade: until its order expires, then for downloads and kubeadm.
+	// UpgradeTimeout is how long a node has for its upgrade: [orders.Validity], plus the time for downloads and kubeadm.
 	UpgradeTimeout = orders.Validity + 75*time.Minute
-	// StableFor is how long an upgraded node must be well before the next one begins.
+	// StableFor is how long an upgraded node must be healthy before the next one starts.
 	StableFor = 20 * time.Second
 )
 
-// KubernetesConfig says to which release the cluster is upgraded, and how.
+// KubernetesConfig configures an upgrade: to which release, and how.
 type KubernetesConfig struct {
 	Dir *ownerdir.Dir
 	// Version is the release; see [versions.Resolve].
 	Version string
-	// List is the release's list; nil: the one in the folder, of an upgrade that was begun.
+	// List is the release's list; nil for the list of an unfinished upgrade in the folder.
 	List *versions.List
 	// Drain and DrainFor are as in [RebootInTurn].
 	Drain    clusterapi.DrainOptions
@@ -51,7 +51,7 @@ type KubernetesConfig struct {
 	Report func(node, step string)
 }
 
-// KubernetesStage is how far the upgrade of a cluster is.
+// KubernetesStage is the progress of a cluster's upgrade.
 type KubernetesStage string
 
 // The stages.
@@ -68,9 +68,9 @@ type KubernetesPlan struct {
 	From  string          `json:"from"`
 	To    string          `json:"to"`
 	Stage KubernetesStage `json:"stage"`
-	// Nodes are in the order in which they are upgraded, as far as they are.
+	// Nodes are in upgrade order; nodes that are not upgraded are included.
 	Nodes []KubernetesNode `json:"nodes"`
-	// Problems have to be solved before anything is changed, Notes have not. Each says what to do.
+	// Problems block the upgrade, Notes do not. Each names a remedy.
 	Problems []string `json:"problems"`
 	Notes    []string `json:"notes"`
 }
@@ -80,11 +80,11 @@ type KubernetesNode struct {
 	Name    string        `json:"name"`
 	Role    v1alpha1.Role `json:"role"`
 	Kubelet string        `json:"kubelet"`
-	// Will is what happens to it, as in "upgraded".
+	// Will describes the planned action, as in "upgraded".
 	Will string `json:"will"`
 }
 
-// Err returns the problems as an error; nil if there are none.
+// Err returns the problems as an error, or nil.
 func (p *KubernetesPlan) Err() error {
 	if len(p.Problems) == 0 {
 		return nil
@@ -134,7 +134,7 @@ func newKubernetes(ctx context.Context, cfg KubernetesConfig) (k *kubeUpgrade, e
 	}
 	for _, program := range []string{"kubeadm", "kubelet"} {
 		if !slices.ContainsFunc(k.release.Components, func(c versions.Component) bool { return !c.Extract && path.Base(c.Path) == program }) {
-			return nil, problem.WithRemedy(fmt.Errorf("the list of Kubernetes %s has no %s", full, program), "List each component that a node needs, those that stay as they are too: what is not listed is removed from the nodes.")
+			return nil, problem.WithRemedy(fmt.Errorf("the list of Kubernetes %s has no %s", full, program), "The list must have every component of a node, also unchanged ones: nodes remove what is not listed.")
 		}
 	}
 	if k.list, err = k.release.List(); err != nil {
@@ -153,16 +153,16 @@ func newKubernetes(ctx context.Context, cfg KubernetesConfig) (k *kubeUpgrade, e
 		return nil, err
 	}
 	if cfg.List == nil && c.Upgrade == nil && (k.was.Other() != nil || !same(k.was.Current(), k.release)) {
-		return nil, k.noList(full) // the folder's other list may come from a backup, and is not signed
+		return nil, k.noList(full) // the folder's list may be from a backup, which is unsigned
 	}
 	return k, nil
 }
 
 func (k *kubeUpgrade) noList(version string) error {
-	return problem.WithRemedy(fmt.Errorf("%s has no list for an upgrade to Kubernetes %s", k.Dir.Path(), version), "Name it by --components: the folder keeps it until the upgrade is done. No order is signed for what the cluster says.")
+	return problem.WithRemedy(fmt.Errorf("%s has no list for an upgrade to Kubernetes %s", k.Dir.Path(), version), "Give the list with --components; the folder keeps it until the upgrade is complete. Muster does not sign an order for a list from the cluster.")
 }
 
-// stage returns how far a cluster is. One that is being upgraded by another list is an error.
+// stage returns the progress of the upgrade. It returns an error if an upgrade with another list is in progress.
 func (k *kubeUpgrade) stage(i *clusterinfo.Info) (KubernetesStage, error) {
 	now := i.Current()
 	to := now
@@ -177,8 +177,8 @@ func (k *kubeUpgrade) stage(i *clusterinfo.Info) (KubernetesStage, error) {
 	case same(to, k.release):
 		return KubernetesDone, nil
 	case i.Other() != nil:
-		return "", problem.WithRemedy(fmt.Errorf("the cluster is being upgraded to Kubernetes %s by another list", to.KubernetesVersion),
-			"End that first: muster upgrade kubernetes "+to.KubernetesVersion+", with the list of then (--components) unless the owner's folder has it. While no node has begun, it can be given up: remove next from cluster.json of the ConfigMap muster-cluster.")
+		return "", problem.WithRemedy(fmt.Errorf("the cluster is being upgraded to Kubernetes %s with another list", to.KubernetesVersion),
+			"Complete that upgrade first: muster upgrade kubernetes "+to.KubernetesVersion+", with the same --components if the folder lacks the list. Before the first node was upgraded, you can cancel it: remove next from cluster.json of the ConfigMap muster-cluster.")
 	}
 	return KubernetesBegins, nil
 }
@@ -194,14 +194,14 @@ func mayFollow(from, to string) error {
 	case err != nil:
 		return err
 	case b.LessThan(a):
-		return fmt.Errorf("%s is older than %s, and Kubernetes does not go back", to, problem.Printable(from))
+		return fmt.Errorf("%s is older than %s, and Kubernetes cannot be downgraded", to, problem.Printable(from))
 	case a.Major() != b.Major() || b.Minor() > a.Minor()+1:
 		return fmt.Errorf("%s is more than one minor version after %s: upgrade to each one between", to, problem.Printable(from))
 	}
 	return nil
 }
 
-// tag returns the tag of an image's reference; empty: it has none.
+// tag returns the tag of an image's reference; empty if it has none.
 func tag(reference string) string {
 	reference, _, _ = strings.Cut(reference, "@")
 	_, t, _ := strings.Cut(path.Base(reference), ":")
@@ -239,37 +239,37 @@ func (k *kubeUpgrade) plan(ctx context.Context) (*KubernetesPlan, error) {
 		k.planNode(ctx, p, nodes, &nodes[i], refuse)
 	}
 	if !slices.ContainsFunc(nodes, func(n clusterapi.NodeRelease) bool { return n.ControlPlane && n.Joined && n.Takes() }) {
-		refuse("no control plane of this cluster is both enrolled and a node, so the upgrade has no node to begin with. muster status shows the nodes.")
+		refuse("no control plane of this cluster is both enrolled and a node, so the upgrade has no first node. muster status shows the nodes.")
 	}
 	return p, nil
 }
 
-// checkCluster checks what the cluster says about itself.
+// checkCluster checks the cluster's description.
 func (k *kubeUpgrade) checkCluster(refuse func(string, ...any)) {
 	from, to := k.was.KubernetesVersion, k.release.KubernetesVersion
 	if full, err := versions.Resolve(from); err != nil || full != from {
-		refuse("the cluster says that it runs Kubernetes %s: write the full version into cluster.json of the ConfigMap muster-cluster.", from)
+		refuse("the cluster's description has the version %s of Kubernetes: write the full version into cluster.json of the ConfigMap muster-cluster.", from)
 	}
 	if from == to {
-		refuse("Kubernetes %s runs already, by another list: only a newer version can follow.", to)
+		refuse("The cluster already runs Kubernetes %s with another list. A list can change only together with a newer version.", to)
 	} else if err := mayFollow(from, to); err != nil {
 		refuse("Kubernetes: %v.", err)
 	}
 	if r := k.was.Rotation; !r.Joins() {
-		refuse("the %s is being rotated: end that first (%s).", r.Key, r.Command())
+		refuse("the %s is being rotated: complete that first (%s).", r.Key, r.Command())
 	}
 	if len(k.was.Components) == 0 || len(k.was.Images) == 0 {
-		refuse("the cluster has no list of the release that it runs, with which machines could join and restart meanwhile: write components and images of Kubernetes %s (muster components pin) into cluster.json of the ConfigMap muster-cluster.", from)
+		refuse("the cluster has no list of its current release, which machines need to join or restart during the upgrade: write components and images of Kubernetes %s (muster components pin) into cluster.json of the ConfigMap muster-cluster.", from)
 	}
 }
 
-// ExcludedReason returns why a node is left out; empty: it is not.
+// ExcludedReason returns why a node is left out; empty if it is not.
 func ExcludedReason(n *clusterapi.NodeRelease) string {
 	switch {
 	case n.Enrollment == nil:
 		return "it has no AttestedNode and takes no orders: upgrade it with kubeadm yourself, or have its machine join by Muster"
 	case n.Enrollment.ShutOut():
-		return "it is banned or being removed: before it is let in again, muster reset " + n.Name + " has it join anew"
+		return "it is banned or being removed. To use it again, run muster reset " + n.Name + ": the machine joins as new"
 	case !n.Joined && n.Enrollment.Spec.DiskID == "":
 		return "its machine has not joined yet"
 	}
@@ -305,7 +305,7 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 		if n.ControlPlane {
 			refuse("%s", text)
 		} else {
-			p.Notes = append(p.Notes, text+" The upgrade does not end before.")
+			p.Notes = append(p.Notes, text+" The upgrade does not complete before that.")
 		}
 		return
 	}
@@ -315,7 +315,7 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 	if bad := n.Problem(); bad != "" && begins {
 		refuse("%s: repair it (muster doctor --node %s), or remove it (muster forget %s).", bad, n.Name, n.Name)
 	} else if bad != "" {
-		p.Notes = append(p.Notes, bad+": if it is not upgraded yet, it is the first; else the upgrade stops until it is well (muster doctor --node "+n.Name+").")
+		p.Notes = append(p.Notes, bad+": if it still has the old release, it is upgraded first; otherwise the upgrade stops until it is healthy (muster doctor --node "+n.Name+").")
 	}
 	if !k.incomplete(n) {
 		return
@@ -325,14 +325,14 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 		row.Will = "upgraded (part: " + k.part(n, nodes) + ")"
 	}
 	if k.unfinished(n) != nil {
-		row.Will = "waited for: its order is not over"
+		row.Will = "waited for: its order is unfinished"
 		return
 	}
 	if _, err := orders.Sign(k.Dir, n.Enrollment, ownerorder.ActionUpgradeKubernetes, k.args(ownerorder.PartFirst), time.Now(), k.key); err != nil { // it is not sent
 		refuse("%s: %v. Shorter URLs make an order shorter.", n.Name, err)
 	}
 	if err := k.kube.Undrainable(ctx, n.Name, k.Drain); err != nil && n.Ready {
-		how := "--force and --delete-emptydir-data drain also such pods, with what is lost then."
+		how := "--force and --delete-emptydir-data drain these pods too; data that exist only on the node are lost."
 		if _, is := errors.AsType[*clusterapi.BudgetError](err); is {
 			how = lifecycle.BudgetRemedy
 		}
@@ -340,7 +340,7 @@ func (k *kubeUpgrade) planNode(ctx context.Context, p *KubernetesPlan, nodes []c
 	}
 }
 
-// checkControlPlane compares what a control plane's static pods are with the release.
+// checkControlPlane compares the images of a control plane's static pods with the release.
 func (k *kubeUpgrade) checkControlPlane(n *clusterapi.NodeRelease, refuse func(string, ...any)) {
 	for _, c := range []struct {
 		name, to string
@@ -351,10 +351,10 @@ func (k *kubeUpgrade) checkControlPlane(n *clusterapi.NodeRelease, refuse func(s
 	} {
 		image, there := n.Images[c.name]
 		if !there || strings.HasSuffix(image, "@"+k.images[c.name].Digest) {
-			continue // what is not there is not Ready
+			continue // a missing pod is reported as not Ready
 		}
 		if err := c.check(tag(image), c.to); err != nil {
-			refuse("%s of %s, whose version is the tag of its image: %v.", c.name, n.Name, err)
+			refuse("%s on %s (version from the image's tag): %v.", c.name, n.Name, err)
 		}
 	}
 }
@@ -365,14 +365,14 @@ func notOlder(from, to string) error {
 	b, bad := version.ParseSemantic(to)
 	switch {
 	case err != nil || bad != nil:
-		return fmt.Errorf("%q and %q can't be compared: name both images by tags as in 3.6.5-0", problem.Printable(from), to)
+		return fmt.Errorf("%q and %q can't be compared: both images need tags such as 3.6.5-0", problem.Printable(from), to)
 	case b.LessThan(a):
 		return fmt.Errorf("%s is older than %s, which has written its data", to, problem.Printable(from))
 	}
 	return nil
 }
 
-// runs reports whether a node runs the new release.
+// runs reports whether a node already runs the new release.
 func (k *kubeUpgrade) runs(n *clusterapi.NodeRelease) bool {
 	return n.Runs(k.release.KubernetesVersion, k.images)
 }
@@ -382,7 +382,8 @@ func (k *kubeUpgrade) incomplete(n *clusterapi.NodeRelease) bool {
 	return n.Takes() && n.Joined && (!k.runs(n) || k.unfinished(n) != nil || k.failed(n) || n.Returns && n.Unschedulable)
 }
 
-// failed reports whether a machine says that the latest order to upgrade to this release has failed: what was left to do when the kubelet was new is done then.
+// failed reports whether the latest order to upgrade to this release failed. Such a node is incomplete although its kubelet
+// may be new, so the remaining steps are repeated.
 func (k *kubeUpgrade) failed(n *clusterapi.NodeRelease) bool {
 	s, err := ownerorder.ParseMachineNote(n.Enrollment.Annotations[v1alpha1.OwnerOrder])
 	r := n.Enrollment.Status.Order
@@ -393,12 +394,12 @@ func (k *kubeUpgrade) failed(n *clusterapi.NodeRelease) bool {
 	return err == nil && k.is(o)
 }
 
-// is reports whether an order is one to upgrade to this release.
+// is reports whether an order upgrades to this release.
 func (k *kubeUpgrade) is(o ownerorder.MachineOrder) bool {
 	return o.Action == ownerorder.ActionUpgradeKubernetes && maps.Equal(o.Args, k.args(o.Args[ownerorder.ArgPart]))
 }
 
-// unfinished returns the arguments of the order to upgrade to this release that a node has not yet executed; nil: there is none.
+// unfinished returns the arguments of the order to upgrade to this release that a node has not yet executed; nil if there is none.
 func (k *kubeUpgrade) unfinished(n *clusterapi.NodeRelease) map[string]string {
 	if !n.Takes() {
 		return nil
@@ -414,7 +415,7 @@ func (k *kubeUpgrade) args(part string) map[string]string {
 	return map[string]string{ownerorder.ArgVersion: k.release.KubernetesVersion, ownerorder.ArgList: k.list, ownerorder.ArgPart: part}
 }
 
-// part returns what a node does for the whole cluster.
+// part returns the cluster-wide share of the upgrade that this node does: kubeadm upgrade apply, or the add-ons.
 func (k *kubeUpgrade) part(n *clusterapi.NodeRelease, nodes []clusterapi.NodeRelease) string {
 	others, done := 0, 0
 	for i := range nodes {
@@ -438,8 +439,8 @@ func (k *kubeUpgrade) part(n *clusterapi.NodeRelease, nodes []clusterapi.NodeRel
 	return ownerorder.PartNode
 }
 
-// sort puts nodes into the order in which they are upgraded: control planes first, and of each role those with which an earlier run has begun, or that are
-// not well.
+// sort puts nodes into the order in which they are upgraded: control planes first, and within each role, nodes that an earlier run started or that
+// are unhealthy.
 func (k *kubeUpgrade) sort(nodes []clusterapi.NodeRelease) {
 	rank := func(n *clusterapi.NodeRelease) (r int) {
 		if !n.ControlPlane {
@@ -447,7 +448,7 @@ func (k *kubeUpgrade) sort(nodes []clusterapi.NodeRelease) {
 		}
 		begun := n.Kubelet == "v"+k.release.KubernetesVersion && !k.runs(n) || n.Returns || n.Problem() != "" || k.unfinished(n) != nil
 		for name, image := range n.Images {
-			// The API server and its like are new; etcd can be the same in both releases.
+			// Every static pod except etcd changes with each release.
 			begun = begun || name != versions.Etcd && !k.runs(n) && strings.HasSuffix(image, "@"+k.images[name].Digest)
 		}
 		if !begun {

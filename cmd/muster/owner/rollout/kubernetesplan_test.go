@@ -63,7 +63,7 @@ func TestAnUpgradeOfKubernetesIsRefusedBeforeAnythingIsChanged(t *testing.T) {
 		"a list without kubelet":       {cfg: func(c *KubernetesConfig) { c.List = &bare }, says: "has no kubelet"},
 		"a list without digests":       {cfg: func(c *KubernetesConfig) { l := bare; l.Components, l.Images = u.New.Components, nil; c.List = &l }, says: "not listed"},
 		"a list that is too long":      {cfg: func(c *KubernetesConfig) { c.List = &long }, says: "a machine reads at most"},
-		"an older etcd":                {cfg: func(c *KubernetesConfig) { c.List = &olderEtcd }, says: "etcd of c1, whose version is the tag of its image: 3.6.4-0 is older"},
+		"an older etcd":                {cfg: func(c *KubernetesConfig) { c.List = &olderEtcd }, says: "etcd on c1 (version from the image's tag): 3.6.4-0 is older"},
 		"an etcd without a version":    {cfg: func(c *KubernetesConfig) { c.List = &strange }, says: "can't be compared"},
 		"an image of another version":  {cfg: with(image(versions.Proxy, ":v1.36.0@sha256:"+strings.Repeat("2", 64))), says: "the list has kube-proxy with the tag v1.36.0: use the list of Kubernetes 1.36.1"},
 		"an image without a version":   {cfg: with(image(versions.Scheduler, ":stable@sha256:"+strings.Repeat("2", 64))), says: "kube-scheduler with the tag stable"},
@@ -84,13 +84,13 @@ func TestAnUpgradeOfKubernetesIsRefusedBeforeAnythingIsChanged(t *testing.T) {
 				i.Next = &clusterinfo.Release{KubernetesVersion: ownertest.After, Components: l.Components, Images: l.Images}
 			})
 			return func() { u.Describes(t, func(i *clusterinfo.Info) { i.Next = nil }) }
-		}, says: "by another list"},
+		}, says: "with another list"},
 		"a cluster without a list": {wrong: func(t *testing.T) func() {
 			u.Describes(t, func(i *clusterinfo.Info) { i.Components, i.Images, i.Adopted = nil, nil, true })
 			return func() {
 				u.Describes(t, func(i *clusterinfo.Info) { i.Components, i.Images, i.Adopted = u.Old.Components, u.Old.Images, false })
 			}
-		}, says: "has no list of the release that it runs"},
+		}, says: "has no list of its current release"},
 		"a version in short": {wrong: func(t *testing.T) func() {
 			u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = "1.35" })
 			return func() { u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = ownertest.Before }) }
@@ -102,7 +102,7 @@ func TestAnUpgradeOfKubernetesIsRefusedBeforeAnythingIsChanged(t *testing.T) {
 		"a newer kubelet": {wrong: func(t *testing.T) func() {
 			u.Kubelet(t.Context(), t, "w1", "v1.36.2")
 			return func() { u.Kubelet(t.Context(), t, "w1", "v"+ownertest.Before) }
-		}, says: "does not go back"},
+		}, says: "cannot be downgraded"},
 		"a kubelet that says nonsense": {wrong: func(t *testing.T) func() {
 			u.Kubelet(t.Context(), t, "w1", "new\n")
 			return func() { u.Kubelet(t.Context(), t, "w1", "v"+ownertest.Before) }

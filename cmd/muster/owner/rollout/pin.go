@@ -12,8 +12,8 @@ import (
 	"github.com/muster-k8s/muster/internal/versions"
 )
 
-// Pin asks registries which digests the tags of Kubernetes' images stand for, and returns a list that [versions.ParseImages] reads. What has a digest stays
-// as it is. The digest is that of the manifest as it came: a registry that says another one is an error.
+// Pin asks registries which digests the tags of Kubernetes' images stand for, and returns a list that [versions.ParseImages] reads. References with a
+// digest are kept. The digest is computed from the downloaded manifest, and must equal the registry's.
 func Pin(ctx context.Context, images []string) ([]string, error) {
 	transport := http.DefaultTransport.(*http.Transport).Clone() //nolint:forcetypeassert // documented type
 	defer transport.CloseIdleConnections()
@@ -24,7 +24,7 @@ func Pin(ctx context.Context, images []string) ([]string, error) {
 			if err != nil {
 				return nil, fmt.Errorf("image: %w: give registry, path and tag", err)
 			}
-			// Not only its head: the digest of a header would be the registry's word.
+			// GET, not HEAD: a digest from a header alone would be unverified.
 			got, err := remote.Get(tag, remote.WithContext(ctx), remote.WithTransport(transport))
 			if err != nil {
 				return nil, fmt.Errorf("image %s: %w", image, err)

@@ -64,7 +64,7 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 	})
 	t.Run("a worker, also after an interruption", func(t *testing.T) {
 		r, err := lifecycle.PlanReset(ctx, l.Dir, "w1")
-		if err != nil || !strings.HasPrefix(r.Plan[0], "have its machine erase its state disk "+worker.Disk) {
+		if err != nil || !strings.HasPrefix(r.Plan[0], "order its machine to erase its state disk "+worker.Disk) {
 			t.Fatalf("%v, %q", err, r.Plan)
 		}
 		done := make(chan time.Time, 1)
@@ -125,7 +125,7 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 			`"diskID":"` + on.Disk + `"`:                `"diskID":"5f0c95b6-2a3d-4c7e-9f10-0000000000ee"`,
 		} {
 			edit(theirs)
-			if err := r.Order(ctx, func(string) {}); err == nil || !strings.Contains(err.Error(), "was enrolled anew meanwhile") || ownertest.EnrollmentOf(t, "swapped").Annotations[v1alpha1.OwnerOrder] != "" {
+			if err := r.Order(ctx, func(string) {}); err == nil || !strings.Contains(err.Error(), "has changed meanwhile") || ownertest.EnrollmentOf(t, "swapped").Annotations[v1alpha1.OwnerOrder] != "" {
 				t.Errorf("with %s: %v", theirs, err)
 			}
 			edit(mine)

@@ -21,22 +21,23 @@ import (
 
 // Restarts are nodes that [RebootInTurn] restarts, and how.
 type Restarts struct {
-	// Nodes are restarted in their order. Held are made schedulable before that: their machines have restarted already.
+	// Nodes are restarted in this order. Held nodes were restarted by an earlier run, and are only made schedulable, before
+	// the others.
 	Nodes, Held []string
-	// Again is the command that goes on after a failure; empty: one with the nodes that are left.
+	// Again is the command that continues after a failure; empty for muster rollout reboot with the remaining nodes.
 	Again string
-	// Drain and DrainFor say how a node is drained, and for how long at most.
+	// Drain and DrainFor configure how a node is drained, and the timeout.
 	Drain    clusterapi.DrainOptions
 	DrainFor time.Duration
-	// Unchecked restarts nodes whether or not control planes and Muster's services are well, before and afterwards.
+	// Unchecked restarts nodes without checking the health of control planes and Muster's services before and afterwards.
 	Unchecked bool
 	// Report is called for each step.
 	Report func(node, step string)
 }
 
-// RebootInTurn drains and restarts nodes one after another. Each must be Ready, and all control planes with Muster's services well, before the next. It ends at
-// the first node that fails, and restarts none if a control plane is not well, or if one of the nodes can't be drained. A node that was unschedulable before
-// stays so. Of two at the same time, the second is refused.
+// RebootInTurn drains and restarts nodes one after another. Before the next one, each must be Ready, and all control planes and Muster's services
+// must be healthy. It stops at the first node that fails. It restarts none if a control plane is unhealthy, or if one of the nodes can't be drained.
+// A node that was unschedulable before stays so. A second concurrent run is refused.
 func RebootInTurn(ctx context.Context, d *ownerdir.Dir, r Restarts) error {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -44,7 +45,7 @@ func RebootInTurn(ctx context.Context, d *ownerdir.Dir, r Restarts) error {
 	}
 	ctx, end, err := kube.Hold(ctx, whoami())
 	if held, is := errors.AsType[*clusterapi.HeldError](err); is {
-		return problem.WithRemedy(err, fmt.Sprintf("Nothing was changed. Wait for its end. If it was ended by force or its computer is off, it is over at %s, and the same command goes on then.", held.Until.Local().Format(time.TimeOnly)))
+		return problem.WithRemedy(err, fmt.Sprintf("Nothing was changed. Wait until that run is done. If it was killed or its computer is off, its lease expires at %s. Then run this command again.", held.Until.Local().Format(time.TimeOnly)))
 	} else if err != nil {
 		return fmt.Errorf("take the lease %s/%s: %w", clusterapi.Namespace, clusterapi.RolloutLease, err)
 	}
@@ -80,16 +81,16 @@ func RebootInTurn(ctx context.Context, d *ownerdir.Dir, r Restarts) error {
 		text := fmt.Sprintf("%d of %d nodes have restarted; the others were not restarted. %s", done, len(r.Nodes), problem.Remedy(err))
 		switch {
 		case len(left) > 0 && r.Again != "":
-			text += "\nTo go on: " + r.Again
+			text += "\nTo continue: " + r.Again
 		case len(left) > 0:
-			text += "\nTo go on: muster rollout reboot " + strings.Join(left, " ")
+			text += "\nTo continue: muster rollout reboot " + strings.Join(left, " ")
 		}
 		return problem.WithRemedy(fmt.Errorf("%s: %w", name, err), text)
 	}
 	return nil
 }
 
-// whoami names this run for others.
+// whoami describes this run for the users of other workstations.
 func whoami() string {
 	who, where := "unknown user", "unknown host"
 	if u, err := user.Current(); err == nil {
@@ -98,7 +99,7 @@ func whoami() string {
 	if name, err := os.Hostname(); err == nil {
 		where = name
 	}
-	return fmt.Sprintf("%s on %s (process %d, %s)", who, where, os.Getpid(), rand.Text()[:8]) // two containers can have the same of all but the last
+	return fmt.Sprintf("%s on %s (process %d, %s)", who, where, os.Getpid(), rand.Text()[:8]) // random, since two containers may agree in all other fields
 }
 
 // drainable returns an error that names all nodes that can't be drained.
@@ -119,13 +120,13 @@ func (r *Restarts) drainable(ctx context.Context, kube *clusterapi.Client) error
 		return nil
 	}
 	if how == "" {
-		how = "--force drains pods that no controller makes again, --delete-emptydir-data those with emptyDir volumes: both lose what the error names."
+		how = "--force also drains pods without a controller, --delete-emptydir-data pods with emptyDir volumes. What the error names is lost."
 	}
 	return problem.WithRemedy(errors.Join(problems...), "Nothing was changed. "+how)
 }
 
-// MayRestart returns an error if a node is a control plane and another one is not well, or there is none: without a majority of etcd's members no machine
-// gets the key of its disk, not even the one that has restarted.
+// MayRestart returns an error if a node is a control plane and another one is unhealthy, or if it is the only one. Without a majority of etcd's
+// members no machine gets the key of its disk, not even the restarted one.
 func MayRestart(ctx context.Context, d *ownerdir.Dir, name string) error {
 	kube, err := access.Connect(d)
 	if err != nil {
@@ -138,8 +139,8 @@ func MayRestart(ctx context.Context, d *ownerdir.Dir, name string) error {
 	return othersWell(ctx, kube, name, true)
 }
 
-// mayBegin is [MayRestart] for one node of several. It also returns an error for a worker if a control plane or Muster's services are not well: the wait for them
-// after its restart would fail, and each repetition would take a node more.
+// mayBegin is [MayRestart] for one node of several. It also returns an error for a worker if a control plane or Muster's services are unhealthy.
+// Otherwise each repeated run would restart one more node, and then fail in the wait for them.
 func mayBegin(ctx context.Context, kube *clusterapi.Client, name string) error {
 	p, err := kube.Presence(ctx, name)
 	if err != nil {
@@ -150,14 +151,14 @@ func mayBegin(ctx context.Context, kube *clusterapi.Client, name string) error {
 	}
 	problems, err := kube.ServicesElsewhere(ctx, name)
 	if err == nil && len(problems) > 0 {
-		return problem.WithRemedy(fmt.Errorf("services of Muster are not well: %s", strings.Join(problems, "; ")), repairFirst)
+		return problem.WithRemedy(fmt.Errorf("services of Muster are not healthy: %s", strings.Join(problems, "; ")), repairFirst)
 	}
 	return err
 }
 
-const repairFirst = "Wait until they are, or repair them (muster status, muster doctor). A control plane that is gone for good: muster forget NAME. With --unchecked the node is restarted anyway."
+const repairFirst = "Wait until they are healthy, or repair them (muster status, muster doctor). Remove a control plane that will not return: muster forget NAME. With --unchecked the node is restarted anyway."
 
-// othersWell returns an error if other control planes than a node are not well.
+// othersWell returns an error if other control planes than this node are unhealthy.
 func othersWell(ctx context.Context, kube *clusterapi.Client, name string, controlPlane bool) error {
 	others, problems, err := kube.OtherControlPlanes(ctx, name)
 	switch {
@@ -166,14 +167,14 @@ func othersWell(ctx context.Context, kube *clusterapi.Client, name string, contr
 	case controlPlane && others == 0:
 		return problem.WithRemedy(fmt.Errorf("%s is the only control plane", name), "While it restarts there is no API server, and if its disk is encrypted, it waits until you run muster recover. With --unchecked it is restarted.")
 	case len(problems) > 0 && controlPlane:
-		return problem.WithRemedy(fmt.Errorf("other control planes are not well: %s", strings.Join(problems, "; ")), "Wait until they are, or repair them: if "+name+" restarts as well, etcd may lose its majority, and encrypted control planes wait for muster recover. With --unchecked it is restarted.")
+		return problem.WithRemedy(fmt.Errorf("other control planes are not healthy: %s", strings.Join(problems, "; ")), "Wait until they are healthy, or repair them: if "+name+" restarts now, etcd may lose its majority, and encrypted control planes wait for muster recover. With --unchecked it is restarted.")
 	case len(problems) > 0:
-		return problem.WithRemedy(fmt.Errorf("control planes are not well: %s", strings.Join(problems, "; ")), repairFirst)
+		return problem.WithRemedy(fmt.Errorf("control planes are not healthy: %s", strings.Join(problems, "; ")), repairFirst)
 	}
 	return nil
 }
 
-// one restarts a node, or with held, completes what an interrupted run has begun. restarted reports that its machine has executed the order.
+// one restarts a node, or with held, completes the restart of an interrupted run. restarted reports that its machine has executed the order.
 func (r *Restarts) one(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, held bool) (restarted bool, err error) {
 	report := func(s string) { r.Report(name, s) }
 	boot, err := kube.Boot(ctx, name)
@@ -198,11 +199,11 @@ func (r *Restarts) one(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 			return false, err
 		}
 		if s, o := orders.ActiveOrder(d, public, n, now); s != nil && o.Action == u.action && boot.In != "" {
-			// An earlier run has ordered this, and the machine may have restarted since: what counts is the boot from before.
+			// An earlier run has ordered this, and the machine may have restarted since: compare with the boot ID from before that order.
 			u.joins, not = s, boot.In
 			u.undrained, u.returns = boot.Restarted() || !boot.Ready, true
 		} else if why := unordered(n, now); why != "" {
-			return false, problem.WithRemedy(fmt.Errorf("its machine gets no orders: %s", why), "Nothing was changed on it. muster doctor and its console show what is wrong. Leave it out, or remove it if it is gone for good: muster forget "+name+".")
+			return false, problem.WithRemedy(fmt.Errorf("its machine gets no orders: %s", why), "Nothing was changed on it. muster doctor and its console show what is wrong. Leave it out, or remove it if it will not return: muster forget "+name+".")
 		}
 	}
 	u.ready = func(ctx context.Context) error { return kube.AwaitReady(ctx, name, not) }
@@ -221,23 +222,23 @@ func (r *Restarts) one(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Cl
 	return u.executed, err
 }
 
-// outage is an order for which a node is drained, and after which it must be Ready before it takes pods again.
+// outage is an order with a drain before it. After it, the node must be Ready before it is made schedulable again.
 type outage struct {
 	drain    clusterapi.DrainOptions
 	drainFor time.Duration
-	// undrained leaves the pods on the node; returns says that it is unschedulable by an earlier outage that was interrupted.
+	// undrained: do not drain. returns: an interrupted run has already cordoned the node.
 	undrained, returns bool
 
-	action ownerorder.Action // empty: it has been executed already
+	action ownerorder.Action // empty if it was executed already
 	args   map[string]string
-	// joins is the order if the machine has it already; nil: one is signed, unless it is there.
+	// joins: wait for this existing order instead of signing one.
 	joins *ownerorder.SignedMachineOrder
-	// wait is how long the machine has for the order, and again until ready returns nil.
+	// wait bounds the order, and then again the time until ready returns nil.
 	wait  time.Duration
 	ready func(context.Context) error
-	// may returns why the order must not be given now; nil: it may.
+	// may (optional) returns an error if the order must not be sent now.
 	may func() error
-	// others waits until the rest of the cluster is well; nil: that does not matter.
+	// others (optional) waits until the rest of the cluster is healthy.
 	others func(context.Context, func(string)) error
 	// done is what the order has done to the node, as in "restarted".
 	done string
@@ -259,7 +260,7 @@ func (u *outage) of(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Clien
 	}
 	if u.may != nil {
 		if err := u.may(); err != nil {
-			return problem.WithRemedy(err, problem.Remedy(err)+" "+name+" has no pods and takes none until kubectl uncordon "+name+"; the same command goes on with it.")
+			return problem.WithRemedy(err, problem.Remedy(err)+" "+name+" is drained and stays unschedulable until kubectl uncordon "+name+", or until you run the same command again.")
 		}
 	}
 	if u.action != "" {
@@ -273,9 +274,9 @@ func (u *outage) of(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Clien
 	waiting, cancel := context.WithTimeout(ctx, u.wait)
 	defer cancel()
 	if err := u.ready(waiting); err != nil {
-		return problem.WithRemedy(fmt.Errorf("it has %s and is not Ready: %w", u.done, err), "muster doctor --node "+name+" shows what is wrong. It takes no pods until kubectl uncordon "+name+".")
+		return problem.WithRemedy(fmt.Errorf("it has %s but is not Ready: %w", u.done, err), "muster doctor --node "+name+" shows what is wrong. It takes no pods until kubectl uncordon "+name+".")
 	}
-	if cordoned { // before the wait for others: it is well
+	if cordoned { // before the wait for others: this node is healthy
 		if err := kube.Uncordon(ctx, name); err != nil {
 			return problem.WithRemedy(err, "It has "+u.done+", and takes no pods until kubectl uncordon "+name+".")
 		}
@@ -291,12 +292,12 @@ func (u *outage) of(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Clien
 			report("waits: " + s)
 		}
 	}); err != nil {
-		return problem.WithRemedy(fmt.Errorf("it has %s and is Ready, and the cluster is not well: %w", u.done, err), "muster status and muster doctor show what is wrong. Repair that, or remove a control plane that is gone for good: muster forget NAME.")
+		return problem.WithRemedy(fmt.Errorf("it has %s and is Ready, but the cluster is not healthy: %w", u.done, err), "muster status and muster doctor show what is wrong. Repair that, or remove a control plane that will not return: muster forget NAME.")
 	}
 	return nil
 }
 
-// order gives the machine the order and waits for its end, or waits for the one that the machine has.
+// order signs the order and waits for its end, or waits for the order that the machine already has.
 func (u *outage) order(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, name string, report func(string)) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, u.wait)
 	defer cancel()

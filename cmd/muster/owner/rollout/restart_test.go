@@ -95,7 +95,7 @@ func TestARolloutBeginsNoNodeWhileTheClusterIsNotWell(t *testing.T) {
 	on := l.Node(t, "r5", 64, v1alpha1.RoleWorker)
 	ready(t, "dead", corev1.ConditionUnknown)
 	err := restartInTurn(ctx, l, nil, "r5")
-	if err == nil || !strings.Contains(err.Error(), "control planes are not well: dead is not Ready") || !strings.Contains(problem.Remedy(err), "muster forget") || !strings.Contains(problem.Remedy(err), "0 of 1 nodes have restarted") {
+	if err == nil || !strings.Contains(err.Error(), "control planes are not healthy: dead is not Ready") || !strings.Contains(problem.Remedy(err), "muster forget") || !strings.Contains(problem.Remedy(err), "0 of 1 nodes have restarted") {
 		t.Errorf("%v: %s", err, problem.Remedy(err))
 	}
 	untouched(t, "r5")
@@ -341,7 +341,7 @@ func TestABudgetThatAllowsNoEvictionIsNamedBeforeADrain(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			budget(t, name, set)
 			_, err := lifecycle.Drain(ctx, l.Dir, "r10", clusterapi.DrainOptions{Force: true}, func(string) {})
-			if err == nil || !strings.Contains(err.Error(), "default/"+name+" (pod kept: ") || !strings.HasPrefix(problem.Remedy(err), "Nothing was changed. Have the owner of the pods change the budget") {
+			if err == nil || !strings.Contains(err.Error(), "default/"+name+" (pod kept: ") || !strings.HasPrefix(problem.Remedy(err), "Nothing was changed. Ask the owner of the pods to change the budget") {
 				t.Errorf("%v: %s", err, problem.Remedy(err))
 			}
 			err = restartInTurn(ctx, l, func(r *Restarts) { r.Drain.Force = true }, "r9", "r10")
@@ -366,7 +366,7 @@ func TestABudgetThatAllowsNoEvictionIsNamedBeforeADrain(t *testing.T) {
 		if ctx.Err() != nil {
 			t.Fatal("the drain does not report the budget that it waits for")
 		}
-		if err == nil || !strings.Contains(err.Error(), "default/later (pod kept: 1 of 2 pods are Ready, and 1 have to be)") || !strings.Contains(problem.Remedy(err), "kubectl uncordon r10") {
+		if err == nil || !strings.Contains(err.Error(), "default/later (pod kept: 1 of 2 pods are Ready, but 1 must be)") || !strings.Contains(problem.Remedy(err), "kubectl uncordon r10") {
 			t.Errorf("%v: %s", err, problem.Remedy(err))
 		}
 	})
@@ -387,7 +387,7 @@ func TestASecondRolloutIsRefusedWhileTheFirstRestartsNodes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := restartInTurn(ctx, l, nil, "r11"); err == nil || !strings.Contains(err.Error(), "that of kim on desk (process 7), since 20") || !strings.Contains(problem.Remedy(err), "it is over at ") {
+	if err := restartInTurn(ctx, l, nil, "r11"); err == nil || !strings.Contains(err.Error(), "that of kim on desk (process 7), since 20") || !strings.Contains(problem.Remedy(err), "its lease expires at ") {
 		t.Errorf("%v: %s", err, problem.Remedy(err))
 	}
 	untouched(t, "r11")

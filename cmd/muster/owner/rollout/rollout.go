@@ -17,15 +17,16 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 )
 
-// Rollout says which image each node runs.
+// Rollout lists which image each node runs.
 type Rollout struct {
 	// Nodes are those that have attested, by name.
 	Nodes []NodeImage `json:"nodes"`
-	// Images counts the nodes of each image of the policy in force, also those that are off; with 0, the image can be removed from the policy.
+	// Images counts the nodes of each image of the policy in force, including nodes that are off. An image with 0 nodes can
+	// be removed from the policy.
 	Images map[string]int `json:"images"`
 
 	err       error
-	upgrading bool // Kubernetes is being upgraded: that command has drained nodes, too
+	upgrading bool // an upgrade of Kubernetes is in progress, and has also drained nodes
 }
 
 // NodeImage is what a node's machine booted, by its last evidence and the names of the policy in force.
@@ -40,14 +41,14 @@ type NodeImage struct {
 	// Attested is the time of the last evidence, Accepted whether the policy accepted it.
 	Attested time.Time `json:"attested"`
 	Accepted bool      `json:"accepted"`
-	// Silent is why its machine gets no orders; empty: it gets them.
+	// Silent is why its machine gets no orders; empty if it gets them.
 	Silent string `json:"silent,omitempty"`
-	// Held reports that it takes no pods since a command drained it, and Restarted that its machine has restarted since.
+	// Held reports that it is unschedulable since a command drained it, and Restarted that its machine has restarted since.
 	Held      bool `json:"held,omitempty"`
 	Restarted bool `json:"restarted,omitempty"`
 }
 
-// unordered returns why a node's machine gets no orders; empty: it gets them, as far as the cluster knows.
+// unordered returns why a node's machine gets no orders; empty if nothing in the cluster prevents them.
 func unordered(n *v1alpha1.AttestedNode, now time.Time) string {
 	switch v := n.Status.LastVerdict; {
 	case n.Leaving():
@@ -64,11 +65,11 @@ func unordered(n *v1alpha1.AttestedNode, now time.Time) string {
 	return ""
 }
 
-// Err returns why no machine gets orders now; nil: those do that are not silent.
+// Err returns why no machine gets orders now; nil if all machines with an empty Silent get them.
 func (r *Rollout) Err() error { return r.err }
 
-// Outdated returns the nodes of an image that can be restarted, those of it whose machines get no orders, and those that an interrupted rollout has restarted
-// with another image, and not let take pods again.
+// Outdated returns the nodes that run an image: those that can be restarted, and those whose machines get no orders. held are nodes with another
+// image that an interrupted rollout restarted and left cordoned.
 func (r *Rollout) Outdated(image string) (restart, skipped, held []NodeImage) {
 	for _, n := range r.Nodes {
 		switch {
@@ -97,7 +98,7 @@ func RolloutStatus(ctx context.Context, d *ownerdir.Dir) (*Rollout, error) {
 	if err != nil {
 		return nil, err
 	}
-	p, err := policies.OpenPolicy(have, public) // it names the images by which nodes are chosen
+	p, err := policies.OpenPolicy(have, public) // needed for the names of the images
 	if err != nil {
 		return nil, fmt.Errorf("the cluster's policy: %w", err)
 	}

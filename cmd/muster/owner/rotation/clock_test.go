@@ -46,7 +46,7 @@ func TestIfNoNodeAttestsTheOwnersKeyStays(t *testing.T) {
 	r, _ := k.state()
 	k.boots("n1", k.old, r.Next)
 	attested(k.ctx, t, time.Hour, "n1", "n2")
-	k.refuses(OwnerKeyCommit, "no node has attested in the last 15m0s, so it is not known which run, and these have not reported that their images have the new key: n2")
+	k.refuses(OwnerKeyCommit, "no node has attested in the last 15m0s, so it is not known which nodes run. These have not reported that their images have the new key: n2")
 	k.boots("n2", k.old, r.Next)
 	if p, err := PlanOwnerKey(k.ctx, k.config(OwnerKeyCommit)); err != nil || p.Err() != nil {
 		t.Errorf("all have it: %v, %+v", err, p)

@@ -17,8 +17,8 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// RotateOwnerKey does a step of the rotation of the owner's key. Each part of it may be repeated: after an interruption, the same call continues. At every
-// time, machines and services accept the key that signs.
+// RotateOwnerKey does a step of the rotation of the owner's key. After an interruption, the same call continues. At any time, machines and services
+// accept the key that signs.
 func RotateOwnerKey(ctx context.Context, cfg OwnerKeyConfig) (*OwnerKeyPlan, error) {
 	p, err := PlanOwnerKey(ctx, cfg)
 	if err == nil {
@@ -38,7 +38,7 @@ func RotateOwnerKey(ctx context.Context, cfg OwnerKeyConfig) (*OwnerKeyPlan, err
 		return nil, fmt.Errorf("the rotation of the owner's key has no step %q", cfg.Step)
 	}
 	if err != nil {
-		return nil, problem.WithRemedy(fmt.Errorf("%s: %w", cfg.Step, err), remedyOr(err, "muster doctor shows what is wrong with the cluster.")+" The rotation continues when the same command is repeated.")
+		return nil, problem.WithRemedy(fmt.Errorf("%s: %w", cfg.Step, err), remedyOr(err, "muster doctor shows what is wrong with the cluster.")+" To continue the rotation, run the same command again.")
 	}
 	if p.keys, err = cfg.Dir.KeyRotation(); err != nil {
 		return nil, err
@@ -53,8 +53,9 @@ func remedyOr(err error, otherwise string) string {
 	return otherwise
 }
 
-// commitOwnerKey has the services accept both keys, then the folder sign with the new one, and then replaces the signature of the policy. The policy's
-// serial is higher than any that the old key has signed, as far as the cluster and the folder know: so all that the new key signs is newer.
+// commitOwnerKey lets the services accept both keys, then makes the folder sign with the new one, and then replaces the policy's signature. The
+// policy's serial becomes higher than all serials that the old key has signed, by the records of cluster and folder. So everything that the new key
+// signs is newer.
 func commitOwnerKey(ctx context.Context, cfg OwnerKeyConfig) error {
 	kube, err := access.Connect(cfg.Dir)
 	if err != nil {
@@ -120,8 +121,8 @@ func resign(ctx context.Context, cfg OwnerKeyConfig, kube *clusterapi.Client) er
 	return nil
 }
 
-// resigned returns the text of the folder's policy with the next serial. It refuses a folder's policy that differs from the cluster's in more than the
-// serial: this command puts no edited policy in force. A higher serial is that of an earlier call, which was interrupted.
+// resigned returns the text of the folder's policy with the next serial. It refuses a folder's policy that differs from the cluster's in more than
+// the serial: this command puts no edited policy in force. A higher serial is from an earlier, interrupted call.
 func resigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) ([]byte, error) {
 	text, p, _, err := policies.FolderPolicy(d)
 	if err != nil {
@@ -132,7 +133,7 @@ func resigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) ([]byte, error)
 		return nil, err
 	}
 	if !same {
-		return nil, problem.WithRemedy(fmt.Errorf("%s is not the policy that the cluster has", d.File(ownerdir.PolicyFile)), "Run muster policy apply first, if you have finished editing it, or undo what you have edited.")
+		return nil, problem.WithRemedy(fmt.Errorf("%s differs from the cluster's policy", d.File(ownerdir.PolicyFile)), "Run muster policy apply first, if you have finished editing it, or undo what you have edited.")
 	}
 	signed, err := policies.SignedSerial(d, have)
 	if err != nil {
@@ -144,7 +145,7 @@ func resigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) ([]byte, error)
 	return policyfile.SetSerial(text, signed+1)
 }
 
-// finishOwnerKey has the services accept the new key alone, and then the folder.
+// finishOwnerKey makes the services, and then the folder, accept only the new key.
 func finishOwnerKey(ctx context.Context, cfg OwnerKeyConfig) error {
 	r, err := cfg.Dir.KeyRotation()
 	if err != nil {
@@ -154,7 +155,7 @@ func finishOwnerKey(ctx context.Context, cfg OwnerKeyConfig) error {
 	if err != nil {
 		return err
 	}
-	if err := recovery.RecordState(ctx, cfg.Dir, kube); err != nil { // known.json has no policy of the old key then
+	if err := recovery.RecordState(ctx, cfg.Dir, kube); err != nil { // so that known.json has no policy of the old key
 		return err
 	}
 	if err := cfg.Services.Accept(ctx, attest.OwnerKeys{r.Signs}); err != nil {
@@ -163,7 +164,7 @@ func finishOwnerKey(ctx context.Context, cfg OwnerKeyConfig) error {
 	cfg.Report("the services accept only the new key")
 	kept, err := cfg.Dir.RetireKey()
 	if err == nil && kept != "" {
-		cfg.Report("the old key is kept in " + cfg.Dir.File(kept) + ", for backups that were made for it")
+		cfg.Report("the old key is kept in " + cfg.Dir.File(kept) + ", for backups that are encrypted to it")
 	}
 	return err
 }
@@ -179,7 +180,7 @@ func (s ServiceKeys) Check(ctx context.Context, keys attest.OwnerKeys) error {
 		return err
 	}
 	if plan.Chart.From != plan.Chart.To || len(plan.Definitions) > 0 {
-		return problem.WithRemedy(fmt.Errorf("the cluster runs the chart %s, and this program carries %s", plan.Chart.From, plan.Chart.To), "Run muster upgrade first, so that this command changes only the keys.")
+		return problem.WithRemedy(fmt.Errorf("the cluster runs the chart %s, but this program has %s", plan.Chart.From, plan.Chart.To), "Run muster upgrade first, so that this command changes only the keys.")
 	}
 	return nil
 }

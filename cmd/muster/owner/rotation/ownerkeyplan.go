@@ -24,27 +24,27 @@ type OwnerKeyStep string
 
 // The steps, in their order. Between them, the owner builds images and rolls them out.
 const (
-	// OwnerKeyPrepare makes the new key in the owner's folder, for images that have both keys.
+	// OwnerKeyPrepare creates the new key in the owner's folder, for images with both keys.
 	OwnerKeyPrepare OwnerKeyStep = "prepare"
-	// OwnerKeyCommit has the new key sign.
+	// OwnerKeyCommit makes the new key the signing key.
 	OwnerKeyCommit OwnerKeyStep = "commit"
 	// OwnerKeyFinish ends the acceptance of the old key in the cluster.
 	OwnerKeyFinish OwnerKeyStep = "finish"
 )
 
-// OwnerKeyServices are Muster's services in the cluster, as far as the owner's keys are concerned; see [ServiceKeys].
+// OwnerKeyServices changes the owner's keys of Muster's services in the cluster; see [ServiceKeys].
 type OwnerKeyServices interface {
 	// Check returns an error if Accept can't be called now. It changes nothing.
 	Check(ctx context.Context, keys attest.OwnerKeys) error
-	// Accept has the services accept these keys and no others, and waits until they are ready.
+	// Accept makes the services accept these keys and no others, and waits until the services are ready.
 	Accept(ctx context.Context, keys attest.OwnerKeys) error
 }
 
-// OwnerKeyConfig says what [RotateOwnerKey] does.
+// OwnerKeyConfig configures [RotateOwnerKey].
 type OwnerKeyConfig struct {
 	Dir  *ownerdir.Dir
 	Step OwnerKeyStep
-	// Key is the new key of [OwnerKeyPrepare]; nil: a key is made.
+	// Key is the new key of [OwnerKeyPrepare]; nil to create one.
 	Key ed25519.PrivateKey
 	// Services may be nil for [OwnerKeyPrepare].
 	Services OwnerKeyServices
@@ -55,25 +55,25 @@ type OwnerKeyConfig struct {
 // OwnerKeyPlan is what a step of the rotation would do.
 type OwnerKeyPlan struct {
 	Step OwnerKeyStep `json:"step"`
-	// Signs, Next and Previous are public keys in base64, as [ownerdir.KeyRotation] has them; empty: there is none.
+	// Signs, Next and Previous are public keys in base64, as in [ownerdir.KeyRotation]; empty if there is none.
 	Signs    string `json:"signs"`
 	Next     string `json:"next,omitempty"`
 	Previous string `json:"previous,omitempty"`
 	// Nodes are the enrolled nodes that are not shut out, by name; none for [OwnerKeyPrepare].
 	Nodes []OwnerKeyNode `json:"nodes"`
-	// Problems have to be solved before anything is changed, Notes have not. Each says what to do.
+	// Problems block the step, Notes do not. Each names a remedy.
 	Problems []string `json:"problems"`
 	Notes    []string `json:"notes"`
 
 	keys ownerdir.KeyRotation
 }
 
-// OwnerKeyNode says which of the owner's keys a node's image has, by its last report.
+// OwnerKeyNode lists the owner's keys in a node's image, by its last report.
 type OwnerKeyNode struct {
 	Name string `json:"name"`
-	// Keys are in base64; none: the node has not reported.
+	// Keys are in base64; empty if the node has not reported.
 	Keys []string `json:"keys"`
-	// New and Old report whether the new key and the old one are among them.
+	// New and Old report whether Keys has the new key and the old one.
 	New bool `json:"new"`
 	Old bool `json:"old"`
 	// Running reports whether its machine has attested lately.
@@ -88,7 +88,7 @@ func (p *OwnerKeyPlan) Err() error {
 	return problem.WithRemedy(fmt.Errorf("the owner's key can't be rotated (%s): %s", p.Step, strings.Join(p.Problems, "\n")), "Nothing was changed. Solve these problems, and run the same command again; --dry-run shows what is left.")
 }
 
-// latest returns the key that signs after the rotation, and the one that it replaces; nil: there is none.
+// latest returns the key that signs after the rotation, and the one that it replaces; nil if there is none.
 func (p *OwnerKeyPlan) latest() (latest, old ed25519.PublicKey) {
 	if p.keys.Next != nil {
 		return p.keys.Next, p.keys.Signs
@@ -96,7 +96,7 @@ func (p *OwnerKeyPlan) latest() (latest, old ed25519.PublicKey) {
 	return p.keys.Signs, p.keys.Previous
 }
 
-// ImageKeys returns ownerKeys for image.yaml: of the image that is to be rolled out next.
+// ImageKeys returns ownerKeys for the image.yaml of the next image to roll out.
 func (p *OwnerKeyPlan) ImageKeys() []string {
 	latest, old := p.latest()
 	if p.Step != OwnerKeyPrepare || old == nil {
@@ -156,7 +156,7 @@ func (p *OwnerKeyPlan) prepare(given ed25519.PrivateKey) {
 	case p.keys.Next != nil && given != nil && !bytes.Equal(p.keys.Next, access.PublicOf(given)):
 		p.problem("another key is prepared already. If no image has it, remove owner-next.key from the folder")
 	case given != nil && bytes.Equal(p.keys.Signs, access.PublicOf(given)):
-		p.problem("the key that was given is the one that signs now")
+		p.problem("the given key is already the signing key")
 	}
 }
 
@@ -198,7 +198,7 @@ func (p *OwnerKeyPlan) cluster(ctx context.Context, cfg OwnerKeyConfig, kube *cl
 	for _, n := range p.Nodes {
 		switch {
 		case n.New && n.Old && p.Step == OwnerKeyFinish:
-			p.note("%s has an image that still accepts the old key: whoever has that key can sign orders and policies for it until it has restarted with an image that has only the new key.", n.Name)
+			p.note("%s has an image that still accepts the old key: a holder of that key can sign orders and policies for it until it restarts with an image that has only the new key.", n.Name)
 		case n.New:
 		case none:
 			unknown = append(unknown, n.Name)
@@ -211,7 +211,7 @@ func (p *OwnerKeyPlan) cluster(ctx context.Context, cfg OwnerKeyConfig, kube *cl
 		}
 	}
 	if len(unknown) > 0 {
-		p.problem("%s, so it is not known which run, and these have not reported that their images have the new key: %s. %s Nodes that are gone for good: muster forget NODE", policies.NoneHasAttested, problem.Named(unknown), policies.WhyNoneAttests)
+		p.problem("%s, so it is not known which nodes run. These have not reported that their images have the new key: %s. %s Remove nodes that will not return: muster forget NODE", policies.NoneHasAttested, problem.Named(unknown), policies.WhyNoneAttests)
 	}
 	return nil
 }

@@ -18,11 +18,12 @@ import (
 	"github.com/muster-k8s/muster/internal/retry"
 )
 
-// wellWithin is how long control planes may take to be well before the next one begins: each has restarted static pods.
+// wellWithin is how long control planes may take to become healthy before the next one starts, because each one restarts
+// static pods.
 const wellWithin = 5 * time.Minute
 
-// Rotate replaces a key of the control planes: it has each accept a new one, and then each use it. With Finish it has each drop the old one. It ends at the
-// first control plane that fails or is not well. A repeated call continues: how far the rotation is stands in the cluster.
+// Rotate replaces a key of the control planes: first all accept a new one, then all use it. With Finish, all drop the old one. It stops at the first
+// control plane that fails or is unhealthy. A repeated call continues, because the progress is stored in the cluster.
 func Rotate(ctx context.Context, cfg RotationConfig) (*RotationPlan, error) {
 	r, err := newRotation(ctx, cfg)
 	if err != nil {
@@ -36,7 +37,7 @@ func Rotate(ctx context.Context, cfg RotationConfig) (*RotationPlan, error) {
 		return nil, err
 	}
 	if err := r.run(ctx); err != nil {
-		return nil, problem.WithRemedy(err, cmp.Or(problem.Remedy(err), "muster doctor --node NODE shows what is wrong with a control plane.")+" The rotation continues when the same command is repeated; until then no control plane can join.")
+		return nil, problem.WithRemedy(err, cmp.Or(problem.Remedy(err), "muster doctor --node NODE shows what is wrong with a control plane.")+" To continue the rotation, run the same command again; until then no control plane can join.")
 	}
 	p.Phase = ""
 	if r.now != nil {
@@ -46,7 +47,7 @@ func Rotate(ctx context.Context, cfg RotationConfig) (*RotationPlan, error) {
 }
 
 func (r *rotating) run(ctx context.Context) error {
-	if err := r.underived(r.now); err != nil { // another copy of the folder may have begun it
+	if err := r.underived(r.now); err != nil { // the rotation may have been started with another copy of the folder
 		return err
 	}
 	if r.Finish {
@@ -89,7 +90,8 @@ func (r *rotating) run(ctx context.Context) error {
 	}
 }
 
-// rolledBack continues with the phase before if a control plane does not use the new key any more: its disk was rolled back. Until it does, no control plane can join.
+// rolledBack returns to the previous phase if a control plane no longer uses the new key, because its disk was rolled back.
+// Until it uses the key again, no control plane can join.
 func (r *rotating) rolledBack(ctx context.Context) (bool, error) {
 	nodes, err := r.controlPlanes(ctx)
 	if err != nil {
@@ -99,13 +101,13 @@ func (r *rotating) rolledBack(ctx context.Context) (bool, error) {
 	if i < 0 {
 		return false, nil
 	}
-	r.Report(nodes[i].Name, "does not use the new key any more: it gets it again")
+	r.Report(nodes[i].Name, "no longer uses the new key: it gets the key again")
 	to := *r.now
 	to.Phase = clusterinfo.RotationUse
 	return true, r.move(ctx, &to)
 }
 
-// lost begins anew with another key if no control plane has the new one: the one that made it was lost before another one had it.
+// lost restarts the rotation with another key if no control plane has the new one: the control plane that made it was lost before another one had it.
 func (r *rotating) lost(ctx context.Context) error {
 	if r.now.ID == "" || r.now.Phase != clusterinfo.RotationAccept && r.now.Phase != clusterinfo.RotationUse {
 		return nil
@@ -117,12 +119,12 @@ func (r *rotating) lost(ctx context.Context) error {
 	}) {
 		return err
 	}
-	r.Report("cluster", "no control plane has the new key any more: another one is made")
+	r.Report("cluster", "no control plane has the new key any more: a new one is made")
 	return r.move(ctx, &clusterinfo.Rotation{Key: r.Key, Phase: clusterinfo.RotationAccept})
 }
 
-// move writes the next phase into the cluster's description; nil: the rotation is over. Of two commands at once, the second one finds what the first one
-// has written, and ends.
+// move writes the next phase into the cluster's description; nil ends the rotation. If two commands run at once, the second one sees the first one's
+// change, and stops.
 func (r *rotating) move(ctx context.Context, to *clusterinfo.Rotation) error {
 	if err := r.underived(to); err != nil {
 		return err
@@ -138,10 +140,10 @@ func (r *rotating) move(ctx context.Context, to *clusterinfo.Rotation) error {
 	}
 	err := r.kube.Describe(ctx, func(i *clusterinfo.Info) error {
 		switch {
-		case equal(i.Rotation, to): // this call was repeated
+		case equal(i.Rotation, to): // an earlier call has written it
 			return nil
 		case !equal(i.Rotation, r.now) || i.Other() != nil:
-			return problem.WithRemedy(errMoved, "Nothing was changed by this one. muster status shows what is in progress.")
+			return problem.WithRemedy(errMoved, "This command changed nothing. muster status shows what is in progress.")
 		}
 		i.Rotation = to
 		return nil
@@ -152,7 +154,8 @@ func (r *rotating) move(ctx context.Context, to *clusterinfo.Rotation) error {
 	return err
 }
 
-// underived notes in the folder that Secrets may be encrypted with a key that does not derive from the root secret, before an API server uses one.
+// underived records in the folder that Secrets may be encrypted with a key that is not derived from the root secret. It does
+// so before an API server uses such a key.
 func (r *rotating) underived(phase *clusterinfo.Rotation) error {
 	c := r.Dir.Cluster()
 	if phase == nil || phase.Key != clusterinfo.EncryptionKey || phase.Phase == clusterinfo.RotationAccept || c.EncryptionKeyRotated {
@@ -166,8 +169,9 @@ func equal(a, b *clusterinfo.Rotation) bool {
 	return a == nil && b == nil || a != nil && b != nil && a.Key == b.Key && a.Phase == b.Phase && a.ID == b.ID
 }
 
-// inTurn has one control plane after another do the present phase. It begins none while one is not well. Before the new key is used, those accept it again
-// that have lost it: one that reboots before this program has written the key's ID is brought back to what the others accept (B8).
+// inTurn lets one control plane after another do the present phase. It starts none while one is unhealthy. Before the new key is used, control planes
+// that have lost it accept it again: at a reboot before this program has written the key's ID, the machine returns to the keys that the others accept
+// (B8).
 func (r *rotating) inTurn(ctx context.Context) error {
 	phases := []clusterinfo.RotationPhase{r.now.Phase}
 	if r.now.Phase == clusterinfo.RotationUse {
@@ -181,7 +185,7 @@ func (r *rotating) inTurn(ctx context.Context) error {
 	return nil
 }
 
-// each has one control plane after another do a phase that it has not done.
+// each lets one control plane after another do a phase that it has not done yet.
 func (r *rotating) each(ctx context.Context, phase clusterinfo.RotationPhase) error {
 	ordered := map[string]bool{}
 	for {
@@ -195,7 +199,7 @@ func (r *rotating) each(ctx context.Context, phase clusterinfo.RotationPhase) er
 		}
 		n := nodes[i].Name
 		if ordered[n] {
-			return fmt.Errorf("%s has reported the phase %q as done, and its Node says otherwise", n, phase)
+			return fmt.Errorf("%s has reported the phase %q as done, but its Node shows otherwise", n, phase)
 		}
 		ordered[n] = true
 		if err := r.order(ctx, n, phase); err != nil {
@@ -204,7 +208,7 @@ func (r *rotating) each(ctx context.Context, phase clusterinfo.RotationPhase) er
 	}
 }
 
-// well waits until all control planes are well, and returns them.
+// well waits until all control planes are healthy, and returns them.
 func (r *rotating) well(ctx context.Context) ([]clusterapi.NodeRelease, error) {
 	ctx, cancel := context.WithTimeout(ctx, wellWithin)
 	defer cancel()
@@ -213,7 +217,7 @@ func (r *rotating) well(ctx context.Context) ([]clusterapi.NodeRelease, error) {
 		nodes, err := r.controlPlanes(ctx)
 		switch {
 		case err != nil && ctx.Err() != nil && last != "":
-			return nil, fmt.Errorf("no further control plane was begun: %s", last)
+			return nil, fmt.Errorf("the next control plane was not started: %s", last)
 		case err != nil:
 			return nil, err
 		}
@@ -229,12 +233,12 @@ func (r *rotating) well(ctx context.Context) ([]clusterapi.NodeRelease, error) {
 		}
 		last = why
 		if retry.Wait(ctx, r.Poll) != nil {
-			return nil, fmt.Errorf("no further control plane was begun: %s", cmp.Or(why, "there is none"))
+			return nil, fmt.Errorf("the next control plane was not started: %s", cmp.Or(why, "there is none"))
 		}
 	}
 }
 
-// order has a control plane do a phase.
+// order makes a control plane do a phase.
 func (r *rotating) order(ctx context.Context, node string, phase clusterinfo.RotationPhase) error {
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
@@ -247,8 +251,8 @@ func (r *rotating) order(ctx context.Context, node string, phase clusterinfo.Rot
 	if r.now.ID != "" {
 		return nil
 	}
-	// It has made the key. The others get an order with its ID, and fetch the key with that from a control plane that the owner's policy lists: an invented
-	// ID leads to nothing, and a public part of another key is refused.
+	// It has made the key. The others get an order with its ID, and fetch the key with that ID from a control plane that the owner's policy lists.
+	// They find no key for a forged ID, and refuse the public part of another key.
 	var made struct{ ID, Public string }
 	if err := json.Unmarshal([]byte(report.Output), &made); err != nil || !clusterinfo.IsKeyID(made.ID) {
 		return fmt.Errorf("it reports no ID of a new key: %q", report.Output)
@@ -256,32 +260,32 @@ func (r *rotating) order(ctx context.Context, node string, phase clusterinfo.Rot
 	to := *r.now
 	if to.ID = made.ID; r.Key.PublicFile() != "" {
 		if err := r.Key.CheckPublic(made.ID, made.Public); err != nil {
-			return problem.WithRemedy(fmt.Errorf("what it reports of its new key is not true: %w", err), "Root on "+node+", or who can write the status of AttestedNodes, has changed the report. Find out who (docs/threat-model.md).")
+			return problem.WithRemedy(fmt.Errorf("its report about its new key is wrong: %w", err), "Root on "+node+", or a writer of AttestedNodes' status, has changed the report. Find out who (docs/threat-model.md).")
 		}
 		to.Public = made.Public
 	}
 	return r.move(ctx, &to)
 }
 
-// finish has the control planes drop the old key.
+// finish makes the control planes drop the old key.
 func (r *rotating) finish(ctx context.Context) error {
 	if r.now.Phase == clusterinfo.RotationSettled {
 		to := *r.now
 		to.Phase = clusterinfo.RotationFinish
-		// One that has joined since must use the new key, too.
+		// One that has joined since must also use the new key.
 		nodes, err := r.well(ctx)
 		if err != nil {
 			return err
 		}
 		for i := range nodes {
 			if !r.now.Reached(clusterinfo.RotationSettled, nodes[i].Keys[r.Key]) {
-				return problem.WithRemedy(fmt.Errorf("%s does not use the new key", nodes[i].Name), "Repeat muster rotate "+string(r.Key)+" without --finish: it has the node use the key.")
+				return problem.WithRemedy(fmt.Errorf("%s does not use the new key", nodes[i].Name), "Repeat muster rotate "+string(r.Key)+" without --finish: it makes the node use the key.")
 			}
 		}
-		if err := r.adopt(ctx, false); err != nil { // the old certificate is refused then
+		if err := r.adopt(ctx, false); err != nil { // the old certificate is refused afterwards
 			return err
 		}
-		if r.Key == clusterinfo.ServiceAccountKey && r.Early { // with a token of the old key, joinservice could not record that a machine is done
+		if r.Key == clusterinfo.ServiceAccountKey && r.Early { // with a token of the old key, joinservice could not record that a machine has finished
 			if err := r.replaceServices(ctx); err != nil {
 				return err
 			}

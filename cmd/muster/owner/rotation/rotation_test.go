@@ -305,7 +305,7 @@ func TestARotationContinuesWhereItEnded(t *testing.T) {
 			stop()
 		}
 	}
-	if _, err := Rotate(short, ends); err == nil || !strings.Contains(err.Error(), "no further control plane was begun: static pods of c1 are not Ready") || strings.Contains(problem.Explain(err).Message+problem.Remedy(err), "forget") {
+	if _, err := Rotate(short, ends); err == nil || !strings.Contains(err.Error(), "the next control plane was not started: static pods of c1 are not Ready") || strings.Contains(problem.Explain(err).Message+problem.Remedy(err), "forget") {
 		t.Errorf("a control plane that is not well: %v", err)
 	}
 	k.acts(nil)

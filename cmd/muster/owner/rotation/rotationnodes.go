@@ -20,11 +20,11 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-// offAfter is after which time without an attestation a node counts as off: three times the interval.
+// offAfter is the time without an attestation after which a node counts as off: three times the interval.
 const offAfter = 15 * time.Minute
 
-// behind adds to a plan which nodes would be lost if the cluster's old authority were dropped now. A machine under foreign control can report anything: then
-// it harms itself.
+// behind adds to a plan the nodes that would be lost if the cluster's old authority were dropped now. A compromised machine can report anything, but
+// harms only itself.
 func (r *rotating) behind(nodes []clusterapi.NodeRelease, now time.Time, refuse func(string, ...any)) {
 	const remedy = "start it and wait, remove it (muster forget %[1]s), or name it with --without %[1]s: it then gets the new authority at its first or second start, and its old kubelet's certificate is refused until then"
 	for _, name := range r.Without {
@@ -33,7 +33,7 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, now time.Time, refuse 
 		case i < 0:
 			refuse("--without %s: there is no such node.", name)
 		case nodes[i].ControlPlane:
-			refuse("--without %s: it is a control plane, and would go on to use the old authority: remove it (muster forget %[1]s).", name)
+			refuse("--without %s: it is a control plane, and would continue to use the old authority: remove it (muster forget %[1]s).", name)
 		}
 	}
 	var enrolled []v1alpha1.AttestedNode
@@ -43,7 +43,7 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, now time.Time, refuse 
 		}
 	}
 	none := policies.NoneAttests(enrolled, now)
-	if none { // to remove nodes for that would be wrong
+	if none { // these nodes must not be removed for that reason
 		refuse("%s. %s", policies.NoneHasAttested, policies.WhyNoneAttests)
 	}
 	for i := range nodes {
@@ -57,11 +57,11 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, now time.Time, refuse 
 		}
 		st := n.Enrollment.Status
 		switch {
-		case !n.Joined && n.Enrollment.Spec.DiskID == "": // its machine has not joined, and gets the authority when it does
+		case !n.Joined && n.Enrollment.Spec.DiskID == "": // its machine has not joined yet, and gets the authority when it joins
 		case !slices.Contains(st.Authorities, r.now.ID):
 			refuse("%s has not reported that it trusts the new authority, within five minutes of its start: "+remedy+".", n.Name)
 		case st.LastVerdict != nil && !st.LastVerdict.Accepted:
-			refuse("the machine of %s is refused (%s), so what it reported before may not be so any more: have it accepted (muster verify %[1]s), remove it (muster forget %[1]s), or name it with --without %[1]s.", n.Name, problem.Printable(st.LastVerdict.Reason))
+			refuse("the machine of %s is refused (%s), so its last report may be outdated: repair it (muster verify %[1]s shows what differs), remove it (muster forget %[1]s), or name it with --without %[1]s.", n.Name, problem.Printable(st.LastVerdict.Reason))
 		case !n.Ready || st.LastVerdict == nil || !none && now.Sub(st.LastVerdict.Time.Time) > offAfter:
 			refuse("%s is off, or does not attest: "+remedy+".", n.Name)
 		case len(st.KubeletAuthorities) == 0 || slices.ContainsFunc(st.KubeletAuthorities, func(id string) bool { return id != r.now.ID }):
@@ -70,7 +70,7 @@ func (r *rotating) behind(nodes []clusterapi.NodeRelease, now time.Time, refuse 
 	}
 }
 
-// silent returns the nodes whose machines do not report what they trust.
+// silent returns the nodes whose machines do not report their trusted authorities.
 func silent(nodes []clusterapi.NodeRelease) (out []string) {
 	for i := range nodes {
 		if n := &nodes[i]; n.Takes() && n.Joined && len(n.Enrollment.Status.Authorities) == 0 {
@@ -80,7 +80,8 @@ func silent(nodes []clusterapi.NodeRelease) (out []string) {
 	return out
 }
 
-// adopt has the owner's folder trust the new authority, and only that one at the end, and tells machines that discover the cluster by a token.
+// adopt makes the owner's folder trust the new authority, at the end only that one. It also updates the data for machines
+// that discover the cluster by a token.
 func (r *rotating) adopt(ctx context.Context, only bool) error {
 	if r.Key != clusterinfo.ClusterCA {
 		return nil
@@ -91,9 +92,9 @@ func (r *rotating) adopt(ctx context.Context, only bool) error {
 	}
 	r.Report("cluster", "the folder's "+ownerdir.AdminConf+" gets a certificate of the new authority")
 	if err := r.Adopt(ctx, list[0], only); err != nil {
-		return fmt.Errorf("the folder's %s does not get a certificate of the new authority: %w", ownerdir.AdminConf, err)
+		return fmt.Errorf("the folder's %s did not get a certificate of the new authority: %w", ownerdir.AdminConf, err)
 	}
-	if r.kube, err = access.Connect(r.Dir); err != nil { // the certificate before may not be accepted any more
+	if r.kube, err = access.Connect(r.Dir); err != nil { // the previous certificate may no longer be accepted
 		return err
 	}
 	trusted, err := r.kube.Authorities()
@@ -107,11 +108,11 @@ func (r *rotating) adopt(ctx context.Context, only bool) error {
 	return r.kube.SetClusterInfo(ctx, text)
 }
 
-// AdoptAuthority has the folder's admin.conf trust another authority of the cluster, with a new certificate of it. With only, it trusts no other one; those
-// stay in the folder. A repeated call changes nothing.
+// AdoptAuthority makes the folder's admin.conf trust another authority of the cluster, and gets a certificate from it. With only, admin.conf trusts
+// no other authority; the others are kept in the folder. A repeated call changes nothing.
 //
-// An API server must show that the authority which the folder trusts already has signed for the other one's key: who can write objects of the cluster can
-// write another authority into its description.
+// An API server must present a certificate with which an authority that the folder already trusts has signed the other one's key. This is needed
+// because every writer of the cluster's description can put another authority into it.
 func AdoptAuthority(ctx context.Context, d *ownerdir.Dir, ca *x509.Certificate, only bool, report progress.Reporter) error {
 	h, err := access.ReadHolder(d)
 	if err != nil {
@@ -133,8 +134,8 @@ func AdoptAuthority(ctx context.Context, d *ownerdir.Dir, ca *x509.Certificate, 
 		if h, err = access.ReadHolder(d); err != nil {
 			return err
 		}
-		if h.Old.CheckSignatureFrom(ca) != nil { // the folder would be locked out when the old one is dropped
-			return problem.WithRemedy(errors.New("a control plane has signed the certificate with the old authority"), "Repeat the command. If it stays so, muster doctor shows the control planes, one of which does not use the new key.")
+		if h.Old.CheckSignatureFrom(ca) != nil { // the folder would lose access when the old one is dropped
+			return problem.WithRemedy(errors.New("a control plane has signed the certificate with the old authority"), "Repeat the command. If the error remains, a control plane does not use the new key: muster doctor shows which.")
 		}
 	}
 	if !only {

@@ -42,7 +42,7 @@ func TestTheOldAuthorityStaysWhileANodeNeedsIt(t *testing.T) {
 	defer cancel()
 	k := newKeyRotation(t, clusterinfo.ClusterCA, "c1", "w1", "w2")
 	k.machines(t)
-	if p, err := PlanRotation(ctx, k.config(false)); err != nil || !strings.Contains(strings.Join(p.Notes, "\n"), "do not report which authority they trust, and --finish waits for that: c1, w1, w2") {
+	if p, err := PlanRotation(ctx, k.config(false)); err != nil || !strings.Contains(strings.Join(p.Notes, "\n"), "do not report which authority they trust, but --finish requires that: c1, w1, w2") {
 		t.Errorf("before it begins: %v, %+v", err, p)
 	}
 	if _, err := Rotate(ctx, k.config(false)); err != nil {

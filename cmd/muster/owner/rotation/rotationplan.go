@@ -19,25 +19,26 @@ import (
 )
 
 const (
-	// RotationTimeout is how long a control plane has for a phase: until its order expires, then for the restarts.
+	// RotationTimeout is how long a control plane has for a phase: the order's validity, plus the time for the restarts.
 	RotationTimeout = orders.Validity + 35*time.Minute
-	// tokensRenewed is after which time kubelets have replaced all tokens of pods: at 80 % of their life, and after 24 hours at the latest.
+	// tokensRenewed is the time after which kubelets have replaced all tokens of pods: at 80 % of their life, at the latest after 24 hours.
 	tokensRenewed = 24 * time.Hour
-	// maxTokenSecrets is how many names of Secrets a plan has.
+	// maxTokenSecrets limits the names of Secrets in a plan.
 	maxTokenSecrets = 10
 )
 
-// RotationConfig says which key is rotated, and how far.
+// RotationConfig configures which key is rotated, and how far.
 type RotationConfig struct {
 	Dir *ownerdir.Dir
 	Key clusterinfo.RotatedKey
-	// Finish drops the old key. Early does that also while tokens of pods may be signed with it.
+	// Finish drops the old key. Early allows that while tokens of pods may still be signed with it.
 	Finish, Early bool
-	// Without are workers that the end of a rotation of the cluster's authority leaves behind.
+	// Without are workers that may keep the old authority of the cluster when a rotation finishes.
 	Without []string
-	// Adopt has the folder's kubeconfig trust a new authority of the cluster; with only, no other one: [AdoptAuthority].
+	// Adopt makes the folder's kubeconfig trust a new authority of the cluster; with only, no other one: [AdoptAuthority].
 	Adopt func(ctx context.Context, ca *x509.Certificate, only bool) error
-	// Wait is how long each control plane has; see [RotationTimeout]. Poll is the pause between two looks at the cluster.
+	// Wait is how long each control plane has; see [RotationTimeout]. Poll is the pause between two reads of the cluster's
+	// state.
 	Wait, Poll time.Duration
 	// Report is called for each step.
 	Report func(node, step string)
@@ -46,12 +47,12 @@ type RotationConfig struct {
 // RotationPlan is what a rotation would do.
 type RotationPlan struct {
 	Key clusterinfo.RotatedKey `json:"key"`
-	// Phase is how far the rotation is; empty: not begun.
+	// Phase is the progress of the rotation; empty before its start.
 	Phase clusterinfo.RotationPhase `json:"phase,omitempty"`
-	// ID is the new key's; empty: there is none yet.
+	// ID is the new key's; empty if there is none yet.
 	ID    string         `json:"id,omitempty"`
 	Nodes []RotationNode `json:"nodes"`
-	// Problems have to be solved before anything is changed, Notes have not. Each says what to do.
+	// Problems block the rotation, Notes do not. Each names a remedy.
 	Problems []string `json:"problems"`
 	Notes    []string `json:"notes"`
 }
@@ -59,10 +60,10 @@ type RotationPlan struct {
 // RotationNode is a control plane in a plan.
 type RotationNode struct {
 	Name string `json:"name"`
-	// Accepts is how many keys it accepts, Uses the ID of the one that it uses; zero if it has not reported.
+	// Accepts is the number of keys that it accepts, Uses the ID of the key in use; zero if it has not reported.
 	Accepts int    `json:"accepts"`
 	Uses    string `json:"uses,omitempty"`
-	// Has are the phases that it has done.
+	// Has lists the phases that it has done.
 	Has []clusterinfo.RotationPhase `json:"has"`
 }
 
@@ -74,7 +75,7 @@ func (p *RotationPlan) Err() error {
 	return problem.WithRemedy(fmt.Errorf("the %s can't be rotated: %s", p.Key, strings.Join(p.Problems, "\n")), "Nothing was changed. Solve these problems, and run the same command again; --dry-run shows what is left.")
 }
 
-// PlanRotation determines what a rotation would do, and changes nothing.
+// PlanRotation plans a rotation, and changes nothing.
 func PlanRotation(ctx context.Context, cfg RotationConfig) (*RotationPlan, error) {
 	r, err := newRotation(ctx, cfg)
 	if err != nil {
@@ -89,7 +90,7 @@ type rotating struct {
 
 	kube *clusterapi.Client
 	info *clusterinfo.Info
-	// now is what the cluster's description says; nil: not begun.
+	// now is the rotation in the cluster's description; nil before its start.
 	now *clusterinfo.Rotation
 }
 
@@ -121,21 +122,21 @@ func (r *rotating) controlPlanes(ctx context.Context) ([]clusterapi.NodeRelease,
 	}), err
 }
 
-// unfit returns why no phase may begin because of a control plane; empty: it may.
+// unfit returns why a control plane prevents the start of a phase; empty if it does not.
 func unfit(n *clusterapi.NodeRelease) string {
 	if why := rollout.ExcludedReason(n); why != "" {
 		return n.Name + " is a control plane, and " + why + "."
 	}
 	if restarts(n) {
-		return n.Problem() + ": wait until they are Ready; if they don't get so, muster doctor --node " + n.Name + " shows why."
+		return n.Problem() + ": wait until they are Ready. If they don't become Ready, muster doctor --node " + n.Name + " shows why."
 	}
 	if bad := n.Problem(); bad != "" {
-		return bad + ": wait until it is well, repair it (muster doctor --node " + n.Name + "), or remove it (muster forget " + n.Name + ")."
+		return bad + ": wait until it is healthy, repair it (muster doctor --node " + n.Name + "), or remove it (muster forget " + n.Name + ")."
 	}
 	return ""
 }
 
-// restarts reports whether nothing but static pods is not Ready on a control plane: each phase of a rotation restarts them.
+// restarts reports whether only static pods of a control plane are not Ready: each phase of a rotation restarts them.
 func restarts(n *clusterapi.NodeRelease) bool {
 	return n.Joined && n.Ready && len(n.Unwell) > 0
 }
@@ -148,9 +149,9 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 	}
 	switch {
 	case r.info.Other() != nil:
-		refuse("Kubernetes is being upgraded: end that first (muster status shows it).")
+		refuse("Kubernetes is being upgraded: complete that first (muster status shows it).")
 	case r.now != nil && r.now.Key != r.Key:
-		refuse("the %s is being rotated: end that first (%s).", r.now.Key, r.now.Command())
+		refuse("the %s is being rotated: complete that first (%s).", r.now.Key, r.now.Command())
 	case r.Finish && (r.now == nil || r.now.Phase == clusterinfo.RotationAccept || r.now.Phase == clusterinfo.RotationUse):
 		refuse("no rotation of the %s is ready to be finished: run muster rotate %s without --finish first.", r.Key, r.Key)
 	}
@@ -165,8 +166,8 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 		n := &nodes[i]
 		switch why := unfit(n); {
 		case why == "":
-		case r.now != nil && r.now.Key == r.Key && rollout.ExcludedReason(n) == "" && restarts(n): // perhaps because of an order of an earlier run, which was interrupted
-			p.Notes = append(p.Notes, fmt.Sprintf("%s: no further control plane is begun before they are, for up to %s.", n.Problem(), wellWithin))
+		case r.now != nil && r.now.Key == r.Key && rollout.ExcludedReason(n) == "" && restarts(n): // perhaps because of an order of an earlier, interrupted run
+			p.Notes = append(p.Notes, fmt.Sprintf("%s: the next control plane starts only after they are, with a limit of %s.", n.Problem(), wellWithin))
 		default:
 			refuse("%s", why)
 		}
@@ -182,7 +183,7 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 		}
 		p.Nodes = append(p.Nodes, row)
 		if r.now == nil && len(s.Accepts) > 1 {
-			p.Notes = append(p.Notes, fmt.Sprintf("%s accepts %d keys of this kind now. --finish leaves the new one alone: what depends on another one of them stops working then.", n.Name, len(s.Accepts)))
+			p.Notes = append(p.Notes, fmt.Sprintf("%s accepts %d keys of this kind now. --finish keeps only the new one: clients of the other ones stop working then.", n.Name, len(s.Accepts)))
 		}
 	}
 	if r.Key == clusterinfo.ClusterCA {
@@ -200,7 +201,7 @@ func (r *rotating) plan(ctx context.Context) (*RotationPlan, error) {
 	return p, nil
 }
 
-// planNodes adds what the nodes say of the cluster's authority.
+// planNodes adds the nodes' reports about the cluster's authority.
 func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, refuse func(string, ...any)) error {
 	ctx, cancel := context.WithTimeout(ctx, r.Wait)
 	defer cancel()
@@ -215,12 +216,12 @@ func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, refuse func(s
 	switch {
 	case r.now == nil:
 		if names := silent(nodes); len(names) > 0 {
-			p.Notes = append(p.Notes, "These nodes do not report which authority they trust, and --finish waits for that: "+problem.Named(names)+". Upgrade their images, or start them.")
+			p.Notes = append(p.Notes, "These nodes do not report which authority they trust, but --finish requires that: "+problem.Named(names)+". Upgrade their images, or start them.")
 		}
 	case r.now.Key != r.Key:
 	case r.now.Phase == clusterinfo.RotationFinish && slices.ContainsFunc(nodes, func(n clusterapi.NodeRelease) bool {
 		return n.ControlPlane && r.now.Reached(clusterinfo.RotationFinish, n.Keys[r.Key])
-	}): // it is too late: the old one is dropped
+	}): // too late: the old one is already dropped
 	case r.now.Phase != clusterinfo.RotationSettled && r.now.Phase != clusterinfo.RotationFinish:
 	case r.Finish:
 		r.behind(nodes, now, refuse)
@@ -236,7 +237,7 @@ func (r *rotating) planNodes(ctx context.Context, p *RotationPlan, refuse func(s
 func (r *rotating) consequences(ctx context.Context, p *RotationPlan, now time.Time) error {
 	switch r.Key {
 	case clusterinfo.ServiceAccountKey:
-		p.Notes = append(p.Notes, "After --finish, tokens that the old key has signed are refused: those of pods that read theirs only at their start, and all that were made by kubectl create token or the TokenRequest API before.")
+		p.Notes = append(p.Notes, "After --finish, tokens that the old key has signed are refused: tokens of pods that read them only at their start, and all that were made earlier with kubectl create token or the TokenRequest API.")
 		if earliest := r.now.Since.Add(tokensRenewed); r.now.Phase == clusterinfo.RotationSettled && now.Before(earliest) {
 			text := fmt.Sprintf("kubelets have replaced the tokens of all pods at %s.", earliest.Local().Format(time.DateTime))
 			if r.Finish && !r.Early {
@@ -250,19 +251,19 @@ func (r *rotating) consequences(ctx context.Context, p *RotationPlan, now time.T
 			return err
 		}
 		if len(names) > 0 {
-			p.Notes = append(p.Notes, fmt.Sprintf("%d Secrets have a token of the old key, which stops working: %s. Delete and create each again before.", len(names), problem.Printable(strings.Join(names[:min(len(names), maxTokenSecrets)], ", "))))
+			p.Notes = append(p.Notes, fmt.Sprintf("%d Secrets have a token of the old key, which stops working: %s. Delete and recreate each one before.", len(names), problem.Printable(strings.Join(names[:min(len(names), maxTokenSecrets)], ", "))))
 		}
 	case clusterinfo.EncryptionKey:
-		p.Notes = append(p.Notes, "--finish writes all Secrets again, then drops the old key. After that, copies of etcd from before can be restored only with the encryption.yaml of their time: backups of Muster have it.")
+		p.Notes = append(p.Notes, "--finish writes all Secrets again, then drops the old key. After that, earlier copies of etcd can be restored only with the encryption.yaml of their time, which backups of Muster contain.")
 	case clusterinfo.EtcdCA:
 		p.Notes = append(p.Notes, "After --finish, etcd accepts client certificates of the new authority only. Programs of your own that talk to etcd, such as monitoring, need a new certificate and the new etcd/ca.crt before.")
 	case clusterinfo.ClusterCA:
-		p.Notes = append(p.Notes, "After --finish, API servers and kubelets accept client certificates of the new authority only: other administrators need new kubeconfigs, and programs with certificates of the old one new certificates. Programs that trust the old one alone do not accept API servers any more: restart pods that have read it only at their start. Copy the owner's folder.")
+		p.Notes = append(p.Notes, "After --finish, API servers and kubelets accept client certificates of the new authority only: other administrators need new kubeconfigs, and programs with certificates of the old authority need new ones. Programs that trust only the old authority no longer accept API servers: restart pods that read it only at their start. Copy the owner's folder.")
 	case clusterinfo.FrontProxyCA:
 		p.Notes = append(p.Notes, "After --finish, aggregated API servers accept requests of API servers with the new authority only. Those that read the ConfigMap extension-apiserver-authentication only at their start have to be restarted before.")
 	}
 	return nil
 }
 
-// errMoved means that another program has changed the cluster's description.
+// errMoved is returned if another program has changed the cluster's description.
 var errMoved = errors.New("another program has changed the cluster's description meanwhile")

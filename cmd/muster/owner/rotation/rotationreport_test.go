@@ -22,7 +22,7 @@ func TestAReportWithAnotherPublicPartIsRefused(t *testing.T) {
 			right := k.part
 			_, k.part = ownertest.MadeKey(key)
 			k.machines(t)
-			if _, err := Rotate(ctx, k.config(false)); err == nil || !strings.Contains(err.Error(), "c1: what it reports of its new key is not true") {
+			if _, err := Rotate(ctx, k.config(false)); err == nil || !strings.Contains(err.Error(), "c1: its report about its new key is wrong") {
 				t.Fatalf("%v", err)
 			}
 			if i := k.Info(ctx, t); i.Rotation == nil || i.Rotation.ID != "" || i.Rotation.Public != "" {

@@ -1,4 +1,4 @@
-// Package uninstall removes Muster from a cluster that goes on as plain kubeadm.
+// Package uninstall removes Muster from a cluster, which continues as a plain kubeadm cluster.
 package uninstall
 
 import (
@@ -26,9 +26,9 @@ import (
 
 // UninstallConfig configures [Uninstall]. Dir, Report and Log are required.
 type UninstallConfig struct {
-	// Dir is the owner's folder; the backup goes there. It stays.
+	// Dir is the owner's folder, which is kept; the backup is stored there.
 	Dir *ownerdir.Dir
-	// Unencrypted are nodes of which the owner says that their state disks are not encrypted, although their enrollments do not say so.
+	// Unencrypted are nodes whose state disks are not encrypted, by the owner's statement, if their enrollments do not record it.
 	Unencrypted []string
 	// LetBackIn accepts that banned machines and revoked certificates may write to the cluster again.
 	LetBackIn bool
@@ -40,16 +40,16 @@ type UninstallConfig struct {
 
 // UninstallPlan is what an uninstall would do.
 type UninstallPlan struct {
-	// Steps are those that are not done yet, in their order. None: nothing of Muster is left in the cluster.
+	// Steps are the remaining steps in their order; empty if nothing of Muster is left in the cluster.
 	Steps []UninstallStep `json:"steps"`
-	// Problems have to be solved before anything is changed, Notes have not. Each says what to do.
+	// Problems block the uninstall, Notes do not. Each names a remedy.
 	Problems []problem.Problem `json:"problems"`
 	Notes    []string          `json:"notes"`
 	// Machines lists the nodes whose machines may still have Muster's units and packages.
 	Machines []UninstalledMachine `json:"machines"`
 }
 
-// UninstallStep is one step, and what it is about.
+// UninstallStep is one step, with its objects.
 type UninstallStep struct {
 	Name   string `json:"name"`
 	Detail string `json:"detail"`
@@ -59,14 +59,14 @@ type UninstallStep struct {
 type UninstalledMachine struct {
 	Node string        `json:"node"`
 	Role v1alpha1.Role `json:"role"`
-	// Ready is the Node's condition: the machine is on.
+	// Ready is the Node's condition, which shows that the machine is on.
 	Ready bool `json:"ready"`
 }
 
-// UninstallRunbook is the section of the documents with the machines' part.
+// UninstallRunbook is the section of the documents about the steps on the machines.
 const UninstallRunbook = "docs/runbooks.md#uninstall"
 
-// blockControlPlane is the title of the block there for control planes.
+// blockControlPlane is the title of its block for control planes.
 const blockControlPlane = "uninstall-control-plane"
 
 // Err returns the problems as an error with the reason of the first one; nil if there are none.
@@ -95,14 +95,14 @@ type uninstaller struct {
 
 type uninstallStep struct {
 	name string
-	// left returns what the step has to do; empty: nothing.
+	// left returns the objects that the step has to change; empty if there are none.
 	left func(context.Context) (string, error)
 	do   func(context.Context) (string, error)
 	// restores is true for a step that only restores what kubeadm has.
 	restores bool
 }
 
-// PlanUninstall determines what an uninstall would do, and changes nothing.
+// PlanUninstall plans an uninstall, and changes nothing.
 func PlanUninstall(ctx context.Context, cfg UninstallConfig) (*UninstallPlan, error) {
 	u, err := newUninstaller(ctx, cfg)
 	if err != nil {
@@ -111,11 +111,11 @@ func PlanUninstall(ctx context.Context, cfg UninstallConfig) (*UninstallPlan, er
 	return u.plan, nil
 }
 
-// Uninstall removes Muster from a cluster, which goes on as one of plain kubeadm, and returns what it has planned. It refuses, and changes nothing, while the
-// plan has problems. A repeated call continues after an interruption.
+// Uninstall removes Muster from a cluster, which continues as a plain kubeadm cluster, and returns its plan. While the plan has problems, it refuses
+// and changes nothing. A repeated call continues after an interruption.
 func Uninstall(ctx context.Context, cfg UninstallConfig) (*UninstallPlan, error) {
 	if cfg.Report == nil {
-		return nil, errors.New("owner: Uninstall needs Report")
+		return nil, errors.New("uninstall.Uninstall: Report is required")
 	}
 	u, err := newUninstaller(ctx, cfg)
 	if err != nil {
@@ -127,7 +127,7 @@ func Uninstall(ctx context.Context, cfg UninstallConfig) (*UninstallPlan, error)
 	for _, s := range u.steps {
 		if err := progress.Step(u.Report, s.name, func() (string, error) { return s.do(ctx) }); err != nil {
 			if problem.Remedy(err) == "" {
-				err = problem.WithRemedy(err, "The uninstall continues when the same command is repeated.")
+				err = problem.WithRemedy(err, "To continue the uninstall, run the same command again.")
 			}
 			return nil, err
 		}
@@ -137,7 +137,7 @@ func Uninstall(ctx context.Context, cfg UninstallConfig) (*UninstallPlan, error)
 
 func newUninstaller(ctx context.Context, cfg UninstallConfig) (*uninstaller, error) {
 	if cfg.Dir == nil || cfg.Log == nil {
-		return nil, errors.New("owner: Uninstall needs Dir and Log")
+		return nil, errors.New("uninstall.Uninstall: Dir and Log are required")
 	}
 	u := &uninstaller{UninstallConfig: cfg, plan: &UninstallPlan{Steps: []UninstallStep{}, Problems: []problem.Problem{}, Notes: []string{}, Machines: []UninstalledMachine{}}}
 	var err error
@@ -162,7 +162,7 @@ func newUninstaller(ctx context.Context, cfg UninstallConfig) (*uninstaller, err
 			own = own || !s.restores
 		}
 	}
-	if !own { // the cluster is its administrator's: what it lacks of kubeadm's is not for Muster to add
+	if !own { // without Muster, the administrator decides about missing objects of kubeadm
 		u.steps, u.plan.Steps = nil, []UninstallStep{}
 	}
 	return u, u.look(ctx)
@@ -231,7 +231,7 @@ func (u *uninstaller) order() []uninstallStep {
 func (u *uninstaller) stop(ctx context.Context) error {
 	err := u.kube.UninstallChart(ctx, u.Log)
 	if err != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) { // not Ctrl-C
-		return problem.WithRemedy(err, "A pod on a node that is not Ready ends only with its Node: kubectl delete node NAME, if the machine is off for good. Then repeat the command.")
+		return problem.WithRemedy(err, "A pod on a node that is not Ready ends only with its Node: if the machine will not return, kubectl delete node NAME. Then run the command again.")
 	}
 	return err
 }
@@ -248,7 +248,7 @@ func (u *uninstaller) backup(ctx context.Context) (string, error) {
 	return u.Dir.Backup(time.Now(), files)
 }
 
-// look finds the plan's problems, notes and machines.
+// look determines the plan's problems, notes and machines.
 func (u *uninstaller) look(ctx context.Context) error {
 	enrolled, err := u.kube.Enrolled(ctx)
 	if err != nil {
@@ -267,7 +267,7 @@ func (u *uninstaller) look(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if release != nil { // without its services nothing is in progress any more that could end
+	if release != nil { // without Muster's services, no command in progress could complete
 		if err := u.checkProgress(ctx, enrolled); err != nil {
 			return err
 		}
@@ -276,7 +276,7 @@ func (u *uninstaller) look(ctx context.Context) error {
 			return err
 		}
 		u.problem(attestv1.Reason_REASON_NOT_READY, "helm has no release of Muster, but its DaemonSets are there ("+strings.Join(sets, ", ")+")",
-			"another tool has installed the chart, and would install it again: delete it with that tool first, and the admission policies before the rest")
+			"another tool has installed the chart, and would install it again: delete it with that tool first, the admission policies before the other objects")
 	}
 	return u.machines(ctx)
 }
@@ -289,7 +289,7 @@ func (u *uninstaller) note(format string, args ...any) {
 	u.plan.Notes = append(u.plan.Notes, fmt.Sprintf(format, args...))
 }
 
-// checkControlPlanes checks what static pods run with, which the API can't change: without an approver, all nodes drop out within a day.
+// checkControlPlanes checks the arguments of static pods, which the API can't change: without an approver, all nodes become NotReady within a day.
 func (u *uninstaller) checkControlPlanes(ctx context.Context) error {
 	all, err := u.kube.ControlPlaneFlags(ctx)
 	if err != nil {
@@ -314,17 +314,17 @@ func (u *uninstaller) checkControlPlanes(ctx context.Context) error {
 		u.problem(attestv1.Reason_REASON_MACHINE_CONFIG, "no Node has the label of a control plane, so it is not known who approves node certificates", "set the label node-role.kubernetes.io/control-plane on the control planes' Nodes")
 	}
 	if len(approves) > 0 {
-		u.problem(attestv1.Reason_REASON_MACHINE_CONFIG, "nothing would approve kubelets' certificates, and all nodes would drop out within a day: the approving controller of kube-controller-manager is off, or its pod not in the API, on "+allOf(approves),
-			"run the block "+blockControlPlane+" of "+UninstallRunbook+" on each of these control planes, one after another; of one that is off for good, run muster forget NAME, and then this command with --let-back-in, since its certificates stay revoked for a day")
+		u.problem(attestv1.Reason_REASON_MACHINE_CONFIG, "nothing would approve kubelets' certificates, and all nodes would become NotReady within a day: the approving controller of kube-controller-manager is off, or its pod is not in the API, on "+allOf(approves),
+			"run the block "+blockControlPlane+" of "+UninstallRunbook+" on each of these control planes, one after another. For one that will not return, run muster forget NAME, and then this command with --let-back-in, since its certificates stay revoked for a day")
 	}
 	if len(tokens) > 0 {
 		u.note("kubeadm join by a token would fail: bootstrap tokens are off on %s. The block %s turns them on", allOf(tokens), blockControlPlane)
 	}
 	if len(short) > 0 {
-		u.note("kubelets' certificates would live for 24 hours: a node that is off for longer could not come back. The block %s ends that on %s", blockControlPlane, allOf(short))
+		u.note("kubelets' certificates would be valid for 24 hours: a node that is off for longer could not return. The block %s corrects that on %s", blockControlPlane, allOf(short))
 	}
 	if len(checks) > 0 {
-		u.note("the API servers of %s verify kubelets' serving certificates, which nothing approves in plain kubeadm: logs and exec would fail within a day. Run the block %s, or approve these requests by a program of your own", allOf(checks), blockControlPlane)
+		u.note("the API servers of %s verify kubelets' serving certificates, which nothing approves in plain kubeadm: logs and exec would fail within a day. Run the block %s, or approve these requests with your own program", allOf(checks), blockControlPlane)
 	}
 	return nil
 }
@@ -348,7 +348,7 @@ func (u *uninstaller) checkDisks(enrolled []v1alpha1.AttestedNode) {
 	}
 	if len(unknown) > 0 {
 		u.problem(attestv1.Reason_REASON_STATE_DISK, "it is not recorded whether the state disks of "+allOf(unknown)+" are encrypted",
-			"if stateDisk.mode is plain in the machine's /etc/muster/image.yaml, say so: --unencrypted NODE")
+			"if stateDisk.mode is plain in the machine's /etc/muster/image.yaml, add --unencrypted NODE")
 	}
 }
 
@@ -359,7 +359,7 @@ func (u *uninstaller) checkShutOut(ctx context.Context, enrolled []v1alpha1.Atte
 	if err != nil {
 		return err
 	}
-	now, err := u.kube.Ready(ctx) // no revocation expires by the clock of this computer (J4)
+	now, err := u.kube.Ready(ctx) // this computer's clock ends no revocation (J4)
 	if err != nil {
 		return err
 	}
@@ -384,7 +384,7 @@ func (u *uninstaller) checkShutOut(ctx context.Context, enrolled []v1alpha1.Atte
 		}
 		return nil
 	}
-	const accept = ", or accept it: --let-back-in"
+	const accept = ", or accept this: --let-back-in"
 	if len(banned) > 0 {
 		u.problem(attestv1.Reason_REASON_BANNED, "machines that are banned or being removed could write again, and renew their certificates for good: "+allOf(banned),
 			"run muster forget for each, which revokes its certificates for a day, and wait until they end"+accept)
@@ -404,9 +404,9 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 	case err != nil && !clusterapi.Absent(err):
 		return err
 	case err == nil && info.Other() != nil, u.Dir.Cluster().Upgrade != nil:
-		busy("Kubernetes is being upgraded", "muster upgrade kubernetes ends that")
-	case err == nil && info.Rotation != nil: // without orders, the old key would stay accepted, or control planes would use different ones
-		busy("the "+string(info.Rotation.Key)+" is being rotated", info.Rotation.Command()+" ends that")
+		busy("Kubernetes is being upgraded", "muster upgrade kubernetes completes it")
+	case err == nil && info.Rotation != nil: // without orders, the old key would stay accepted, or control planes would use different keys
+		busy("the "+string(info.Rotation.Key)+" is being rotated", info.Rotation.Command()+" completes it")
 	}
 	holder, err := u.kube.JoinLeaseHolder(ctx)
 	if err != nil {
@@ -426,7 +426,7 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 		}
 	}
 	if len(drained) > 0 {
-		busy("muster has drained "+allOf(drained)+", and not let it take pods again", "repeat the command that drained it: muster reboot, rollout reboot or upgrade kubernetes")
+		busy("muster has drained "+allOf(drained)+", and has not made it schedulable again", "run the command that drained it again: muster reboot, rollout reboot or upgrade kubernetes")
 	}
 	public, err := u.Dir.OwnerKeys()
 	if err != nil {
@@ -434,13 +434,13 @@ func (u *uninstaller) checkProgress(ctx context.Context, enrolled []v1alpha1.Att
 	}
 	for i := range enrolled {
 		if s, o := orders.ActiveOrder(u.Dir, public, &enrolled[i], time.Now()); s != nil {
-			busy(fmt.Sprintf("%s has the order %q, which is not over", enrolled[i].Name, o.Action), "repeat that command to wait for its end, or wait until the order expires")
+			busy(fmt.Sprintf("%s has an unfinished order %q", enrolled[i].Name, o.Action), "run that command again to wait for it, or wait until the order expires")
 		}
 	}
 	return nil
 }
 
-// machines fills in the plan's Machines, and notes those that are off.
+// machines sets the plan's Machines, and adds notes about those that are off.
 func (u *uninstaller) machines(ctx context.Context) error {
 	nodes, err := u.kube.Nodes(ctx)
 	if err != nil {
@@ -457,17 +457,17 @@ func (u *uninstaller) machines(ctx context.Context) error {
 		}
 	}
 	if len(off) > 0 && len(u.steps) > 0 {
-		u.note("not Ready: %s. Start these machines before, or remove those that are off for good (muster forget NAME, then --let-back-in). A machine that is off for a day has no valid certificate when it comes back, and nothing renews it then: "+
+		u.note("not Ready: %s. Start these machines before, or remove those that will not return (muster forget NAME, then --let-back-in). A machine that is off for a day has no valid certificate when it returns, and nothing renews it: "+
 			"after the block uninstall-machine of %s, run kubeadm reset and kubeadm join there", allOf(off), UninstallRunbook)
 	}
 	return nil
 }
 
-// Silence is how long a kubelet may take to renew its Lease: it does so every ten seconds.
+// Silence is how long a kubelet may take to renew its Lease, which it does every ten seconds.
 const Silence = 30 * time.Second
 
-// Listen corrects the plan's Machines: one whose kubelet does not renew its Lease within that time is not Ready, though its Node may say so
-// for a minute. It returns their names.
+// Listen corrects the plan's Machines: a machine whose kubelet does not renew its Lease within that time is not Ready, although its Node
+// may show Ready for a minute. It returns the names of these machines.
 func (p *UninstallPlan) Listen(ctx context.Context, dir *ownerdir.Dir, within time.Duration) ([]string, error) {
 	kube, err := access.Connect(dir)
 	if err != nil {
@@ -489,5 +489,5 @@ func (p *UninstallPlan) Listen(ctx context.Context, dir *ownerdir.Dir, within ti
 	return silent, nil
 }
 
-// allOf lists all names: each of them has to be dealt with.
+// allOf lists all names, because each machine needs an action.
 func allOf(names []string) string { return strings.Join(slices.Sorted(slices.Values(names)), ", ") }

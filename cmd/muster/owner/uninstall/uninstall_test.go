@@ -449,15 +449,15 @@ func (r *removal) refusals(t *testing.T) {
 		{"a revoked certificate", access(map[string]nodeaccess.Entry{"w8": later}), access(map[string]nodeaccess.Entry{"w8": past}), attestv1.Reason_REASON_CERTIFICATE_RETIRED, "w8 until"},
 		{"a revoked certificate that the owner accepts", access(map[string]nodeaccess.Entry{"w8": later}), func(*testing.T) { r.letBackIn = true }, attestv1.Reason_REASON_CERTIFICATE_RETIRED, "--let-back-in"},
 		{"no approver", off, on, attestv1.Reason_REASON_MACHINE_CONFIG, "uninstall-control-plane"},
-		{"an approver of which nothing is known", managed(), on, attestv1.Reason_REASON_MACHINE_CONFIG, "on c1: run the block uninstall-control-plane of docs/runbooks.md#uninstall on each of these control planes, one after another; of one that is off for good, run muster forget NAME"},
+		{"an approver of which nothing is known", managed(), on, attestv1.Reason_REASON_MACHINE_CONFIG, "on c1: run the block uninstall-control-plane of docs/runbooks.md#uninstall on each of these control planes, one after another. For one that will not return, run muster forget NAME"},
 		{"an upgrade of Kubernetes", describe(func(i *clusterinfo.Info) { i.Next = release }), describe(func(i *clusterinfo.Info) { i.Next = nil }), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "being upgraded"},
 		{"an upgrade that only the folder knows", folder(func(c *ownerdir.Cluster) { c.Upgrade = release }), folder(func(c *ownerdir.Cluster) { c.Upgrade = nil }), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "being upgraded"},
-		{"a phase of a rotation", rotates(clusterinfo.RotationUse), rotates(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "muster rotate service-account-key ends that"},
-		{"a rotation that is not finished", rotates(clusterinfo.RotationSettled), rotates(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "muster rotate service-account-key --finish ends that"},
+		{"a phase of a rotation", rotates(clusterinfo.RotationUse), rotates(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "muster rotate service-account-key completes it"},
+		{"a rotation that is not finished", rotates(clusterinfo.RotationSettled), rotates(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "muster rotate service-account-key --finish completes it"},
 		{"a control plane that joins", hold("c2", 0), hold("c2", time.Minute), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "c2 holds the join lease"},
 		{"a node that muster has drained", drained("1"), drained(""), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, "has drained w1"},
-		{"an order that may begin", order, reports(v1alpha1.OrderDone), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, `w1 has the order "reboot"`},
-		{"an order that runs", reports(v1alpha1.OrderRunning), reports(v1alpha1.OrderFailed), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, `w1 has the order "reboot"`},
+		{"an order that may begin", order, reports(v1alpha1.OrderDone), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, `w1 has an unfinished order "reboot"`},
+		{"an order that runs", reports(v1alpha1.OrderRunning), reports(v1alpha1.OrderFailed), attestv1.Reason_REASON_CONTROL_PLANE_BUSY, `w1 has an unfinished order "reboot"`},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			tt.breaks(t)

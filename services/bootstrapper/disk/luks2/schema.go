@@ -138,7 +138,7 @@ func number(least, most int64) rule {
 	}
 }
 
-// random returns a rule for so many bytes in base64.
+// random returns a rule for n bytes in base64.
 func random(size int) rule {
 	return func(path string, v any) error {
 		s, ok := v.(string)

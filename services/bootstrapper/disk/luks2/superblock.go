@@ -46,8 +46,9 @@ type superblock struct {
 // superblockEnd is where the fields end.
 const superblockEnd = 30
 
-// CheckSuperblock checks dm-integrity's superblock, the [SuperblockSize] bytes at [Size] of a device of so many bytes, against what Muster's formatting
-// wrote. The error names the field that differs. Only the sizes of the journal and the data may differ, since a device may have grown. They must fit.
+// CheckSuperblock checks dm-integrity's superblock, the [SuperblockSize] bytes at [Size] of a device with the given size in bytes, against Muster's
+// own format. The error names the field that differs. Only the sizes of the journal and the data may differ, since a device may have grown. They must
+// fit.
 //
 // The kernel reads the superblock again when the disk is opened. So this protects against an attacker who had the disk, but not against a disk that
 // returns other data the second time.
@@ -93,7 +94,7 @@ func CheckSuperblock(b []byte, device int64) error {
 	return nil
 }
 
-// integrityEnd returns the sectors that dm-integrity needs for so many sectors of data: calculate_device_limits in the kernel.
+// integrityEnd returns the sectors that dm-integrity needs for the given sectors of data: calculate_device_limits in the kernel.
 func integrityEnd(journalSections uint32, data uint64) uint64 {
 	runs := (data + 1<<log2Interleave - 1) >> log2Interleave
 	return SuperblockSize/sectorSize + uint64(journalSections)*sectionSectors + runs*macSectors + data

@@ -54,7 +54,7 @@ func (a *APIServer) FailNext(n int) {
 	a.failing = n
 }
 
-// Object returns the object at an API path like /api/v1/namespaces/x; nil: there is none.
+// Object returns the object at an API path like /api/v1/namespaces/x; nil if there is none.
 func (a *APIServer) Object(apiPath string) map[string]any {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -78,7 +78,7 @@ func (m *Machine) ImportImages(ctx context.Context, _ string, archive io.Reader)
 	for _, d := range index.Manifests {
 		blob, ok := files["blobs/"+strings.Replace(d.Digest, ":", "/", 1)]
 		if sum := sha256.Sum256(blob); !ok || d.MediaType == "" || "sha256:"+hex.EncodeToString(sum[:]) != d.Digest {
-			return fmt.Errorf("image %s of type %q is not what its digest says", d.Digest, d.MediaType)
+			return fmt.Errorf("image %s of type %q does not match its digest", d.Digest, d.MediaType)
 		}
 		names = append(names, d.Annotations["io.containerd.image.name"])
 	}

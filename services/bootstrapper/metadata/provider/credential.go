@@ -115,7 +115,7 @@ func structureStrings(b []byte) []string {
 	return strings.Split(all, "\x00")
 }
 
-// dmi returns a text of the firmware's tables; empty: there is none.
+// dmi returns a text of the firmware's tables; empty if there is none.
 func (m Machine) dmi(name string) string {
 	b, err := os.ReadFile(filepath.Join(m.Sys, "class/dmi/id", name))
 	if err != nil {

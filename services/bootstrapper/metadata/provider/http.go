@@ -37,7 +37,7 @@ func clouds() map[string]string {
 	return out
 }
 
-// Cloud returns the cloud that the firmware's tables name; empty: none. The host writes the tables, as it writes the metadata.
+// Cloud returns the cloud that the firmware's tables name; empty if there is none. The host writes the tables, as it writes the metadata.
 func (m Machine) Cloud() string {
 	product, tag := m.dmi("product_name"), m.dmi("chassis_asset_tag")
 	switch {
@@ -60,7 +60,7 @@ var errNoAnswer = errors.New("not found")
 type client struct {
 	base      string
 	header    http.Header
-	flavor    string // the value of Metadata-Flavor that each answer must have; empty: none
+	flavor    string // the value of Metadata-Flavor that each answer must have; empty if there is none
 	transport *http.Transport
 }
 

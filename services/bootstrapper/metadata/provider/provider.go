@@ -4,8 +4,8 @@
 // returns is only text for package metadata, which refuses what it does not know. False metadata can give the machine another name or keep it from joining,
 // and nothing else (docs/threat-model.md).
 //
-// The first source that is there decides. One that is malformed is an error, not a reason to look at the next: the machine would otherwise start with the
-// metadata of a source that nobody meant.
+// The first existing source decides. A malformed one is an error, and the next one is not tried: otherwise the machine could start with metadata that
+// its operator did not intend.
 package provider
 
 import (
@@ -44,7 +44,7 @@ type Found struct {
 	metadata.Platform
 	// Document is the operator's MachineMetadata (YAML).
 	Document []byte
-	// Network is the operator's MachineNetwork (YAML); nil: there is none.
+	// Network is the operator's MachineNetwork (YAML); nil if there is none.
 	Network []byte
 }
 
@@ -60,7 +60,7 @@ type Machine struct {
 	Timeout time.Duration
 }
 
-// This returns the sources of the machine that this program runs on. Volumes are mounted at the folder at.
+// This returns the sources of this program's machine. Volumes are mounted at the folder at.
 func This(at string) Machine {
 	return Machine{
 		Sys: "/sys", Dev: "/dev", Credentials: systemCredentials, Timeout: Timeout, Clouds: clouds(),

@@ -36,7 +36,7 @@ type Event struct {
 	PCR int
 	// Type is the kind of event.
 	Type Type
-	// Digest is the extended value, in the bank that the log was read for.
+	// Digest is the extended value, in the log's bank.
 	Digest []byte
 	// Data is the event's data. It is not covered by Digest unless [Event.Covered].
 	Data []byte

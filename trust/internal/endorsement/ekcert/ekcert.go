@@ -79,7 +79,7 @@ func Verify(ders [][]byte, roots []*x509.Certificate, now time.Time, signed func
 	if !slices.ContainsFunc(leaf.UnknownExtKeyUsage, OIDEKCertificate.Equal) {
 		return nil, endorsement.Refuse(endorsement.Untrusted, "the certificate lacks the extended key usage of endorsement keys, %s", OIDEKCertificate)
 	}
-	if leaf.KeyUsage == x509.KeyUsageDigitalSignature { // Google's attestation keys of an older authority have the usage above as well
+	if leaf.KeyUsage == x509.KeyUsageDigitalSignature { // attestation keys of an older authority of Google also have the usage above
 		return nil, endorsement.Refuse(endorsement.Untrusted, "the certificate is for a key that only signs: that of an attestation key, not of an endorsement key")
 	}
 	if err := endorsement.HandleSAN(leaf); err != nil {

@@ -18,7 +18,7 @@ const anyKind endorsement.KeyKind = "any"
 type root struct {
 	cert        *x509.Certificate
 	kind        endorsement.KeyKind
-	minFirmware uint64 // of the TPM; 0: any
+	minFirmware uint64 // of the TPM; 0 for any
 }
 
 // rules implement [endorsement.Rules].

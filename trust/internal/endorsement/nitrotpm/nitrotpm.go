@@ -130,8 +130,8 @@ func (d *document) check(in endorsement.Input) (string, error) {
 	if err != nil || string(d.PublicKey) != string(spki) {
 		return "", endorsement.Refuse(attestv1.Reason_REASON_AK_TEMPLATE, "the document names the key %x, the quote is by %x", string(d.PublicKey), spki)
 	}
-	// Nothing shows that the AK is in the TPM, so a bank that the document lacks would be signed by
-	// nobody but the peer.
+	// Nothing proves that the AK is in the TPM, so for a bank that the document lacks, there would be
+	// only the peer's own signature.
 	if bank := in.Evidence.GetBank(); bank != uint32(tpm.SHA384) || d.Digest != sha384 {
 		return "", endorsement.Refuse(endorsement.Malformed, "the quote has PCRs of %s, the document of %q: both must be of SHA-384", tpm.Bank(bank), d.Digest)
 	}

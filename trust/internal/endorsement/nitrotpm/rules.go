@@ -43,7 +43,7 @@ func (Endorsement) Parse(p *attestv1.Policy) (endorsement.Rules, error) {
 			return nil, err
 		}
 		if len(machines) == 0 && !p.GetInsecure().GetAnyMachine() { // A6
-			return nil, endorsement.Invalid("%s: anybody can rent a machine of AWS, and documents name no account (A6): list machineIds, or set insecure.anyMachine", field)
+			return nil, endorsement.Invalid("%s: any customer can rent a machine of AWS, and documents name no account (A6): list machineIds, or set insecure.anyMachine", field)
 		}
 		r.roots = append(r.roots, root{c, machines})
 	}

@@ -104,8 +104,8 @@ func TestARefusalNamesTheAddressOfTheIssuer(t *testing.T) {
 	// Google's have one name and different keys.
 	other := captured(t, "gcp-2022-ecc-sign")[1:2]
 	for file, want := range map[string]string{
-		"gcp-snp":             `C=US", whose certificate it says is at "http://privateca-content-65d53b14-0000-212a-a633-883d24f57bb8.storage.googleapis.com/0c3e79eb0898d02ebb0a/ca.crt"`,
-		"azure-trustedlaunch": `"CN=Azure Cloud Virtual TPM CA - 11", whose certificate it says is at "http://primary-cdn.pki.core.windows.net/eastus/cacerts/azurevtpmicapki/azurevtpmicause/cert.cer"`,
+		"gcp-snp":             `C=US", whose certificate, by its own statement, is at "http://privateca-content-65d53b14-0000-212a-a633-883d24f57bb8.storage.googleapis.com/0c3e79eb0898d02ebb0a/ca.crt"`,
+		"azure-trustedlaunch": `"CN=Azure Cloud Virtual TPM CA - 11", whose certificate, by its own statement, is at "http://primary-cdn.pki.core.windows.net/eastus/cacerts/azurevtpmicapki/azurevtpmicause/cert.cer"`,
 		"azure-confidential":  `"CN=Global Virtual TPM CA - 03", and names no address`,
 	} {
 		if _, err := chain.Path(captured(t, file)[:1], other, time.Date(2026, 8, 1, 0, 0, 0, 0, time.UTC)); err == nil || !strings.Contains(err.Error(), want) {

@@ -46,7 +46,7 @@ func (Endorsement) Parse(p *attestv1.Policy) (endorsement.Rules, error) {
 			return nil, err
 		}
 		if len(c.projects)+len(c.machines) == 0 && !p.GetInsecure().GetAnyMachine() { // A6
-			return nil, endorsement.Invalid("%s: anybody can rent a machine of a cloud (A6): list projects (gcp) or machineIds, or set insecure.anyMachine", field)
+			return nil, endorsement.Invalid("%s: any customer can rent a machine of a cloud (A6): list projects (gcp) or machineIds, or set insecure.anyMachine", field)
 		}
 		for j, other := range r.roots {
 			if bytes.Equal(other.cert.RawSubjectPublicKeyInfo, c.cert.RawSubjectPublicKeyInfo) && (other.kind != c.kind || other.provider != c.provider) { // A8

@@ -6,7 +6,8 @@ import (
 	"github.com/muster-k8s/muster/services/bootstrapper/disk/luks2"
 )
 
-// Superblock returns dm-integrity's superblock as Linux writes it on a new state disk of so many bytes, 2 MiB or more.
+// Superblock returns dm-integrity's superblock as Linux writes it on a new state disk of the given size in bytes, 2 MiB or
+// more.
 func Superblock(device int64) []byte {
 	b := make([]byte, luks2.SuperblockSize)
 	copy(b, "integrt\x00\x04\x0f\x20\x00")
