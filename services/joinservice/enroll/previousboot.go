@@ -102,12 +102,12 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 	}
 	last := idOf(n.Status.Boot)
 	b.previousEnded = &last
-	if !previousMayRun(&n.Status, later) {
-		return nil
-	}
 	lease, slow, err := es.nodeLease(ctx, n.Name)
 	if err != nil {
 		return err
+	}
+	if !previousMayRun(&n.Status, lease != nil || es.state.HasNode(n.Name), later) {
+		return nil
 	}
 	began, previous := time.Now(), n.Status.Boot
 	if !later && previous.EarlierSince != nil { // b is recorded already
