@@ -22,6 +22,8 @@ COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null)
 DATE ?= $(or $(shell git log -1 --format=%ct 2>/dev/null),1767225600)
 BUILDINFO := github.com/muster-k8s/muster/internal/buildinfo
 LDFLAGS := -s -w -X $(BUILDINFO).version=$(VERSION) -X $(BUILDINFO).commit=$(COMMIT)
+# Empty variables of Go count as not set: the file of `go env -w` would decide.
+BUILD := GOENV=off GOFLAGS= GOEXPERIMENT= CGO_ENABLED=0
 COMMANDS := muster bootstrapper joinservice kms probe
 
 .PHONY: help
@@ -32,11 +34,11 @@ help: ## List the targets
 
 .PHONY: build
 build: ## Build muster, bootstrapper, joinservice, kms and probe, static, into bin/
-	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/ $(COMMANDS:%=./cmd/%)
+	$(BUILD) go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/ $(COMMANDS:%=./cmd/%)
 
 .PHONY: lab-bin
 lab-bin: ## Build the lab program into bin/
-	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/lab ./lab
+	$(BUILD) go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/lab ./lab
 
 .PHONY: images
 images: build ## Build the services' OCI images, without a container engine, into dist/images/
@@ -49,7 +51,7 @@ packages: build ## Build Debian packages and a tarball of the CLI and the bootst
 .PHONY: release
 release: build ## Programs, packages and OCI images for amd64 and arm64 (each image one index of both), into dist/release/
 	for arch in amd64 arm64; do \
-	  CGO_ENABLED=0 GOARCH=$$arch go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/$$arch/ $(COMMANDS:%=./cmd/%) || exit 1; \
+	  $(BUILD) GOARCH=$$arch go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/$$arch/ $(COMMANDS:%=./cmd/%) || exit 1; \
 	done
 	go run -buildvcs=false ./deploy/packages -version '$(VERSION)' -date '$(DATE)' -arch amd64,arm64 -bin $(BIN) -native $(BIN)/muster -o $(ROOT)/dist/release
 	go run -buildvcs=false ./deploy/images -version '$(VERSION)' -commit '$(COMMIT)' -arch amd64,arm64 -bin $(BIN) -o $(ROOT)/dist/release/images

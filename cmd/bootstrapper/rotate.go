@@ -71,9 +71,10 @@ func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock
 		return "", err
 	}
 	connect := func() (renewal.Cluster, error) { return renewal.ConnectRotation(root, rec.NodeName, log) }
+	keeper := epoch.Keeper{Dir: epoch.Folder, TPM: device}
 	plane, err := renewal.New(renewal.Config{
 		Root: root, Kubeadm: conf.Certificates(), Cluster: keys.ClusterID(rec.ClusterID), Owner: img.OwnerKeys, Timing: renewal.DefaultTiming, Now: time.Now, Log: log,
-		Epoch: epoch.Keeper{Dir: epoch.Folder, TPM: device}, Connect: connect,
+		Epoch: keeper, Connect: connect,
 	})
 	if err != nil {
 		return "", err
@@ -90,7 +91,7 @@ func rotateKey(ctx context.Context, root string, img *metadata.Image, meta, lock
 		},
 	}
 	r, err := rotation.New(rotation.Config{
-		Root: root, Kubeadm: conf.Certificates(), ControlPlane: plane, Fetch: peers.Fetch, OldSecrets: oldSecrets, Now: time.Now, Log: log,
+		Root: root, Kubeadm: conf.Certificates(), ControlPlane: plane, Fetch: peers.Fetch, OldSecrets: oldSecrets, Count: keeper.Count, Now: time.Now, Log: log,
 	})
 	if err != nil {
 		return "", err

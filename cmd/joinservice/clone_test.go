@@ -267,6 +267,41 @@ func TestACopyGetsNoKeyWhileTheOriginalRuns(t *testing.T) {
 	s.cloned(t, attestv1.Reason_REASON_MACHINE_CLONED, "rejoin refused", "127.0.0.3", "127.0.0.2", func() error { return s.key(t, clone, s.join.Addr) }) // at this point it counts the same
 }
 
+// J11: an enrollment that was deleted and created again, such as from an export, has no status. Its Node and the Node's kubelet live on.
+func TestACopyGetsNoKeyWhenTheEnrollmentWasMadeAnew(t *testing.T) {
+	s := setUp(t, watching, sweepsSoon)
+	original := s.virtual(t)
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}}
+	if err := s.Client.Create(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = s.Client.Delete(context.WithoutCancel(t.Context()), node) })
+	s.lock(t, original)
+	s.attests(t, original)
+	running := s.runs(t)
+	anew := func() {
+		s.setStatus(t, "w1", func(st *v1alpha1.AttestedNodeStatus) { *st = v1alpha1.AttestedNodeStatus{} })
+	}
+	refused := func(what string, v *virtual) {
+		t.Helper()
+		if err := s.key(t, v, s.join.Addr); rpc.ReasonFrom(err) != attestv1.Reason_REASON_MACHINE_CLONED {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	locked, open := original.copied("127.0.0.3"), original.copied("127.0.0.4")
+	open.secret = locked.secret
+	anew()
+	refused("a copy asks for the key", open)
+	anew()
+	s.lock(t, locked)
+	s.attests(t, locked)
+	refused("a copy attests before", open)
+	anew()
+	running()
+	original.reboot()
+	s.beside(t, 0, "--lease-watch=2s").opens(t, original)
+}
+
 // J11: the copy was booted once more, and asks when the original has its key and its kubelet does not run yet.
 func TestACopyGetsNoKeyWhileTheOriginalComesUp(t *testing.T) {
 	s := setUp(t, func(s *fixture) { s.flags = []string{"--first-lease-within=1h"} }, watching, sweepsSoon)

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -126,7 +127,7 @@ code is 1 if there is such a node (unless --expel is given), or if a list of mac
 			if a.output == outputJSON {
 				return a.json(p.Status)
 			}
-			_, err = fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).%s\n", p.Status.Serial, p.Status.Generation, insecure(p.Status.Insecure))
+			_, err = fmt.Fprintf(a.stdout, "The policy of serial %d is in force (generation %d).%s\n", p.Status.Serial, p.Status.Generation, insecure(clusterapi.Insecure(p)))
 			return err
 		},
 	}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"runtime"
@@ -316,10 +317,47 @@ func TestOtherProgramsThanTheLocksAreRefused(t *testing.T) {
 	if _, err := programs(o, l, t.TempDir()); err == nil || !strings.Contains(err.Error(), "-trimpath") {
 		t.Errorf("a bootstrapper with paths of this machine: %v", err)
 	}
+	for flag, says := range map[string]string{"-gcflags=-N": "-gcflags", "-tags=other": "-tags", "-buildmode=pie": "-buildmode"} {
+		build("-trimpath", "-buildvcs=false", flag)
+		if _, err := programs(o, l, t.TempDir()); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("a bootstrapper built with %s: %v", flag, err)
+		}
+	}
 	build("-trimpath", "-buildvcs=false")
 	place(t, dir, "ctr", "Program ctr")
 	if _, err := programs(o, l, t.TempDir()); err == nil || !strings.Contains(err.Error(), "make kube") {
 		t.Errorf("another ctr: %v", err)
+	}
+}
+
+// S1: neither the environment nor the file of `go env -w` changes what is built.
+func TestNoSettingOfTheBuildMachineChangesPrograms(t *testing.T) {
+	settings := place(t, t.TempDir(), "env", "GOFLAGS=-gcflags=-N\n")
+	t.Setenv("GOENV", settings)
+	t.Setenv("GOFLAGS", "") // as in pinnedGo
+	if own, err := exec.CommandContext(t.Context(), "go", "env", "GOFLAGS").Output(); err != nil || !strings.Contains(string(own), "-N") {
+		t.Fatalf("the file does not count here: %s, %v", own, err)
+	}
+	o, dir := options{source: filepath.Join("..", "..")}, t.TempDir()
+	program := filepath.Join(dir, "bootstrapper")
+	if err := compileInit(t.Context(), o, program); err != nil {
+		t.Fatal(err)
+	}
+	if err := builtHere(program, runtime.Version()); err != nil {
+		t.Error(err)
+	}
+	// What make build runs, without what make itself sets.
+	line, err := exec.CommandContext(t.Context(), "make", "-s", "-n", "-C", o.source, "build", "BIN="+dir, "COMMANDS=probe").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	build := exec.CommandContext(t.Context(), "bash", "-c", string(line))
+	build.Dir = o.source
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if err := builtHere(filepath.Join(dir, "probe"), runtime.Version()); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"debug/buildinfo"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -21,8 +22,8 @@ var toolPackages = []string{"apt", "dosfstools", "dpkg", "kmod", "libzstd1", "mm
 // lockedPrograms are those of [programs] that the lock file names, in order; the others are built from this checkout.
 var lockedPrograms = []string{"containerd", "containerd-shim-runc-v2", "ctr"}
 
-// pinnedGo are variables of the go command that change its output.
-var pinnedGo = []string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64", "GOAMD64=v1", "GOFLAGS=", "GOEXPERIMENT=", "GOFIPS140=off"}
+// pinnedGo are variables of the go command that change its output. An empty one counts as not set, so that the file of `go env -w` would decide: GOENV=off.
+var pinnedGo = []string{"GOENV=off", "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64", "GOAMD64=v1", "GOFLAGS=", "GOEXPERIMENT=", "GOFIPS140=off"}
 
 // goTool runs the go command in the checkout.
 func goTool(ctx context.Context, o options, args ...string) ([]byte, error) {
@@ -116,20 +117,24 @@ func programs(o options, l lock.Lock, dir string) (map[string]string, error) {
 	return out, nil
 }
 
-// builtHere refuses a program that was built with another compiler or other flags than the standard ones.
+// builtHere refuses a program that was built with another compiler or other flags than the standard ones. With -trimpath, the go command does not record
+// -ldflags: `make build` sets them, and nothing here can see others.
 func builtHere(file, version string) error {
 	info, err := buildinfo.ReadFile(file)
 	if err != nil {
 		return fmt.Errorf("%s: %w", file, err)
 	}
+	want := map[string]string{"go": version, "-buildmode": "exe", "-compiler": "gc", "-trimpath": "true", "CGO_ENABLED": "0", "GOOS": "linux", "GOARCH": "amd64", "GOAMD64": "v1"}
 	has := map[string]string{"go": info.GoVersion}
 	for _, s := range info.Settings {
 		has[s.Key] = s.Value
 	}
+	keys := maps.Clone(want)
+	maps.Copy(keys, has)
 	var errs []error
-	for key, want := range map[string]string{"go": version, "-trimpath": "true", "CGO_ENABLED": "0", "GOOS": "linux", "GOARCH": "amd64", "GOAMD64": "v1"} {
-		if has[key] != want {
-			errs = append(errs, fmt.Errorf("%s was built with %s=%q, want %q: `make build` builds it", filepath.Base(file), key, has[key], want))
+	for _, key := range slices.Sorted(maps.Keys(keys)) {
+		if has[key] != want[key] {
+			errs = append(errs, fmt.Errorf("%s was built with %s=%q, want %q: `make build` builds it", filepath.Base(file), key, has[key], want[key]))
 		}
 	}
 	return errors.Join(errs...)

@@ -1,8 +1,8 @@
 // Package epoch detects a control plane whose state disk was replaced by an earlier copy, before anything of the cluster is served from it (B7).
 //
-// The cluster's epoch increases with each change of the policy, of enrollments, of bans, and of a disk's machine: a restored copy would undo these. A
-// control plane writes the epoch into a file on its state disk, and increments its TPM's counter each time. The file stores the counter value. An older
-// copy of the disk has a lower value than the TPM, and the machine then waits for the owner's signed order.
+// The cluster's epoch increases with each change of the policy, of enrollments, of bans, of a disk's machine, and with each phase of a key's rotation: a
+// restored copy would undo these. A control plane writes the epoch into a file on its state disk, and increments its TPM's counter each time. The file
+// stores the counter value. An older copy of the disk has a lower value than the TPM, and the machine then waits for the owner's signed order.
 //
 // The file is written before the counter is incremented. So after a crash in between, the file is one ahead of the counter, or up to two at a boot, and
 // the counter is incremented; every other difference is refused.
@@ -209,6 +209,17 @@ func (v verdict) refusal(r *Record, counter uint64) error {
 // Advance writes a newer record and increments the counter. It refuses with CLUSTER_ROLLED_BACK if the disk is not the newest.
 func (k Keeper) Advance(ctx context.Context, r Record) error {
 	return k.onNewest(ctx, func(s Standing) error { return k.write(ctx, r, s.Counter, 1) })
+}
+
+// Count writes the record again and increments the counter, so that every copy of the disk from before is an older one. It refuses with
+// CLUSTER_ROLLED_BACK if the disk is not the newest.
+func (k Keeper) Count(ctx context.Context) error {
+	return k.onNewest(ctx, func(s Standing) error {
+		if s.Record == nil {
+			return fmt.Errorf("%s has no record: it is made when the machine starts", k.Dir)
+		}
+		return k.write(ctx, *s.Record, s.Counter, 1)
+	})
 }
 
 // Renew writes the record again, for a value of the counter that is two higher. It is called at each boot: a power cut between file and counter leaves a

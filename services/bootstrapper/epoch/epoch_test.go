@@ -93,6 +93,9 @@ func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 	if s, err := k.Check(ctx); err != nil || s.Err != nil || s.Record != nil || s.Counter != 0 {
 		t.Fatalf("a machine of a version without: %+v, %v", s, err)
 	}
+	if err := k.Count(ctx); err == nil {
+		t.Error("a disk without a record is counted")
+	}
 	do(t, k.Begin(ctx, Record{}))
 	stands(t, k, 0)
 	file := filepath.Join(dir, fileName)
@@ -107,10 +110,12 @@ func TestAnOlderCopyOfTheDiskIsFound(t *testing.T) {
 	stands(t, k, 3)
 	second := keep()
 	do(t, k.Advance(ctx, Record{Epoch: 4}))
+	same := keep()
+	do(t, k.Count(ctx)) // the cluster's epoch is the same, and the disk has changed
 	newest := keep()
 	e.Restart()
 	stands(t, k, 4)
-	for what, copied := range map[string][]byte{"the first": first, "the one before": second, "half": newest[:len(newest)/2], "none": nil} {
+	for what, copied := range map[string][]byte{"the first": first, "an earlier one": second, "the one before, of the same epoch": same, "half": newest[:len(newest)/2], "none": nil} {
 		do(t, os.Remove(file))
 		if copied != nil {
 			do(t, os.WriteFile(file, copied, 0o600))

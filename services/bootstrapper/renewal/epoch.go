@@ -95,7 +95,7 @@ type facts struct {
 	policy [sha256.Size]byte
 	serial uint64
 	bans   []ban
-	// lines has one line for each enrollment and disk, in order.
+	// lines has one line for each enrollment and disk, and for the rotation in progress, in order.
 	lines []string
 }
 
@@ -156,7 +156,7 @@ func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History,
 	return out, history, nil
 }
 
-// facts reads the policy, and all enrollments and disks.
+// facts reads the policy, all enrollments and disks, and how far the rotation of a key is.
 func (c *cluster) facts(ctx context.Context) (facts, error) {
 	var f facts
 	p, err := c.policy(ctx)
@@ -185,9 +185,35 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 		}
 		return list.Continue
 	})
+	if err != nil {
+		return f, err
+	}
+	r, err := c.rotation(ctx)
+	if r != nil { // its end changes the digest, too
+		f.lines = append(f.lines, fmt.Sprintf("rotation %s %s %s", r.Key, r.Phase, r.ID))
+	}
 	slices.Sort(f.lines)
 	slices.SortFunc(f.bans, func(a, b ban) int { return strings.Compare(a.node, b.node) })
 	return f, err
+}
+
+// rotation returns the rotation in progress; nil: there is none. It reads nothing else of the cluster's description, so that fields of a later version do
+// not end the count.
+func (c *cluster) rotation(ctx context.Context) (*clusterinfo.Rotation, error) {
+	m, err := c.CoreV1().ConfigMaps(clusterinfo.Namespace).Get(ctx, clusterinfo.ConfigMap, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var d struct {
+		Rotation *clusterinfo.Rotation `json:"rotation"`
+	}
+	if err := json.Unmarshal([]byte(m.Data[clusterinfo.Key]), &d); err != nil {
+		return nil, fmt.Errorf("ConfigMap %s: %s: %w: correct it", clusterinfo.ConfigMap, clusterinfo.Key, err)
+	}
+	return d.Rotation, nil
 }
 
 func (c *cluster) policy(ctx context.Context) (p v1alpha1.AttestationPolicy, err error) {

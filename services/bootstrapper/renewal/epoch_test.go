@@ -208,6 +208,21 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	disk := &v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: "3f1c9d2a-5b7e-4c1d-8a6f-0123456789ab"}, Spec: v1alpha1.AttestedDiskSpec{MachineID: strings.Repeat("ab", 32), Salt: strings.Repeat("5a", 32), RootVersion: 1}}
 	_, other, err := ed25519.GenerateKey(nil)
 	must(t, err)
+	described := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.ConfigMap, Namespace: clusterinfo.Namespace}}
+	describe := func(r *clusterinfo.Rotation) error {
+		text, err := (&clusterinfo.Info{KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "a:6443", Rotation: r}).Marshal()
+		described.Data = map[string]string{clusterinfo.Key: string(text)}
+		if err != nil || described.ResourceVersion != "" {
+			return errors.Join(err, api.Client.Update(ctx, described))
+		}
+		return api.Client.Create(ctx, described)
+	}
+	rotates := func(phase clusterinfo.RotationPhase, id string) func() error {
+		return func() error {
+			return describe(&clusterinfo.Rotation{Key: clusterinfo.EncryptionKey, Phase: phase, ID: id})
+		}
+	}
+	made := strings.Repeat("ef", 32)
 	var now uint64
 	for _, step := range []struct {
 		what   string
@@ -237,6 +252,16 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 			return errors.Join(api.Client.Update(ctx, node), api.Client.Delete(ctx, node), api.Client.Get(ctx, client.ObjectKeyFromObject(node), node))
 		}, 1, 0, nil},
 		{"an enrollment that ends", func() error { node.Finalizers = nil; return api.Client.Update(ctx, node) }, 1, 0, nil},
+		{"the cluster's description", func() error { return describe(nil) }, 0, 0, nil},
+		{"a rotation begins", rotates(clusterinfo.RotationAccept, ""), 1, 0, nil},
+		{"a rotation has its key", rotates(clusterinfo.RotationAccept, made), 1, 0, nil},
+		{"a rotation's phase changes", rotates(clusterinfo.RotationUse, made), 1, 0, nil},
+		{"a later version's field", func() error {
+			described.Data[clusterinfo.Key] = strings.Replace(described.Data[clusterinfo.Key], "{", `{"later":1,`, 1)
+			return api.Client.Update(ctx, described)
+		}, 0, 0, nil},
+		{"a rotation drops the old key", rotates(clusterinfo.RotationFinish, made), 1, 0, nil},
+		{"a rotation ends", func() error { return describe(nil) }, 1, 0, nil},
 	} {
 		if err := step.change(); err != nil {
 			t.Fatalf("%s: %v", step.what, err)

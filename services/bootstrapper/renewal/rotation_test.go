@@ -176,6 +176,7 @@ func rotates(t *testing.T, key clusterinfo.RotatedKey, at int) (crashed bool) {
 		Root: c.root, Kubeadm: image, ControlPlane: r, Now: time.Now, Log: r.Log,
 		Fetch:      func(context.Context, clusterinfo.RotatedKey, string) ([]byte, error) { return nil, errors.New("none") },
 		OldSecrets: func(context.Context, string) (int, error) { return 0, nil },
+		Count:      func(context.Context) error { return nil },
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -332,6 +333,7 @@ func TestAControlPlaneThatHasJoinedSendsTheCrossCertificate(t *testing.T) {
 		Root: c.root, Kubeadm: image, ControlPlane: r, Now: time.Now, Log: r.Log,
 		Fetch:      func(context.Context, clusterinfo.RotatedKey, string) ([]byte, error) { return nil, errors.New("none") },
 		OldSecrets: func(context.Context, string) (int, error) { return 0, nil },
+		Count:      func(context.Context) error { return nil },
 	})
 	if err != nil {
 		t.Fatal(err)

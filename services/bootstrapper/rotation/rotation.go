@@ -63,8 +63,10 @@ type Config struct {
 	Fetch func(ctx context.Context, key clusterinfo.RotatedKey, id string) ([]byte, error)
 	// OldSecrets returns how many values of Secrets in etcd do not begin with a prefix; an error if it finds no Secret.
 	OldSecrets func(ctx context.Context, prefix string) (int, error)
-	Now        func() time.Time
-	Log        *slog.Logger
+	// Count increments the TPM's counter, so that earlier copies of this control plane's disk are refused at its next boot (B7).
+	Count func(ctx context.Context) error
+	Now   func() time.Time
+	Log   *slog.Logger
 }
 
 // Rotator executes the phases of rotations.
@@ -303,10 +305,19 @@ func (r *Rotator) finish(ctx context.Context, key clusterinfo.RotatedKey, k kind
 		}
 	}
 	err := r.change(ctx, key, func() error {
-		if err := k.only(r.pki()); err != nil || key != clusterinfo.ClusterCA {
+		if err := k.only(r.pki()); err != nil {
 			return err
 		}
-		return r.ControlPlane.Reissue(clusterAuthority.file) // without the cross certificate
+		if key == clusterinfo.ClusterCA {
+			if err := r.ControlPlane.Reissue(clusterAuthority.file); err != nil { // without the cross certificate
+				return err
+			}
+		}
+		// At once: an earlier copy of this disk accepts the old key, which may be in wrong hands (B7). Until it is counted, [change] does not end.
+		if err := r.Count(ctx); err != nil {
+			return fmt.Errorf("the old %s is removed from the disk, but the TPM's counter was not incremented, so an earlier copy of the disk would not be noticed: %w", key, err)
+		}
+		return nil
 	})
 	if err != nil {
 		return Result{}, err

@@ -61,8 +61,10 @@ type plane struct {
 	runs      clusterinfo.KeyStates // the state that the static pods run with
 	restarted []string
 	published clusterinfo.KeyStates
-	old       int   // Secrets of another key in etcd
-	elsewhere error // why no Secret is found
+	counted   []clusterinfo.KeyStates // the disk's state when the TPM's counter was incremented
+	worn      error                   // why the counter is not incremented
+	old       int                     // Secrets of another key in etcd
+	elsewhere error                   // why no Secret is found
 	prefix    string
 	crash     string // where the program ends: "files", "restart", "publish"
 	resumed   bool
@@ -87,6 +89,7 @@ func newPlanes(t *testing.T, n int) []*plane {
 		if p.Rotator, err = New(Config{
 			Root: p.root, Kubeadm: ecdsa, ControlPlane: p, Fetch: p.fetch, Now: time.Now, Log: slog.New(slog.DiscardHandler),
 			OldSecrets: func(_ context.Context, prefix string) (int, error) { p.prefix = prefix; return p.old, p.elsewhere },
+			Count:      func(context.Context) error { p.counted = append(p.counted, p.disk()); return p.worn },
 		}); err != nil {
 			t.Fatal(err)
 		}
@@ -238,6 +241,32 @@ func TestAtEachTimeAllAcceptWhatAnyUses(t *testing.T) {
 				if st, err := os.Stat(filepath.Join(p.pki(), secret)); err != nil || st.Mode().Perm() != 0o600 {
 					t.Errorf("%s: %v, %v", secret, st, err)
 				}
+			}
+		})
+	}
+}
+
+// An earlier copy of the disk accepts the old key. The TPM's counter is incremented when the disk has only the new one, and before the phase counts as done (B7).
+func TestAnEarlierCopyOfTheDiskIsOlderOnceTheOldKeyIsDropped(t *testing.T) {
+	for _, key := range clusterinfo.RotatedKeys() {
+		t.Run(string(key), func(t *testing.T) {
+			p := newPlanes(t, 1)[0]
+			made := p.must(key, clusterinfo.RotationAccept, "")
+			p.must(key, clusterinfo.RotationUse, made.ID)
+			if len(p.counted) > 0 {
+				t.Errorf("the counter was incremented while the old key is accepted: %+v", p.counted)
+			}
+			p.worn, p.published = errors.New("the TPM is worn out"), nil
+			if _, err := p.do(key, clusterinfo.RotationFinish, made.ID); !errors.Is(err, p.worn) || p.published != nil {
+				t.Errorf("without the counter: %v, it publishes %+v", err, p.published)
+			}
+			if read, err := Read(p.root); err != nil || read != nil {
+				t.Errorf("without the counter, the renewal would publish %v, %v", read, err)
+			}
+			p.worn, p.counted = nil, nil
+			p.must(key, clusterinfo.RotationFinish, made.ID)
+			if len(p.counted) != 1 || !slices.Equal(p.counted[0][key].Accepts, []string{made.ID}) {
+				t.Errorf("the counter was incremented for a disk with %+v", p.counted)
 			}
 		})
 	}

@@ -210,6 +210,11 @@ func (ck *check) prepareContainerd(ctx context.Context, renew bool, pause versio
 	if err := s.Renew(ctx); err != nil {
 		return err
 	}
+	if named {
+		if err := component.SandboxRead(ck.Root, pause); err != nil {
+			return err
+		}
+	}
 	return machine.WriteFile(ck.On(renewedFile), mark, 0o600, 0o755)
 }
 

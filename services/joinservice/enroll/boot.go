@@ -126,25 +126,26 @@ func checkBoot(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, b Boot)
 }
 
 // previousMayRun reports whether the boot may be that of a copy whose original still runs: it is later than the recorded one, or
-// it is the recorded one and it was not checked that the boot before it had ended (J11).
-func previousMayRun(s *v1alpha1.AttestedNodeStatus, later bool) bool {
-	return mayHaveRun(s) && (later || s.Boot != nil && !s.Boot.EarlierEnded)
+// it is the recorded one and it was not checked that the boot before it had ended (J11). isNode is whether there is a Node of the enrollment's name.
+func previousMayRun(s *v1alpha1.AttestedNodeStatus, isNode, later bool) bool {
+	return mayHaveRun(s, isNode) && (later || s.Boot != nil && !s.Boot.EarlierEnded)
 }
 
-// mayHaveRun reports whether the enrollment's machine may have run before.
-func mayHaveRun(s *v1alpha1.AttestedNodeStatus) bool {
-	return s.Boot != nil || s.ResetCount != nil || s.Ticket != nil || s.LastVerdict != nil
+// mayHaveRun reports whether the enrollment's machine may have run before. An enrollment that was deleted and created again, such as from an export, has no
+// status, while the Node lives on with its kubelet.
+func mayHaveRun(s *v1alpha1.AttestedNodeStatus, isNode bool) bool {
+	return isNode || s.Boot != nil || s.ResetCount != nil || s.Ticket != nil || s.LastVerdict != nil
 }
 
 // record stores the boot in the status, which is written by compare-and-swap: of two machines with the same identity, the
 // second finds what the first has written (J11). A boot that is to get a ticket, a key or a certificate must be one whose
-// predecessor has ended, as [Enrollments.awaitPreviousBootEnd] found now or before.
-func (b Boot) record(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, forKey bool) error {
+// predecessor has ended, as [Enrollments.awaitPreviousBootEnd] found now or before. isNode is whether there is a Node of the enrollment's name.
+func (b Boot) record(n *v1alpha1.AttestedNode, s *v1alpha1.AttestedNodeStatus, isNode, forKey bool) error {
 	later, err := checkBoot(n, s, b)
 	if err != nil {
 		return err
 	}
-	ended := !previousMayRun(s, later) || b.foundEnded(s.Boot, later)
+	ended := !previousMayRun(s, isNode, later) || b.foundEnded(s.Boot, later)
 	if forKey && !ended {
 		return clusterview.Unavailable("record the boot of node "+n.Name, errors.New("another boot of the machine was recorded at the same time"))
 	}

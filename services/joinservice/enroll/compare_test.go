@@ -62,25 +62,25 @@ func TestTheClockOfABootOnlyGoesOn(t *testing.T) {
 	n, s := &v1alpha1.AttestedNode{}, &v1alpha1.AttestedNodeStatus{ResetCount: new(int64(5))} // of a version that recorded no boots
 	at := time.Now()
 	b := Boot{Reset: 4, Clock: time.Hour, Secret: keys.NewBootSecret(), Verified: at}
-	if err := b.record(n, s, false); attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_WENT_BACK {
+	if err := b.record(n, s, false, false); attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_WENT_BACK {
 		t.Errorf("fewer resets than were counted: %v, want CLOCK_WENT_BACK", err)
 	}
 	b.Reset = 5
-	if !mayHaveRun(s) {
+	if !mayHaveRun(s, false) {
 		t.Error("a machine whose resets were counted has not run")
 	}
-	if err := b.record(n, s, false); err != nil {
+	if err := b.record(n, s, false, false); err != nil {
 		t.Fatal(err)
 	}
 	b.Clock, b.Verified = b.Clock-maxClockBack, at.Add(time.Minute)
-	if err := b.record(n, s, false); err != nil {
+	if err := b.record(n, s, false, false); err != nil {
 		t.Fatal(err)
 	}
 	if since := metav1.NewMicroTime(at); s.Boot.Clock != time.Hour.Milliseconds() || !s.Boot.Since.Equal(&since) {
 		t.Errorf("recorded is the clock %d since %s, want %d since %s", s.Boot.Clock, s.Boot.Since, time.Hour.Milliseconds(), since)
 	}
 	b.Clock -= maxClockBack
-	if err := b.record(n, s, false); attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_WENT_BACK {
+	if err := b.record(n, s, false, false); attest.ReasonOf(err) != attestv1.Reason_REASON_CLOCK_WENT_BACK {
 		t.Errorf("the second step back: %v, want CLOCK_WENT_BACK", err)
 	}
 }

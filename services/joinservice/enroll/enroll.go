@@ -346,7 +346,7 @@ func (e *PendingTicket) Record(ctx context.Context, c Claim, status v1alpha1.Att
 		return attest.Refuse(attestv1.Reason_REASON_INTERNAL, "an enrollment without a ticket")
 	}
 	if err := es.WriteStatus(ctx, e.node, func(s *v1alpha1.AttestedNodeStatus) error {
-		if err := c.Boot.record(e.node, s, true); err != nil {
+		if err := c.Boot.record(e.node, s, e.enrollments.state.HasNode(e.node.Name), true); err != nil {
 			return err
 		}
 		s.Ticket, s.ReleasedAt = status.Ticket.DeepCopy(), nil

@@ -14,6 +14,7 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/services/joinservice/state"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -28,6 +29,8 @@ const (
 	maxLeaseWaits = 64
 	// retryWait is the pause that is sent to a machine if no such place is free.
 	retryWait = 5 * time.Second
+	// writesLease is the Lease in Muster's namespace of [Enrollments.awaitWrites]. Nobody holds it.
+	writesLease = "muster-boot-watch"
 )
 
 // LeaseTimings are the waits for kubelets' Leases, which distinguish a running machine from one that has stopped (J11).
@@ -102,12 +105,12 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 	}
 	last := idOf(n.Status.Boot)
 	b.previousEnded = &last
-	if !previousMayRun(&n.Status, later) {
-		return nil
-	}
 	lease, slow, err := es.nodeLease(ctx, n.Name)
 	if err != nil {
 		return err
+	}
+	if !previousMayRun(&n.Status, lease != nil || es.state.HasNode(n.Name), later) {
+		return nil
 	}
 	began, previous := time.Now(), n.Status.Boot
 	if !later && previous.EarlierSince != nil { // b is recorded already
@@ -124,6 +127,7 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 	es.state.Log.InfoContext(ctx, "a machine connects in a later boot; checking whether the kubelet of its previous boot still renews the Lease", "node", n.Name, "machine", m.String(), "boot", b.String())
 	tick := time.NewTicker(es.leases.poll())
 	defer tick.Stop()
+	written := false // what the kubelet had written when the watch was over
 	for {
 		select {
 		case <-ctx.Done():
@@ -137,10 +141,26 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 			return err
 		case now != nil && (lease == nil || now.UID != lease.UID || !now.Spec.RenewTime.Equal(lease.Spec.RenewTime)):
 			return refuseClone(n, n.Status.Boot, *b, "a later boot can't be true while the kubelet of the last one still renews its Lease")
-		case asked > es.leases.watch(lease)+2*slow:
+		case asked <= es.leases.watch(lease)+2*slow:
+		case written:
 			return nil
+		default: // the Lease is read once more after that
+			if err := es.awaitWrites(ctx); err != nil {
+				return err
+			}
+			written = true
 		}
 	}
+}
+
+// awaitWrites returns when etcd has committed the writes that it had got before, such as a kubelet's of its Lease: if its disk is slow, they take much longer
+// than reads. It creates a Lease that exists. etcd orders that among the writes, since it does not know before that nothing is to be written.
+func (es *Enrollments) awaitWrites(ctx context.Context) error {
+	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: writesLease}}
+	if err := es.state.Cluster.Client.Create(ctx, l); err != nil && !apierrors.IsAlreadyExists(err) {
+		return clusterview.Unavailable("create Lease "+writesLease, err)
+	}
+	return nil
 }
 
 // watch returns how long a Lease is watched: one and a half times the kubelet's renewal interval, which is a quarter of the

@@ -35,7 +35,7 @@ func (r *Rejoining) Record(ctx context.Context) error {
 		return clusterview.Unavailable("record the boot of node "+r.node.Name, errors.New("it was not checked whether the previous boot has ended"))
 	}
 	return r.enrollments.WriteStatus(ctx, r.node, func(s *v1alpha1.AttestedNodeStatus) error {
-		return r.claim.Boot.record(r.node, s, true)
+		return r.claim.Boot.record(r.node, s, r.enrollments.state.HasNode(r.node.Name), true)
 	})
 }
 

@@ -49,7 +49,7 @@ func (es *Enrollments) BeginRenewal(ctx context.Context, c Claim, status v1alpha
 		return nil, err
 	}
 	if err := es.WriteStatus(ctx, own, func(s *v1alpha1.AttestedNodeStatus) error {
-		if err := c.Boot.record(own, s, true); err != nil { // J11
+		if err := c.Boot.record(own, s, es.state.HasNode(own.Name), true); err != nil { // J11
 			return err
 		}
 		mergeVerdict(s, status)

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -89,6 +91,53 @@ func (l lookingAtLease) Get(ctx context.Context, key client.ObjectKey, o client.
 		l.once.Do(l.do)
 	}
 	return l.Client.Get(ctx, key, o, opts...)
+}
+
+// lateWrite is a client of an etcd with a slow disk: the write of a kubelet is committed when a later write is.
+type lateWrite struct {
+	client.Client
+
+	do func()
+}
+
+func (l lateWrite) Create(ctx context.Context, o client.Object, opts ...client.CreateOption) error {
+	if _, ok := o.(*coordinationv1.Lease); ok {
+		l.do()
+	}
+	return l.Client.Create(ctx, o, opts...)
+}
+
+// J11: the kubelet of the boot before writes its Lease in time, and etcd commits that after the watch: its disk is slow, which reads do not show.
+func TestAWriteOfTheLeaseThatIsCommittedLateCounts(t *testing.T) {
+	servicetest.Shared.Reset(t)
+	k := servicetest.New(t)
+	c := servicetest.Claim(1)
+	c.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
+	servicetest.Enroll(t, k, c, "a")
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: c.Node}}
+	lease.Spec.RenewTime = new(metav1.NowMicro())
+	if err := servicetest.Shared.Client.Create(t.Context(), lease); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = servicetest.Shared.Client.Delete(context.WithoutCancel(t.Context()), lease) })
+	c.Boot.Reset, c.Boot.Secret = 2, keys.NewBootSecret()
+	for _, runs := range []bool{true, true, false} { // from the second time on, the Lease of this check exists
+		direct := k.State.Cluster.Client
+		k.State.Cluster.Client = lateWrite{direct, func() {
+			if !runs {
+				return
+			}
+			lease.Spec.RenewTime = new(metav1.NewMicroTime(lease.Spec.RenewTime.Add(time.Second)))
+			if err := servicetest.Shared.Client.Update(t.Context(), lease); err != nil {
+				t.Error(err)
+			}
+		}}
+		_, err := k.BeginRenewal(t.Context(), c, servicetest.Ticket("b"))
+		if reason := attest.ReasonOf(err); runs && reason != attestv1.Reason_REASON_MACHINE_CLONED || !runs && err != nil {
+			t.Errorf("its kubelet runs: %v, %v", runs, err)
+		}
+		k.State.Cluster.Client = direct
+	}
 }
 
 // J11: while one replica checks whether the previous boot has ended, another replica records another boot.

@@ -31,7 +31,7 @@ func (es *Enrollments) Reattest(ctx context.Context, m attest.MachineID, boot Bo
 	}
 	n := own[0].DeepCopy()
 	if err := es.WriteStatus(ctx, n, func(s *v1alpha1.AttestedNodeStatus) error {
-		if err := boot.record(n, s, false); err != nil { // J11
+		if err := boot.record(n, s, es.state.HasNode(n.Name), false); err != nil { // J11
 			return err
 		}
 		mergeVerdict(s, status)

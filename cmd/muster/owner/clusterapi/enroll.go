@@ -259,6 +259,22 @@ func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error
 	return &p, nil
 }
 
+// Insecure returns the insecure switches that may be in force: those of the policy in the object, and those that the services report, which may be of the
+// policy before, if they refuse this one. Neither is verified here. Who can write the status can only add switches, not hide those of a signed policy.
+func Insecure(p *v1alpha1.AttestationPolicy) []string {
+	out := slices.Clone(p.Status.Insecure)
+	policy, err := attest.ParsePolicy([]byte(p.Spec.Policy))
+	if err != nil { // the services refuse it, and say so
+		return out
+	}
+	for _, s := range policy.Insecure() {
+		if !slices.Contains(out, s) {
+			out = append(out, s)
+		}
+	}
+	return out
+}
+
 // PolicyInForce waits until the services have checked the newest version of the policy. A refused one is an error
 // with their reason; the previous policy stays in force.
 func (c *Client) PolicyInForce(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {

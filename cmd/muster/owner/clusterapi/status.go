@@ -202,7 +202,7 @@ func (c *Client) Status(ctx context.Context, log *slog.Logger) (*Status, error) 
 	if err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p); err == nil {
 		s.Policy = &PolicyStatus{
 			Accepted: p.Status.Accepted && p.Status.ObservedGeneration == p.Generation, Serial: p.Status.Serial, Generation: p.Status.Generation,
-			Newest: p.Generation, Reason: p.Status.Reason, Message: p.Status.Message, Insecure: p.Status.Insecure,
+			Newest: p.Generation, Reason: p.Status.Reason, Message: p.Status.Message, Insecure: Insecure(&p),
 		}
 	} else if !Absent(err) {
 		return nil, err

@@ -256,7 +256,7 @@ func (d *doctor) ownerKey(ctx context.Context) error {
 		return err
 	}
 	d.signature(p, public, other)
-	d.insecure(p.Status.Insecure)
+	d.insecure(clusterapi.Insecure(p))
 	if next := rotation.Command(); next != "" {
 		d.Add(CheckOwnerKey, checkup.Warn, "Roll out the image for the next step, then run "+next+": with --dry-run it shows which nodes' images have which keys (docs/certificates.md).", "its rotation is unfinished: machines whose image has the old key still accept its signatures")
 	}

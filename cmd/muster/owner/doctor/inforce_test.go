@@ -1,17 +1,25 @@
 package doctor
 
 import (
+	"encoding/base64"
+	"log/slog"
+	"slices"
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protojson"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // describes returns a harm that changes the upgrade in the cluster's description.
@@ -23,6 +31,37 @@ func (p *patient) describes(how func(*clusterinfo.Info)) func(*testing.T) func(*
 			t.Helper()
 			try(t, p.kube.Describe(t.Context(), func(i *clusterinfo.Info) error { i.Next, i.Previous = nil, nil; return nil }))
 		}
+	}
+}
+
+// hidden puts a policy with a switch in force that the status does not have: whoever can write the status has removed it.
+func (p *patient) hidden(t *testing.T) func(*testing.T) {
+	t.Helper()
+	recorded := p.file(ownerdir.KnownFile, func(string, []byte) error { return nil })(t) // the doctor records the policy
+	key, err := p.dir.OwnerKey()
+	try(t, err)
+	_, signed, err := policies.SignedPolicy(p.dir)
+	try(t, err)
+	var m attestv1.Policy
+	try(t, protojson.Unmarshal(signed.GetPolicy(), &m))
+	m.Serial, m.Tpm2.Classes, m.Insecure = 2, nil, &attestv1.InsecureSwitches{AnyFirmware: true}
+	document, err := protojson.Marshal(&m)
+	try(t, err)
+	put := func(t *testing.T, s *attestv1.SignedPolicy) {
+		t.Helper()
+		change(t, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}, false, func(a *v1alpha1.AttestationPolicy) {
+			a.Spec.Policy, a.Spec.Signature = string(s.GetPolicy()), base64.StdEncoding.EncodeToString(s.GetSignature())
+		})
+		p.healthy(t)
+	}
+	put(t, attest.SignPolicy(key, document))
+	if s, err := p.kube.Status(t.Context(), slog.New(slog.DiscardHandler)); err != nil || !slices.Equal(s.Policy.Insecure, []string{"anyFirmware"}) {
+		t.Errorf("muster status shows %+v, %v", s, err)
+	}
+	return func(t *testing.T) {
+		t.Helper()
+		put(t, signed)
+		recorded(t)
 	}
 }
 
@@ -40,6 +79,7 @@ func (p *patient) inForce() []harm {
 			})
 			return p.healthy
 		}},
+		{CheckPolicy, checkup.Warn, "insecure.anyFirmware is on in the policy in force", "", p.hidden},
 		{CheckNodes, checkup.Warn, "its kubelet has not renewed its Lease for 1h", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()
 			change(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, true, func(n *corev1.Node) {
