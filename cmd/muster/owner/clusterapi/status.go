@@ -26,7 +26,7 @@ type Status struct {
 	Nodes []NodeStatus `json:"nodes"`
 	// Policy is nil if the cluster has none.
 	Policy *PolicyStatus `json:"policy,omitempty"`
-	// Epoch is the cluster's, which increases with each change of the policy, of enrollments, bans and disks; 0 if no
+	// Epoch is the cluster's, which increases with each change of the policy, enrollments, bans and disks, and each phase of a rotation; 0 if no
 	// control plane has increased it yet.
 	Epoch uint64 `json:"epoch,omitempty"`
 	// History has the last epochs.
