@@ -82,8 +82,8 @@ func (a *app) abandonRestore(ctx context.Context) error {
 		return err
 	}
 	done := "the restore is abandoned, and the folder is as it was before. muster status records the cluster's state again."
-	if asked != nil {
-		done += fmt.Sprintf(" Machine %s (%s) was asked, and may have the cluster's keys: power it off, and erase its state disk.", asked.ID, asked.NodeName)
+	for _, m := range asked {
+		done += fmt.Sprintf(" Machine %s (%s) was asked, and may have the cluster's keys: power it off, and erase its state disk.", m.ID, m.NodeName)
 	}
 	return a.result(dir.Cluster().Name, done)
 }

@@ -49,26 +49,32 @@ func (i *initializer) lost(ctx context.Context) error {
 	return nil
 }
 
-// Abandon ends a restore that has no result, with the folder as it was before. It returns the machine that was asked and may have the cluster's keys; nil:
+// Abandon ends a restore that has no result, with the folder as it was before. It returns the machines that were asked and may have the cluster's keys; none:
 // nothing was sent.
-func Abandon(ctx context.Context, d *ownerdir.Dir) (*ownerdir.Machine, error) {
+func Abandon(ctx context.Context, d *ownerdir.Dir) ([]ownerdir.Asked, error) {
 	c := d.Cluster()
-	asked := c.FirstMachine
+	asked := c.Asked()
 	const goOn = "Run the same muster restore again: it goes on. If its machine can't be used, begin with another one by --start-over."
 	switch {
 	case c.Restore == nil:
 		return nil, errors.New("no restore of this cluster is open: nothing was changed")
 	case c.Restore.Ended || c.Stage != ownerdir.StagePrepared && c.Stage != ownerdir.StageRequested:
 		return nil, problem.WithRemedy(errors.New("a machine has become the first control plane of the restored cluster: there is no way back"), goOn)
-	case asked != nil:
+	case len(asked) > 0:
 		kube, err := access.Connect(d)
 		if err != nil {
 			return nil, err
 		}
 		alive, cancel := context.WithTimeout(ctx, access.ProbeTimeout)
 		defer cancel()
-		if names, err := kube.NodeNames(alive); err == nil && slices.Contains(names, asked.NodeName) {
-			return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of the machine that was asked: the cluster is restored there", kube.Server(), asked.NodeName), goOn)
+		names, err := kube.NodeNames(alive)
+		if err != nil {
+			break // it does not answer
+		}
+		for _, m := range asked {
+			if slices.Contains(names, m.NodeName) {
+				return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of machine %s, which was asked: the cluster is restored there", kube.Server(), m.NodeName, m.ID), goOn)
+			}
 		}
 	}
 	c.Stage, c.FirstMachine = ownerdir.StageInstalled, c.Restore.Former

@@ -85,10 +85,31 @@ type Restore struct {
 	// Former is the first machine of before, and FormerEndpoint where its init server was: an abandoned restore puts them back.
 	Former         *Machine `json:"former,omitempty"`
 	FormerEndpoint string   `json:"formerEndpoint,omitempty"`
+	// Asked are the machines that this restore has asked before the present one: --start-over has left them, and they may have the cluster's keys. The present
+	// one is among them with a name that it had before.
+	Asked []Asked `json:"asked,omitempty"`
 	// Ended is whether a machine has become the first control plane of a restored cluster: the restore can't be abandoned any more.
 	Ended bool `json:"ended,omitempty"`
 	// Listed is whether the folder's policy lists the restored machine as its only control plane.
 	Listed bool `json:"listed,omitempty"`
+}
+
+// Asked is a machine that a restore has asked to become the first control plane.
+type Asked struct {
+	ID       attest.MachineID `json:"id"`
+	NodeName string           `json:"nodeName,omitempty"`
+}
+
+// Asked returns the machines that the restore has asked, with all names that they had; none: nothing was sent.
+func (c Cluster) Asked() (out []Asked) {
+	if c.Restore == nil {
+		return nil
+	}
+	out = slices.Clone(c.Restore.Asked)
+	if m := c.FirstMachine; m != nil && !slices.Contains(out, Asked{m.ID, m.NodeName}) {
+		out = append(out, Asked{m.ID, m.NodeName})
+	}
+	return out
 }
 
 // Machine is the first machine with its owner's verdict.
