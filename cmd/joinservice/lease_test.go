@@ -399,5 +399,17 @@ func TestAControlPlaneThatThePolicyDoesNotListGetsNothing(t *testing.T) {
 	}
 	s.listed = append(s.listed, m)
 	s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial = 2 }))
-	s.ticketFor(t, m, w)
+	c := &controlPlane{Machine: m, JoinServiceClient: client, joinRequest: w}
+	ticket := s.ticketFor(t, m, w).GetTicketId()
+	if _, err := c.renewed(t, ticket, false); err != nil {
+		t.Error(err)
+	}
+	// Nor does it keep others from joining.
+	s.listed = s.listed[:len(s.listed)-1]
+	s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial = 3 }))
+	for _, done := range []bool{false, true} {
+		if _, err := c.renewed(t, ticket, done); rpc.ReasonFrom(err) != attestv1.Reason_REASON_SERVER_NOT_LISTED {
+			t.Errorf("renewal of the join Lease, done %t: %v, want SERVER_NOT_LISTED", done, err)
+		}
+	}
 }

@@ -117,7 +117,7 @@ func TestARebootedMachineGetsTheKeyOfItsDisk(t *testing.T) {
 // The first machine was enrolled by its owner, who knows its disk from the result of init.
 func TestTheFirstMachineRejoinsToo(t *testing.T) {
 	s := setUp(t)
-	m := s.machine(t)
+	m := s.controlMachine(t)
 	s.Enroll(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
 	s.GiveDisk(t, disk3, m.ID())
 	resp, err := s.rejoined(t, m, again(func(r *joinv1.IssueRejoinTicketRequest) {
@@ -173,6 +173,12 @@ func TestRefusedRejoins(t *testing.T) {
 	s.Enroll(t, "cp2", v1alpha1.AttestedNodeSpec{MachineID: fresh.ID().String(), Role: v1alpha1.RoleControlPlane})
 	unsalted := s.machine(t)
 	s.Enroll(t, "w4", v1alpha1.AttestedNodeSpec{MachineID: unsalted.ID().String(), Role: v1alpha1.RoleWorker, DiskID: diskNumber(8)})
+	unlisted := s.machine(t)
+	s.Enroll(t, "cp3", v1alpha1.AttestedNodeSpec{MachineID: unlisted.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: diskNumber(7)})
+	s.GiveDisk(t, diskNumber(7), unlisted.ID())
+	ofUnlisted := func(r *joinv1.IssueRejoinTicketRequest) {
+		r.NodeName, r.Role, r.DiskId = "cp3", joinv1.Role_ROLE_CONTROL_PLANE, diskNumber(7)
+	}
 	m, unenrolled := s.rebooted(t), s.machine(t)
 
 	for name, tt := range map[string]struct {
@@ -195,6 +201,7 @@ func TestRefusedRejoins(t *testing.T) {
 		"a disk without a salt": {unsalted, func(r *joinv1.IssueRejoinTicketRequest) {
 			r.NodeName, r.DiskId = "w4", diskNumber(8)
 		}, attestv1.Reason_REASON_DISK_ERASED},
+		"a control plane that the policy does not list": {unlisted, ofUnlisted, attestv1.Reason_REASON_SERVER_NOT_LISTED}, // J6, A7
 		"no name":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"a name with a path":   {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.NodeName = "../w1" }, attestv1.Reason_REASON_REQUEST_INVALID},
 		"no role":              {nil, func(r *joinv1.IssueRejoinTicketRequest) { r.Role = 0 }, attestv1.Reason_REASON_REQUEST_INVALID},
@@ -227,6 +234,11 @@ func TestRefusedRejoins(t *testing.T) {
 		e, listed := w[unenrolled.ID().String()]
 		return membertest.Want(listed && (e.Reason == "NAME_TAKEN" || e.Reason == "NOT_ENROLLED"), "the unenrolled machine is listed as %+v", e)
 	})
+	s.listed = append(s.listed, unlisted)
+	s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial = 2 }))
+	if resp, err := s.rejoined(t, unlisted, again(ofUnlisted)); err != nil || !bytes.Equal(resp.GetDiskKey(), s.DiskKey(t, diskNumber(7))) {
+		t.Errorf("a control plane that the policy lists now: %v, %v", resp, err)
+	}
 }
 
 // J2: a disk is opened only if exactly one enrollment assigns it to the machine; that the machine had it before is not

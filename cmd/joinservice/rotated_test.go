@@ -181,7 +181,7 @@ func rotationIn(phase clusterinfo.RotationPhase) *clusterinfo.Rotation {
 // B8: the joinservice's own control plane may not have the new key yet, and the machine that reboots may.
 func TestAControlPlaneThatRebootsKeepsTheNewKey(t *testing.T) {
 	s := setUp(t)
-	m := s.machine(t)
+	m := s.controlMachine(t)
 	s.Enroll(t, "first", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, DiskID: disk3})
 	s.GiveDisk(t, disk3, m.ID())
 	const own = "content of sa.pub"

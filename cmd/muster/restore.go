@@ -81,8 +81,8 @@ func (a *app) abandonRestore(ctx context.Context) error {
 		return err
 	}
 	done := "the restore is canceled, and the folder is in its state before. muster status records the cluster's state again."
-	if asked != nil {
-		done += fmt.Sprintf(" Machine %s (%s) may have received the cluster's keys: power it off, and erase its state disk.", asked.ID, asked.NodeName)
+	for _, m := range asked {
+		done += fmt.Sprintf(" Machine %s (%s) may have received the cluster's keys: power it off, and erase its state disk.", m.ID, m.NodeName)
 	}
 	return a.result(dir.Cluster().Name, done)
 }

@@ -68,11 +68,17 @@ func (s *Service) renew(ctx context.Context, a *attempt, req *joinv1.RenewJoinLe
 	if err := s.limits.leases.Take(peer.Machine(), a.began); err != nil {
 		return err
 	}
-	// A machine that was banned, or that the policy no longer accepts, cannot make others wait.
+	// A machine that was banned, or that the policy no longer accepts or lists, cannot make others wait.
 	if _, err := s.cfg.Appraiser.Appraise(ctx, peer.Claims()); err != nil {
 		return err
 	}
-	var err error
+	p, err := s.cfg.Policy.Current()
+	if err != nil {
+		return err
+	}
+	if err := p.Policy.MayServe(peer.Machine()); err != nil { // A7
+		return err
+	}
 	if !req.GetDone() {
 		a.record.Node, err = s.cfg.JoinLease.Renew(ctx, peer.Machine(), a.id)
 		return err

@@ -83,7 +83,7 @@ func TestOneMachineGetsNoMoreTicketsThanItsRate(t *testing.T) {
 		"renewals of a join Lease": {locked, leaseRate, func(t *testing.T, l *lone) error {
 			_, err := l.RenewJoinLease(t.Context(), &joinv1.RenewJoinLeaseRequest{TicketId: make([]byte, ticketIDSize)})
 			return err
-		}, attestv1.Reason_REASON_TICKET_UNKNOWN, "lease refused", "muster_join_lease_renewals_total"},
+		}, attestv1.Reason_REASON_SERVER_NOT_LISTED, "lease refused", "muster_join_lease_renewals_total"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := newLone(t, true, tt.lock)

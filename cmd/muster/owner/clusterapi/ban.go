@@ -2,6 +2,7 @@ package clusterapi
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	corev1 "k8s.io/api/core/v1"
@@ -12,6 +13,14 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/enrollment"
 )
+
+// errBannedAgain is returned for an enrollment that was banned after the owner was shown the plan: its owner does not want the machine back.
+var errBannedAgain = errors.New("muster ban has banned it meanwhile, and the ban would end with this: if you want that, run the same command again")
+
+// bannedByOwner reports whether muster ban has banned an enrollment, and not a replacement that is not at its end.
+func bannedByOwner(n *v1alpha1.AttestedNode) bool {
+	return n.Spec.Banned && n.Annotations[v1alpha1.KeepNode] == ""
+}
 
 // SetBanned bans the machine of an enrolled name, or lifts its ban. From then on, the API server refuses the writes of a banned machine, also if no
 // joinservice runs. A ban removes the annotation of an interrupted replacement, because with it joinservice does not evict the node (J10).

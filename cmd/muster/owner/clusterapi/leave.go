@@ -259,7 +259,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	}
 	var bannedAgain bool
 	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		if bannedAgain = n.Spec.Banned && n.Annotations[v1alpha1.KeepNode] == ""; bannedAgain { // by muster ban, so the owner does not want it back
+		if bannedAgain = bannedByOwner(n); bannedAgain {
 			return false
 		}
 		n.Spec.Banned = false
@@ -275,7 +275,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		return true
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
 	if err == nil && bannedAgain {
-		err = errors.New("muster ban has banned it meanwhile")
+		err = errBannedAgain
 	}
 	if err != nil {
 		return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
@@ -308,7 +308,11 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(stri
 // does not delete the Node.
 func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, report func(string)) (retired time.Time, err error) {
 	if p.Enrollment != nil {
-		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		bannedAgain, written := false, false
+		err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+			if bannedAgain = bannedByOwner(n) && !bannedByOwner(p.Enrollment) && !written; bannedAgain {
+				return false
+			}
 			was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
 			n.Spec.Banned = true
 			if keep {
@@ -317,7 +321,15 @@ func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.T
 				delete(n.Annotations, v1alpha1.KeepNode)
 			}
 			return !was
-		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil { // a deletion may complete meanwhile
+		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error {
+			err := c.client.Update(ctx, n)
+			written = written || err != nil && !apierrors.IsConflict(err) // perhaps: then the ban that the next attempt finds is this one
+			return err
+		})
+		if err == nil && bannedAgain {
+			err = errBannedAgain
+		}
+		if client.IgnoreNotFound(err) != nil { // a deletion may complete meanwhile
 			return retired, fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
 		}
 		report("machine banned: it gets no tickets, keys or certificates")

@@ -49,26 +49,32 @@ func (i *initializer) lost(ctx context.Context) error {
 	return nil
 }
 
-// Abandon cancels a restore that has no result, and returns the folder to its state before. It returns the machine that may have received the
-// cluster's keys; nil if nothing was sent.
-func Abandon(ctx context.Context, d *ownerdir.Dir) (*ownerdir.Machine, error) {
+// Abandon cancels a restore that has no result, and returns the folder to its state before. It returns the machines that may have received the
+// cluster's keys; none if nothing was sent.
+func Abandon(ctx context.Context, d *ownerdir.Dir) ([]ownerdir.Asked, error) {
 	c := d.Cluster()
-	asked := c.FirstMachine
+	asked := c.Asked()
 	const goOn = "Run the same muster restore again to complete it. If its machine can't be used, start again with another one: --start-over."
 	switch {
 	case c.Restore == nil:
 		return nil, errors.New("no restore of this cluster is in progress: nothing was changed")
 	case c.Restore.Ended || c.Stage != ownerdir.StagePrepared && c.Stage != ownerdir.StageRequested:
 		return nil, problem.WithRemedy(errors.New("the restored cluster already has its first control plane: the restore can't be canceled"), goOn)
-	case asked != nil:
+	case len(asked) > 0:
 		kube, err := access.Connect(d)
 		if err != nil {
 			return nil, err
 		}
 		alive, cancel := context.WithTimeout(ctx, access.ProbeTimeout)
 		defer cancel()
-		if names, err := kube.NodeNames(alive); err == nil && slices.Contains(names, asked.NodeName) {
-			return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of the restore's machine: the cluster is restored there", kube.Server(), asked.NodeName), goOn)
+		names, err := kube.NodeNames(alive)
+		if err != nil {
+			break // it does not answer
+		}
+		for _, m := range asked {
+			if slices.Contains(names, m.NodeName) {
+				return nil, problem.WithRemedy(fmt.Errorf("the API server at %s has the node %s of the restore's machine %s: the cluster is restored there", kube.Server(), m.NodeName, m.ID), goOn)
+			}
 		}
 	}
 	c.Stage, c.FirstMachine = ownerdir.StageInstalled, c.Restore.Former

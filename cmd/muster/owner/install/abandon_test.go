@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -87,7 +88,7 @@ func TestARestoreThatWasNotNeededCanBeAbandoned(t *testing.T) {
 	if err := (&initializer{InitConfig: config(o.Owned)}).lost(ctx); err == nil || !strings.Contains(problem.Remedy(err), "muster restore --abandon") {
 		t.Errorf("%v: %s", err, problem.Remedy(err))
 	}
-	if asked, err := Abandon(ctx, o.Dir); err != nil || asked != nil {
+	if asked, err := Abandon(ctx, o.Dir); err != nil || len(asked) != 0 {
 		t.Fatalf("%+v, %v", asked, err)
 	}
 	if after := text(t, o.Cluster()); after != before {
@@ -141,10 +142,57 @@ func TestARestoreWithAMachineIsAbandonedOnlyWithoutItsCluster(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	ownertest.Fresh(t)
-	if asked, err := Abandon(ctx, l.Dir); err != nil || asked.ID != machine.ID {
+	if asked, err := Abandon(ctx, l.Dir); err != nil || !slices.Equal(asked, []ownerdir.Asked{{ID: machine.ID, NodeName: "restored1"}}) {
 		t.Errorf("%+v, %v", asked, err)
 	}
 	if c := l.Cluster(); c.Stage != ownerdir.StageInstalled || c.Restore != nil || c.FirstMachine.ID != (attest.MachineID{9}) {
+		t.Errorf("%+v", c)
+	}
+}
+
+// Each machine that was asked may have the cluster's keys, and may run the cluster under each name that it had.
+func TestEveryMachineThatWasAskedIsNamed(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	i := &initializer{InitConfig: config(l.Owned)}
+	c := l.Cluster()
+	c.FirstMachine = &ownerdir.Machine{ID: attest.MachineID{9}, NodeName: "node1"}
+	if err := l.Save(c); err != nil {
+		t.Fatal(err)
+	}
+	ask := func(id byte, names ...string) {
+		t.Helper()
+		if err := i.beginRestore(RestoreConfig{Endpoint: "127.0.0.1:1"}, &backups.BackupInfo{SHA256: "0"}); err != nil {
+			t.Fatal(err)
+		}
+		c := l.Cluster()
+		c.Stage, c.FirstMachine = ownerdir.StageRequested, &ownerdir.Machine{ID: attest.MachineID{id}, NodeName: names[0]}
+		if err := l.Save(c); err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range names {
+			if err := i.renamed(name); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	ask(7, "restored1")
+	ask(8, "restored2", "restored3")
+	for _, name := range []string{"restored1", "restored2", "restored3"} {
+		if err := ownertest.Shared.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Abandon(ctx, l.Dir); err == nil || !strings.Contains(err.Error(), "the node "+name+" of machine") {
+			t.Errorf("%v", err)
+		}
+		ownertest.Fresh(t)
+	}
+	want := []ownerdir.Asked{{ID: attest.MachineID{7}, NodeName: "restored1"}, {ID: attest.MachineID{8}, NodeName: "restored2"}, {ID: attest.MachineID{8}, NodeName: "restored3"}}
+	if asked, err := Abandon(ctx, l.Dir); err != nil || !slices.Equal(asked, want) {
+		t.Errorf("%+v, %v", asked, err)
+	}
+	if c := l.Cluster(); c.Restore != nil || c.FirstMachine.ID != (attest.MachineID{9}) {
 		t.Errorf("%+v", c)
 	}
 }

@@ -108,7 +108,7 @@ func (c cut) Begin(step string) {
 
 // A resumed run does not count a node that came in between among those from before Muster.
 func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
-	ownertest.Fresh(t)
+	bare(t)
 	ca := attesttest.NewCA(t)
 	for _, first := range []string{"define Muster's objects", "enroll the first machine", "set the policy"} {
 		t.Run("stopped at "+first, func(t *testing.T) {

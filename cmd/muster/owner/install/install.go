@@ -3,10 +3,8 @@ package install
 import (
 	"context"
 	"fmt"
-	"net"
 	"net/netip"
 	"slices"
-	"strconv"
 	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -31,7 +29,8 @@ const (
 	joinserviceTimeout = 3 * time.Minute
 )
 
-// install installs Muster in the cluster. A repeated step recognizes its own work.
+// install installs Muster in the cluster. A repeated step recognizes its own work. In an installed cluster, it puts back what is missing of Muster's objects and
+// services; enrollments and the policy stay as they are.
 //
 // The order matters: the first machine is enrolled before the chart's admission policies exist, because they would
 // refuse its node's writes.
@@ -45,7 +44,7 @@ func (i *initializer) install(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	m := c.FirstMachine
+	m, hasPolicy := c.FirstMachine, false
 	steps := []struct {
 		name string
 		do   func() (string, error)
@@ -59,16 +58,31 @@ func (i *initializer) install(ctx context.Context) error {
 		{"apply the owner's manifests", func() (string, error) {
 			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Update)
 		}},
-		{"define Muster's objects", func() (string, error) { return i.define(ctx, kube) }},
+		{"define Muster's objects", func() (detail string, err error) {
+			if detail, err = i.define(ctx, kube); err == nil {
+				hasPolicy, err = i.compare(ctx, kube)
+			}
+			return detail, err
+		}},
 		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enroll(ctx, kube) }},
-		{"set the policy", func() (string, error) { return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube) }},
+		{"set the policy", func() (string, error) {
+			if hasPolicy {
+				return fmt.Sprintf("serial %d is there", i.policy.Serial()), nil
+			}
+			return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube)
+		}},
 		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
 			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not become ready")
 			defer cancel()
 			return "", kube.ServicesReady(ctx, i.Report.Update)
 		}},
-		{"verify the joinservice", func() (string, error) { return i.joinservice(ctx) }},
+		{"verify the joinservice", func() (string, error) {
+			if c.Stage == ownerdir.StageInstalled {
+				return i.anyJoinservice(ctx, kube)
+			}
+			return i.joinservice(ctx)
+		}},
 	}
 	for _, s := range steps {
 		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
@@ -119,8 +133,32 @@ func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (stri
 	return fmt.Sprintf("%d definitions", len(objects)), kube.Apply(ctx, objects, i.Report.Update)
 }
 
-// enroll records the machine that this owner appraised: its enrollment, its verdict, and its node's permission to write.
+// enroll enrolls the first machine, and records that its node may write. In an installed cluster, it enrolls nothing.
 func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error {
+	c := i.dir()
+	enroll, before := i.enrollFirst, c.NodesBefore
+	if c.Stage == ownerdir.StageInstalled {
+		enroll, before = i.keepFirst, nil
+	}
+	if err := enroll(ctx, kube); err != nil {
+		return err
+	}
+	var others []string
+	if c.Adopted {
+		// All nodes from before Muster keep their access. After the installation, a Node that is not enrolled has no access.
+		var err error
+		if others, err = kube.Unattested(ctx, before); err != nil {
+			return err
+		}
+		for _, name := range others {
+			i.Report.Update(name + " keeps its access as a node, although its machine never attested")
+		}
+	}
+	return kube.EnsureAccess(ctx, c.Adopted, c.FirstMachine.NodeName, others)
+}
+
+// enrollFirst records the machine that this owner appraised: its enrollment and its verdict.
+func (i *initializer) enrollFirst(ctx context.Context, kube *clusterapi.Client) error {
 	m := i.dir().FirstMachine
 	for _, a := range m.Addresses {
 		if ip, err := netip.ParseAddr(a); err != nil || !i.policy.AllowsAddress(ip) {
@@ -140,34 +178,13 @@ func (i *initializer) enroll(ctx context.Context, kube *clusterapi.Client) error
 	if err != nil {
 		return fmt.Errorf("cluster.json: %w", err)
 	}
-	err = kube.RecordVerdict(ctx, m.NodeName, clusterapi.Verdict{
+	return kube.RecordVerdict(ctx, m.NodeName, clusterapi.Verdict{
 		Time: appraised, PolicySerial: m.Verdict.PolicySerial, EvidenceDigest: m.Verdict.EvidenceDigest,
 		PCRs: m.Verdict.PCRs, AKName: m.Verdict.AKName, ResetCount: m.Verdict.ResetCount,
 	})
-	if err != nil {
-		return err
-	}
-	var others []string
-	if i.dir().Adopted {
-		// All nodes from before Muster keep their access. After the installation, a Node that is not enrolled has none.
-		var before []string
-		if c := i.dir(); c.Stage != ownerdir.StageInstalled {
-			before = c.NodesBefore
-		}
-		if others, err = kube.Unattested(ctx, before); err != nil {
-			return err
-		}
-		for _, name := range others {
-			i.Report.Update(name + " keeps its access as a node, although its machine never attested")
-		}
-	}
-	return kube.EnsureAccess(ctx, i.dir().Adopted, m.NodeName, others)
 }
 
 func (i *initializer) setPolicy(ctx context.Context, kube *clusterapi.Client) error {
-	if err := i.listFirst(); err != nil { // A7
-		return err
-	}
 	key, err := i.Dir.OwnerKey()
 	if err != nil {
 		return err
@@ -192,17 +209,23 @@ func (i *initializer) chart(ctx context.Context, kube *clusterapi.Client) (strin
 // joinservice waits until a joinservice answers on one of the first machine's addresses, and appraises it as a
 // joining machine does.
 func (i *initializer) joinservice(ctx context.Context) (string, error) {
+	m := i.dir().FirstMachine
+	return i.askAny(ctx, i.servers(m.ID, m.Addresses))
+}
+
+// askAny asks one after the other, until one answers.
+func (i *initializer) askAny(ctx context.Context, at []server) (string, error) {
 	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
 	defer cancel()
-	m := i.dir().FirstMachine
-	var at string
-	next := 0
+	next := -1
 	err := i.retry(ctx, func() error {
-		at = net.JoinHostPort(m.Addresses[next%len(m.Addresses)], strconv.Itoa(i.Values.JoinPort()))
-		next++
-		return i.askJoinservice(ctx, at, m.ID)
+		next = (next + 1) % len(at)
+		return i.askJoinservice(ctx, at[next].addr, at[next].machine)
 	})
-	return at, err
+	if err != nil {
+		return "", err
+	}
+	return at[next].addr, nil
 }
 
 func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {

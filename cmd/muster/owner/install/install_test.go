@@ -77,7 +77,7 @@ func daemonSets(ctx context.Context, api appsclient.DaemonSetInterface) error {
 // TestInitMakesACluster runs all of init against a real API server: the connection to the machine breaks once, and
 // everything is repeated.
 func TestInitMakesACluster(t *testing.T) {
-	ownertest.Fresh(t)
+	bare(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*ownertest.Patience)
 	defer cancel()
 	ca := attesttest.NewCA(t)
@@ -162,6 +162,7 @@ items:
 	}
 	checkAdmission(t)
 	checkRest(t, o, m)
+	checkAgain(t, o, cfg, ca, m)
 	checkUpgrade(t, o, cfg.DialContext)
 }
 
@@ -428,6 +429,7 @@ func refuseNext(ctx context.Context, setStatus func(func(*v1alpha1.AttestationPo
 }
 
 func TestAnAddressOutsideThePolicyStopsTheInstall(t *testing.T) {
+	bare(t)
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	f := ownertest.ServeFirst(t, m, ownertest.Succeed(m, ownertest.Kubeconfig(t), func(r *initv1.InitResult) { r.Addresses = []string{"203.0.113.5"} }))

@@ -143,8 +143,8 @@ func (i *initializer) acceptBackup(ctx context.Context, cfg RestoreConfig, info 
 	if err := i.lost(ctx); err != nil {
 		return "", err
 	}
-	if m := i.dir().FirstMachine; cfg.StartOver && i.dir().Restore != nil && m != nil {
-		info.Since = append(info.Since, fmt.Sprintf("An earlier run used machine %s, which may have the cluster's keys: power it off, and erase its state disk.", m.ID))
+	for _, m := range i.dir().Asked() {
+		info.Since = append(info.Since, fmt.Sprintf("An earlier run used machine %s (%s), which may have the cluster's keys: power it off, and erase its state disk.", m.ID, m.NodeName))
 	}
 	for _, l := range info.Lines() {
 		i.Report.Update(l)
@@ -168,7 +168,7 @@ func (i *initializer) beginRestore(cfg RestoreConfig, info *backups.BackupInfo) 
 	c := i.dir()
 	r := &ownerdir.Restore{Former: c.FirstMachine, FormerEndpoint: c.Endpoint}
 	if c.Restore != nil {
-		r = &ownerdir.Restore{Former: c.Restore.Former, FormerEndpoint: c.Restore.FormerEndpoint, Ended: c.Restore.Ended}
+		r = &ownerdir.Restore{Former: c.Restore.Former, FormerEndpoint: c.Restore.FormerEndpoint, Ended: c.Restore.Ended, Asked: c.Asked()}
 	}
 	r.SHA256, r.Epoch = info.SHA256, info.Epoch
 	c.Restore = r
@@ -239,8 +239,18 @@ func (i *initializer) freeMachine(ctx context.Context, m *backup.Manifest, known
 			}
 		}
 		i.checked = &checked{id, name}
-		return name, nil
+		return name, i.renamed(name)
 	})
+}
+
+// renamed records, before anything is sent, a new name of the machine that got the request: the restored cluster is recognized by its node's name.
+func (i *initializer) renamed(name string) error {
+	c := i.dir()
+	if c.Stage != ownerdir.StageRequested || c.FirstMachine.NodeName == name {
+		return nil
+	}
+	c.Restore.Asked, c.FirstMachine.NodeName = c.Asked(), name
+	return i.Dir.Save(c)
 }
 
 // reinstall enrolls the machine, lets the services start there, and completes the restore.

@@ -182,6 +182,29 @@ func TestAReplacementDoesNotLiftALaterBan(t *testing.T) {
 	}
 }
 
+// A ban that the plan did not show is not taken for that of the command, which ends with it.
+func TestABanAfterThePlanStays(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	for i, to := range []*clusterapi.Replacement{{MachineID: attest.MachineID{50}.String()}, nil} {
+		name := []string{"replaced", "forgotten"}[i]
+		machine := l.Node(t, name, byte(48+i), v1alpha1.RoleWorker).Machine
+		d := plan(ctx, t, l.Owned, name, to)
+		if err := d.kube.SetBanned(ctx, d.found, true); err != nil {
+			t.Fatal(err)
+		}
+		_, err := d.Do(ctx, func(string) {})
+		if n := ownertest.EnrollmentOf(t, name); err == nil || !strings.Contains(err.Error(), "banned it meanwhile") || !n.Spec.Banned || n.Annotations[v1alpha1.KeepNode] != "" || n.Spec.MachineID != machine.String() {
+			t.Errorf("%v; %+v", err, n.Spec)
+		}
+		leave(ctx, t, l.Owned, name, to) // by a plan that shows the ban
+	}
+	if n := ownertest.EnrollmentOf(t, "replaced"); n.Spec.Banned || n.Spec.MachineID != (attest.MachineID{50}).String() {
+		t.Errorf("%+v", n.Spec)
+	}
+}
+
 // J4: an interrupted forget has revoked the machine's certificates, and its kubelet could write nothing after the ban.
 func TestTheBanOfAnInterruptedForgetIsNotLifted(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)

@@ -86,10 +86,30 @@ type Restore struct {
 	// Former is the previous first machine, FormerEndpoint the address of its init server: an abandoned restore puts them back.
 	Former         *Machine `json:"former,omitempty"`
 	FormerEndpoint string   `json:"formerEndpoint,omitempty"`
+	// Asked are the machines that earlier runs of this restore sent a request to, and the present machine with the names that it had before. They may have the cluster's keys.
+	Asked []Asked `json:"asked,omitempty"`
 	// Ended reports whether a machine has become the first control plane of the restored cluster; then the restore can't be abandoned.
 	Ended bool `json:"ended,omitempty"`
 	// Listed reports whether the folder's policy lists the restored machine as its only control plane.
 	Listed bool `json:"listed,omitempty"`
+}
+
+// Asked is a machine that a restore has asked to become the first control plane.
+type Asked struct {
+	ID       attest.MachineID `json:"id"`
+	NodeName string           `json:"nodeName,omitempty"`
+}
+
+// Asked returns the machines that the restore has asked, with all names that they had; none if nothing was sent.
+func (c Cluster) Asked() (out []Asked) {
+	if c.Restore == nil {
+		return nil
+	}
+	out = slices.Clone(c.Restore.Asked)
+	if m := c.FirstMachine; m != nil && !slices.Contains(out, Asked{m.ID, m.NodeName}) {
+		out = append(out, Asked{m.ID, m.NodeName})
+	}
+	return out
 }
 
 // Machine is the first machine with the owner's verdict.

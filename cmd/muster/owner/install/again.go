@@ -1,0 +1,137 @@
+package install
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/trust/attest"
+)
+
+// compare reports whether the cluster has the folder's policy already. It refuses a folder whose policy or owner's keys are not those of the cluster: an old
+// copy of the folder would bring back what was revoked since, and an edited policy is put in force by muster policy apply, which compares it with the nodes.
+func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client) (bool, error) {
+	if err := i.listFirst(); err != nil { // A7
+		return false, err
+	}
+	have, err := kube.Policy(ctx)
+	gone := clusterapi.Absent(err)
+	if err != nil && !gone {
+		return false, err
+	}
+	if !gone || i.dir().Stage == ownerdir.StageInstalled {
+		if err := i.compareKeys(kube); err != nil {
+			return false, err
+		}
+	}
+	if gone {
+		known, err := i.Dir.Known()
+		if err != nil {
+			return false, err
+		}
+		return false, policies.Current(i.Dir, known, i.policy, i.json)
+	}
+	owner, err := i.Dir.OwnerKeys()
+	if err != nil {
+		return false, err
+	}
+	if _, err := policies.OpenPolicy(have, owner); err != nil || have.Spec.Policy != string(i.json) {
+		err := attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "%s, of serial %d, is not the policy that the cluster has", i.Dir.File(ownerdir.PolicyFile), i.policy.Serial())
+		return false, problem.WithRemedy(err, "The cluster's policy and Muster's services were not changed. If this folder is an older copy, use the newest. If you have edited the policy: muster policy apply --directory "+i.Dir.Path()+", then run this command again.")
+	}
+	return true, nil
+}
+
+// compareKeys refuses a folder whose owner's keys are not those that the cluster's services accept.
+func (i *initializer) compareKeys(kube *clusterapi.Client) error {
+	r, err := kube.Release(i.Log)
+	if err != nil || r == nil {
+		return err
+	}
+	owner, err := i.Dir.OwnerKeys()
+	if err != nil {
+		return err
+	}
+	have, own := slices.Sorted(slices.Values(clusterapi.OwnerKeys(r))), slices.Sorted(slices.Values(owner.Strings()))
+	if slices.Equal(have, own) {
+		return nil
+	}
+	err = attest.Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the services of this cluster accept the owner's keys %s, and %s has %s", strings.Join(have, ", "), i.Dir.Path(), strings.Join(own, ", "))
+	return problem.WithRemedy(err, "The cluster's policy and Muster's services were not changed. If this folder is an older copy, use the newest: the services would accept a key again that was replaced. If muster rotate owner-key was interrupted, run it again.")
+}
+
+// hasFirst reports whether the first machine is still enrolled and may serve: it may have been banned, forgotten or replaced.
+func (i *initializer) hasFirst(ctx context.Context, kube *clusterapi.Client) (bool, error) {
+	m := i.dir().FirstMachine
+	all, err := kube.Enrollments(ctx)
+	return slices.ContainsFunc(all, func(n v1alpha1.AttestedNode) bool {
+		return n.Name == m.NodeName && n.Spec.MachineID == m.ID.String() && n.Spec.Role == v1alpha1.RoleControlPlane && !n.ShutOut()
+	}), err
+}
+
+// keepFirst says so if the first machine is not enrolled any more, and changes nothing: an enrollment gives a machine its disk's key (J2), so that a machine
+// that was banned or forgotten would come back.
+func (i *initializer) keepFirst(ctx context.Context, kube *clusterapi.Client) error {
+	has, err := i.hasFirst(ctx, kube)
+	if err != nil || has {
+		return err
+	}
+	c := i.dir()
+	i.Report.Update(c.FirstMachine.NodeName + " is banned, or not enrolled with the first machine any more: it stays so")
+	if c.ControlPlanes[c.FirstMachine.NodeName] == c.FirstMachine.ID {
+		i.Report.Update(fmt.Sprintf("your folder records it as a control plane: if its enrollment was lost, muster enroll %s --role control-plane --machine-id %s", c.FirstMachine.NodeName, c.FirstMachine.ID))
+	}
+	return nil
+}
+
+// anyJoinservice waits until the joinservice of a control plane answers, as [initializer.joinservice] does for the first machine, which may be gone. Only
+// control planes that the owner's policy lists are asked (A7).
+func (i *initializer) anyJoinservice(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	has, err := i.hasFirst(ctx, kube)
+	if err != nil {
+		return "", err
+	}
+	var at []server
+	if has {
+		at = i.servers(i.dir().FirstMachine.ID, i.dir().FirstMachine.Addresses)
+	}
+	planes, err := kube.ControlPlanes(ctx)
+	if err != nil && !has {
+		return "", err
+	}
+	for _, p := range planes {
+		id, err := attest.ParseMachineID(p.MachineID)
+		if err != nil {
+			return "", fmt.Errorf("enrollment of %s: %w", p.Name, err)
+		}
+		if i.policy.MayServe(id) == nil {
+			at = append(at, i.servers(id, p.Addresses)...)
+		}
+	}
+	if len(at) == 0 {
+		return "", attest.Refuse(attestv1.Reason_REASON_SERVER_NOT_LISTED, "the policy lists no control plane of the cluster")
+	}
+	return i.askAny(ctx, at)
+}
+
+// server is where a machine's joinservice should answer.
+type server struct {
+	addr    string
+	machine attest.MachineID
+}
+
+func (i *initializer) servers(id attest.MachineID, addresses []string) (out []server) {
+	for _, a := range addresses {
+		out = append(out, server{net.JoinHostPort(a, strconv.Itoa(i.Values.JoinPort())), id})
+	}
+	return out
+}
