@@ -63,17 +63,17 @@ type policyChange struct {
 	what func(p *attest.Policy) string
 }
 
-// duePolicy is a change that is to be made: the policies of the folder and of the cluster.
+// duePolicy is a change that is to be made.
 type duePolicy struct {
+	// text is the folder's policy with the change; nil: the folder has it already.
 	text []byte
-	p    *attest.Policy
-	// ours reports that the folder's policy has the change.
-	ours bool
+	// have is the cluster's policy.
 	have *v1alpha1.AttestationPolicy
 }
 
 // due compares the change with the folder and the cluster; nil: both have it. The two policies must differ in nothing else: muster policy apply compares
-// with the nodes what an owner has edited, and a policyChange does not.
+// with the nodes what an owner has edited, and a policyChange does not. So the cluster's policy must be one that the owner has signed: others can write there
+// what the owner has edited. What [policyChange.apply] would refuse is refused here, before a command changes anything else.
 func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) (*duePolicy, error) {
 	text, p, json, err := FolderPolicy(d)
 	if err != nil {
@@ -86,9 +86,16 @@ func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi
 	if err != nil {
 		return nil, err
 	}
+	if err := signsForServices(d, kube); err != nil {
+		return nil, err
+	}
 	theirs := &attest.Policy{} // lists no control plane
 	if have.Spec.Policy != "" {
-		if theirs, err = attest.ParsePolicy([]byte(have.Spec.Policy)); err != nil {
+		public, err := d.OwnerKeys()
+		if err != nil {
+			return nil, err
+		}
+		if theirs, err = OpenPolicy(have, public); err != nil {
 			return nil, fmt.Errorf("the cluster's policy: %w", err)
 		}
 	}
@@ -100,25 +107,32 @@ func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi
 	if err != nil || ours && sent {
 		return nil, err
 	}
-	out := &duePolicy{text: text, p: p, ours: ours, have: have}
-	if have.Spec.Policy == "" {
-		return out, nil
+	signed, err := SignedSerial(d, have)
+	if err != nil {
+		return nil, err
 	}
-	same := have.Spec.Policy == string(json)
+	if have.Spec.Policy != "" {
+		same := have.Spec.Policy == string(json)
+		if ours {
+			changed, err := c.edit([]byte(have.Spec.Policy), p.Serial())
+			if err != nil {
+				return nil, err
+			}
+			if same, err = policyfile.SameRules(text, changed); err != nil {
+				return nil, err
+			}
+		}
+		if !same {
+			return nil, problem.WithRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed by this command", d.File(ownerdir.PolicyFile)),
+				"Nothing was changed. Run muster policy apply first, if you have finished editing it, or undo what you have edited. If apply says SERVER_NOT_LISTED of a control plane that this command lets go, keep it listed until this command removes it.")
+		}
+	}
 	if ours {
-		changed, err := c.edit([]byte(have.Spec.Policy), p.Serial())
-		if err != nil {
-			return nil, err
-		}
-		if same, err = policyfile.SameRules(text, changed); err != nil {
-			return nil, err
-		}
+		return &duePolicy{have: have}, Higher(d, have, p, string(json), d.File(ownerdir.PolicyFile))
 	}
-	if !same {
-		return nil, problem.WithRemedy(fmt.Errorf("%s is not the policy that the cluster has, so it can't be changed by this command", d.File(ownerdir.PolicyFile)),
-			"Nothing was changed. Run muster policy apply first, if you have finished editing it, or undo what you have edited. If apply says SERVER_NOT_LISTED of a control plane that this command lets go, keep it listed until this command removes it.")
-	}
-	return out, nil
+	out := &duePolicy{have: have}
+	out.text, err = c.edit(text, max(p.Serial(), signed)+1)
+	return out, err
 }
 
 // apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an
@@ -129,20 +143,9 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	if err != nil || due == nil {
 		return err
 	}
-	if err := signsForServices(d, kube); err != nil { // before the folder's policy is changed, too
-		return err
-	}
-	text, p, have := due.text, due.p, due.have
-	if !due.ours {
-		signed, err := SignedSerial(d, have)
-		if err != nil {
-			return err
-		}
-		serial := max(p.Serial(), signed) + 1
-		if text, err = c.edit(text, serial); err != nil {
-			return err
-		}
-		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
+	have := due.have
+	if due.text != nil {
+		if err := d.Write(ownerdir.PolicyFile, due.text); err != nil { // B3: before it is sent
 			return err
 		}
 	}
@@ -240,7 +243,32 @@ func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 
 // OpenPolicy verifies the owner's signature of the cluster's policy.
 func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy, error) {
-	return signedpolicy.Open(have, owner)
+	p, err := signedpolicy.Open(have, owner)
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE {
+		err = problem.WithRemedy(err, clusterapi.ForeignPolicyRemedy)
+	}
+	return p, err
+}
+
+// lastSigned returns the newest policy that the owner has signed, as far as the cluster and known.json have it; nil: none. With one of another key in the
+// cluster, no change of the owner's policy is compared.
+func lastSigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (json []byte, err error) {
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return nil, err
+	}
+	var serial uint64
+	if p, err := OpenPolicy(have, public); err == nil {
+		json, serial = []byte(have.Spec.Policy), p.Serial()
+	}
+	known, err := d.Known()
+	if err != nil {
+		return nil, err
+	}
+	if p, err := known.Policy.Open(public); err == nil && p.Serial() > serial {
+		json = []byte(known.Policy.JSON)
+	}
+	return json, nil
 }
 
 // PolicyOf describes the policy of an epoch.
