@@ -1,17 +1,23 @@
 package doctor
 
 import (
+	"os"
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protojson"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/policyfile"
+	"github.com/muster-k8s/muster/trust/attest"
 )
 
 // describes returns a harm that changes the upgrade in the cluster's description.
@@ -39,6 +45,29 @@ func (p *patient) inForce() []harm {
 				a.Status.Insecure = []string{"anyMachine"}
 			})
 			return p.healthy
+		}},
+		{CheckPolicy, checkup.Fail, "the cluster's policy: POLICY_INVALID: policy: controlPlanes lists machine", "", func(t *testing.T) func(*testing.T) {
+			t.Helper()
+			text, err := p.dir.Read(ownerdir.PolicyFile)
+			try(t, err)
+			key, err := p.dir.OwnerKey()
+			try(t, err)
+			json, err := policyfile.ToJSON(text)
+			try(t, err)
+			policy := &attestv1.Policy{}
+			try(t, protojson.Unmarshal(json, policy))
+			policy.Serial, policy.ControlPlanes = 2, append(policy.ControlPlanes, policy.ControlPlanes...)
+			twice, err := protojson.Marshal(policy)
+			try(t, err, p.kube.PutPolicy(t.Context(), attest.SignPolicy(key, twice)))
+			r := p.examine(t)
+			if !found(r, CheckKnown, checkup.OK, "") || !found(r, CheckOwnerKey, checkup.OK, "") {
+				t.Errorf("its state is not recorded: %+v", r.Findings)
+			}
+			return func(t *testing.T) {
+				t.Helper()
+				try(t, p.kube.PutPolicy(t.Context(), attest.SignPolicy(key, json)), os.Remove(p.dir.File(ownerdir.KnownFile)))
+				p.healthy(t)
+			}
 		}},
 		{CheckNodes, checkup.Warn, "its kubelet has not renewed that for 1h", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()

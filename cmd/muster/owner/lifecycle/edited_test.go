@@ -145,10 +145,7 @@ func TestAnEditIsNotPutInForceThroughAForeignPolicy(t *testing.T) {
 	if err := e.Write(ownerdir.PolicyFile, e.edited); err != nil {
 		t.Fatal(err)
 	}
-	foreign := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
-	if err := e.kube.PutPolicy(e.ctx, attest.SignPolicy(foreign, e.edited)); err != nil {
-		t.Fatal(err)
-	}
+	e.put(t, ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)), e.edited)
 	e.refuses(t, "POLICY_SIGNATURE", "the cluster's policy", "Run muster policy apply")
 	e.signs(t, e.edited) // the owner has applied it
 	if _, err := PlanForget(e.ctx, e.Dir, "cp2", true, false); err != nil {
@@ -255,8 +252,18 @@ func newEdited(t *testing.T) *edited {
 func (e *edited) signs(t *testing.T, json []byte) {
 	t.Helper()
 	key, err := e.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.put(t, key, json)
+}
+
+// put has the cluster have a policy that a key has signed.
+func (e *edited) put(t *testing.T, by ed25519.PrivateKey, text []byte) {
+	t.Helper()
+	json, err := policyfile.ToJSON(text)
 	if err == nil {
-		err = e.kube.PutPolicy(e.ctx, attest.SignPolicy(key, json))
+		err = e.kube.PutPolicy(e.ctx, attest.SignPolicy(by, json))
 	}
 	if err != nil {
 		t.Fatal(err)

@@ -110,11 +110,11 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err := MustList(ctx, d, kube, p, leaveOut); err != nil {
 		return nil, err
 	}
-	last, err := lastSigned(d, have)
+	_, last, err := lastSigned(d, have)
 	if err != nil {
 		return nil, err
 	}
-	open, err := policyfile.OpenedLists(last, signed.GetPolicy())
+	open, err := policyfile.OpenedLists([]byte(last), signed.GetPolicy())
 	if err != nil {
 		return nil, err
 	}

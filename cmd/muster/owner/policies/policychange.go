@@ -28,15 +28,15 @@ func Current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []by
 	if err != nil {
 		return err
 	}
-	last, err := known.Policy.Open(public)
+	last, err := known.Policy.Serial(public)
 	if err != nil {
 		return fmt.Errorf("known.json: %w", err)
 	}
-	if p.Serial() > last.Serial() || p.Serial() == last.Serial() && string(json) == known.Policy.JSON {
+	if p.Serial() > last || p.Serial() == last && string(json) == known.Policy.JSON {
 		return nil
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the one that the cluster had last, of serial %d, says something else", p.Serial(), last.Serial()),
-		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last.Serial()+1))
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the one that the cluster had last, of serial %d, says something else", p.Serial(), last),
+		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last+1))
 }
 
 // InForceTimeout limits the wait until the services apply a changed policy.
@@ -209,7 +209,7 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 	if err != nil {
 		return err
 	}
-	if _, foreign := OpenPolicy(have, public); foreign != nil && known.Policy.JSON == json {
+	if _, foreign := signedpolicy.Serial(have, public); foreign != nil && known.Policy.JSON == json {
 		return nil
 	}
 	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d says something else", p.Serial(), signed)
@@ -219,20 +219,9 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 // SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. The status of the
 // cluster's policy is not signed: if a serial from there were signed, it could be the highest of all, and no policy could follow.
 func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
-	public, err := d.OwnerKeys()
+	serial, _, err := lastSigned(d, have)
 	if err != nil {
 		return 0, err
-	}
-	var serial uint64
-	if p, err := OpenPolicy(have, public); err == nil {
-		serial = p.Serial()
-	}
-	known, err := d.Known()
-	if err != nil {
-		return 0, err
-	}
-	if p, err := known.Policy.Open(public); err == nil {
-		serial = max(serial, p.Serial())
 	}
 	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
 		return 0, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status says that a policy of serial %d was in force, and the newest with the owner's signature, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
@@ -241,34 +230,39 @@ func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 	return serial, nil
 }
 
-// OpenPolicy verifies the owner's signature of the cluster's policy.
+// OpenPolicy verifies the owner's signature of the cluster's policy. The remedy for POLICY_INVALID is for a policy that another version has accepted.
 func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy, error) {
 	p, err := signedpolicy.Open(have, owner)
-	if attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE {
+	switch attest.ReasonOf(err) {
+	case attestv1.Reason_REASON_POLICY_SIGNATURE:
 		err = problem.WithRemedy(err, clusterapi.ForeignPolicyRemedy)
+	case attestv1.Reason_REASON_POLICY_INVALID:
+		err = problem.WithRemedy(err, RefusedPolicyRemedy)
 	}
 	return p, err
 }
 
-// lastSigned returns the newest policy that the owner has signed, as far as the cluster and known.json have it; nil: none. With one of another key in the
-// cluster, no change of the owner's policy is compared.
-func lastSigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (json []byte, err error) {
+// RefusedPolicyRemedy is the remedy for a policy in the cluster that the owner has signed, and that this version of muster refuses.
+const RefusedPolicyRemedy = "Another version of muster has accepted this policy. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply."
+
+// lastSigned returns the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. It may be one that this version
+// refuses. What another key has signed is none: no change of the owner's policy is compared with it.
+func lastSigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (serial uint64, json string, err error) {
 	public, err := d.OwnerKeys()
 	if err != nil {
-		return nil, err
-	}
-	var serial uint64
-	if p, err := OpenPolicy(have, public); err == nil {
-		json, serial = []byte(have.Spec.Policy), p.Serial()
+		return 0, "", err
 	}
 	known, err := d.Known()
 	if err != nil {
-		return nil, err
+		return 0, "", err
 	}
-	if p, err := known.Policy.Open(public); err == nil && p.Serial() > serial {
-		json = []byte(known.Policy.JSON)
+	if n, err := signedpolicy.Serial(have, public); err == nil {
+		serial, json = n, have.Spec.Policy
 	}
-	return json, nil
+	if n, err := known.Policy.Serial(public); err == nil && n > serial {
+		serial, json = n, known.Policy.JSON
+	}
+	return serial, json, nil
 }
 
 // PolicyOf describes the policy of an epoch.

@@ -169,7 +169,7 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	if err != nil {
 		return "", err
 	}
-	if _, err := OpenPolicy(have, public); err != nil {
+	if _, err := OpenPolicy(have, public); err != nil && attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID { // one that this version refuses can be shown
 		return "", fmt.Errorf("the cluster's policy: %w", err)
 	}
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
