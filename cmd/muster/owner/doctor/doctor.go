@@ -141,6 +141,8 @@ func (d *doctor) folder() bool {
 	}
 	if _, err := dir.Known(); errors.Is(err, ownerdir.ErrUnreadable) {
 		d.Err(CheckFolder, recovery.UnreadableRemedy, err)
+	} else if err != nil { // a recovery and the checks that need it can't read it, either
+		d.Err(CheckFolder, "Use the version of muster that has written it, or a newer one.", err)
 	}
 	switch c := dir.Cluster(); {
 	case c.Restore != nil:
