@@ -153,6 +153,34 @@ func TestAnEditIsNotPutInForceThroughAForeignPolicy(t *testing.T) {
 	}
 }
 
+// Without a policy in the cluster, the last one of known.json is compared, and muster policy apply puts one there.
+func TestAnEditIsNotPutInForceAfterThePolicyWasDeleted(t *testing.T) {
+	e := newEdited(t)
+	key, err := e.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.Remembers(t, e.before, key, nil)
+	if err := ownertest.Shared.Client.Delete(e.ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Write(ownerdir.PolicyFile, e.edited); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := PlanForget(e.ctx, e.Dir, "cp2", true, false); err == nil || !strings.Contains(problem.Remedy(err), "Run muster policy apply first") {
+		t.Errorf("%v: %s", err, problem.Remedy(err))
+	}
+	if plan, err := policies.PlanPolicy(e.ctx, e.Dir, e.edited); err != nil || len(plan.Refused) != 1 || plan.Refused[0].Node != "old1" {
+		t.Errorf("%+v, %v", plan, err)
+	}
+	if err := e.Write(ownerdir.PolicyFile, e.before); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := PlanForget(e.ctx, e.Dir, "cp2", true, false); err != nil {
+		t.Error(err, problem.Remedy(err))
+	}
+}
+
 // The etcd member goes before the policy is changed: what prevents that change must be noticed before.
 func TestAPlanRefusesAsTheChangeOfThePolicy(t *testing.T) {
 	e := newEdited(t)

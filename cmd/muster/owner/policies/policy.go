@@ -93,7 +93,7 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err != nil {
 		return nil, err
 	}
-	have, err := kube.Policy(ctx)
+	have, err := clusterPolicy(ctx, kube)
 	if err != nil {
 		return nil, err
 	}

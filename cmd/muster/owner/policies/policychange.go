@@ -53,6 +53,15 @@ func FolderPolicy(d *ownerdir.Dir) (text []byte, p *attest.Policy, json []byte, 
 	return text, p, json, nil
 }
 
+// clusterPolicy reads the cluster's policy; it is empty if there is none.
+func clusterPolicy(ctx context.Context, kube *clusterapi.Client) (*v1alpha1.AttestationPolicy, error) {
+	have, err := kube.Policy(ctx)
+	if clusterapi.Absent(err) {
+		return &v1alpha1.AttestationPolicy{}, nil
+	}
+	return have, err
+}
+
 // policyChange is a change of the owner's policy that a command makes.
 type policyChange struct {
 	// done reports whether a policy has the change already; text is nil if the cluster has no policy.
@@ -79,10 +88,7 @@ func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi
 	if err != nil {
 		return nil, err
 	}
-	have, err := kube.Policy(ctx)
-	if clusterapi.Absent(err) {
-		have, err = &v1alpha1.AttestationPolicy{}, nil
-	}
+	have, err := clusterPolicy(ctx, kube)
 	if err != nil {
 		return nil, err
 	}
@@ -111,10 +117,16 @@ func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi
 	if err != nil {
 		return nil, err
 	}
-	if have.Spec.Policy != "" {
-		same := have.Spec.Policy == string(json)
+	before := have.Spec.Policy
+	if before == "" { // somebody may have deleted it
+		if _, before, err = lastSigned(d, have); err != nil {
+			return nil, err
+		}
+	}
+	if before != "" {
+		same := before == string(json)
 		if ours {
-			changed, err := c.edit([]byte(have.Spec.Policy), p.Serial())
+			changed, err := c.edit([]byte(before), p.Serial())
 			if err != nil {
 				return nil, err
 			}
