@@ -43,7 +43,7 @@ func TestAPolicyThatOnlyAnotherVersionAcceptsIsReplaced(t *testing.T) {
 		t.Errorf("its state is not recorded: %v: %s", err, problem.Remedy(err))
 	}
 	if known, err := e.Known(); err != nil || known.Policy.JSON != p.Spec.Policy {
-		t.Errorf("%+v, %v", known.Policy, err)
+		t.Errorf("%+v, %v", known, err)
 	}
 	e.refuses(t, "POLICY_INVALID", "twice", "increase serial, and run muster policy apply")
 
