@@ -306,7 +306,10 @@ func (e *edited) refuses(t *testing.T, reason, says, remedy string) {
 		t.Fatal(err)
 	}
 	_, err = PlanForget(e.ctx, e.Dir, "cp2", true, false)
-	if p := problem.Explain(err); err == nil || p.Reason != reason || !strings.Contains(p.Message, says) || !strings.Contains(p.Remedy, remedy) {
+	if err == nil {
+		t.Fatalf("it is not refused, want %s: %s", reason, says)
+	}
+	if p := problem.Explain(err); p.Reason != reason || !strings.Contains(p.Message, says) || !strings.Contains(p.Remedy, remedy) {
 		t.Errorf("%v, %+v, want %s: %s; %s", err, p, reason, says, remedy)
 	}
 	if now, err := e.kube.Policy(e.ctx); err != nil || now.Generation != before.Generation {
