@@ -130,6 +130,37 @@ func TestOpenPolicy(t *testing.T) {
 			if _, err := OpenPolicy(tt.keys, tt.s); ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE {
 				t.Errorf("error %v", err)
 			}
+			if n, err := OpenSerial(tt.keys, tt.s); ReasonOf(err) != attestv1.Reason_REASON_POLICY_SIGNATURE || n != 0 {
+				t.Errorf("its serial is %d, error %v", n, err)
+			}
 		})
+	}
+}
+
+// B7: what another version has accepted counts, whatever this one refuses in it.
+func TestTheSerialOfAPolicyThatThisVersionRefuses(t *testing.T) {
+	pub, priv, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	twice := MachineID{1}.String()
+	for name, tt := range map[string]struct {
+		json string
+		want uint64 // 0: it has none
+	}{
+		"a list with an ID twice":      {`{"version": 2, "serial": "7", "controlPlanes": ["` + twice + `", "` + twice + `"]}`, 7},
+		"a later version":              {`{"version": 3, "serial": 8, "later": {"a": [1]}}`, 8},
+		"no serial":                    {`{"version": 2}`, 0},
+		"no JSON":                      {`serial: 7`, 0},
+		"more bytes than a policy has": {`{"serial": 7` + strings.Repeat(" ", MaxPolicySize) + `}`, 0},
+	} {
+		s := SignPolicy(priv, []byte(tt.json))
+		if _, err := OpenPolicy(OwnerKeys{pub}, s); ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+			t.Errorf("%s: %v", name, err)
+		}
+		n, err := OpenSerial(OwnerKeys{pub}, s)
+		if n != tt.want || (err != nil) != (tt.want == 0) || err != nil && ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID {
+			t.Errorf("%s: serial %d, %v", name, n, err)
+		}
 	}
 }

@@ -166,7 +166,25 @@ func OpenPolicy(owner OwnerKeys, s *attestv1.SignedPolicy) (*Policy, error) {
 	return open(owner, s, policySigningInput(s.GetPolicy()))
 }
 
-func open(owner OwnerKeys, s *attestv1.SignedPolicy, input []byte) (*Policy, error) {
+// OpenSerial checks the signature as [OpenPolicy] does, and returns the policy's serial. It does not check the rest: a policy that another version of this
+// program has accepted, and this one refuses, still says which serials are older (B7). It refuses with POLICY_SIGNATURE, or with POLICY_INVALID if there is
+// no serial.
+func OpenSerial(owner OwnerKeys, s *attestv1.SignedPolicy) (uint64, error) {
+	if _, err := signerOf(owner, s, policySigningInput(s.GetPolicy())); err != nil {
+		return 0, err
+	}
+	m := &attestv1.Policy{}
+	if err := (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(s.GetPolicy(), m); err != nil {
+		return 0, invalid("%w", err)
+	}
+	if m.GetSerial() == 0 {
+		return 0, invalid("serial is missing")
+	}
+	return m.GetSerial(), nil
+}
+
+// signerOf returns the owner's key that signed input.
+func signerOf(owner OwnerKeys, s *attestv1.SignedPolicy, input []byte) (ed25519.PublicKey, error) {
 	if len(owner) == 0 {
 		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "no public key of the owner is known here")
 	}
@@ -176,6 +194,14 @@ func open(owner OwnerKeys, s *attestv1.SignedPolicy, input []byte) (*Policy, err
 	signer := owner.Signer(input, s.GetSignature())
 	if signer == nil {
 		return nil, Refuse(attestv1.Reason_REASON_POLICY_SIGNATURE, "the policy is not signed by a key of the owner")
+	}
+	return signer, nil
+}
+
+func open(owner OwnerKeys, s *attestv1.SignedPolicy, input []byte) (*Policy, error) {
+	signer, err := signerOf(owner, s, input)
+	if err != nil {
+		return nil, err
 	}
 	p, err := ParsePolicy(s.GetPolicy())
 	if err != nil {

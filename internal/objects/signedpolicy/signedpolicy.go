@@ -27,3 +27,12 @@ func Open(p *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy
 	}
 	return attest.OpenPolicy(owner, signed)
 }
+
+// Serial returns the serial of a policy that a key of the owner has signed, also if this version refuses its content: see [attest.OpenSerial].
+func Serial(p *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (uint64, error) {
+	signed, err := Decode(p)
+	if err != nil {
+		return 0, err
+	}
+	return attest.OpenSerial(owner, signed)
+}

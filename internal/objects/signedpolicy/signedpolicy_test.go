@@ -37,5 +37,8 @@ func TestOnlyTheOwnersPolicyIsOpened(t *testing.T) {
 		if _, err := signedpolicy.Open(p, attest.OwnerKeys{public}); (err != nil) != (tt.want != 0) || err != nil && attest.ReasonOf(err) != tt.want {
 			t.Errorf("%s: %v", name, err)
 		}
+		if n, err := signedpolicy.Serial(p, attest.OwnerKeys{public}); (err != nil) != (tt.want != 0) || err != nil && attest.ReasonOf(err) != tt.want || err == nil && n != 1 {
+			t.Errorf("%s: serial %d, %v", name, n, err)
+		}
 	}
 }

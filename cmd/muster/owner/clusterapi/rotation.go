@@ -6,11 +6,13 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
@@ -23,13 +25,12 @@ import (
 // with another key. It first reads all names, and nothing else of the Secrets, because a list with writes between its pages takes longer than etcd
 // keeps its revision.
 func (c *Client) RewriteSecrets(ctx context.Context) (n int, err error) {
-	all := &metav1.PartialObjectMetadataList{}
-	all.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
-	if err := once(ctx, func(ctx context.Context) error { return c.client.List(ctx, all) }); err != nil {
+	names, err := c.secretNames(ctx)
+	if err != nil {
 		return 0, fmt.Errorf("list all Secrets: %w", err)
 	}
-	for i := range all.Items {
-		s := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: all.Items[i].Namespace, Name: all.Items[i].Name}}
+	for i, name := range names {
+		s := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Namespace: name.Namespace, Name: name.Name}}
 		s.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Secret"))
 		err := once(ctx, func(ctx context.Context) error {
 			return client.IgnoreNotFound(c.client.Patch(ctx, s, client.RawPatch(types.MergePatchType, []byte("{}"))))
@@ -38,11 +39,37 @@ func (c *Client) RewriteSecrets(ctx context.Context) (n int, err error) {
 			return i, fmt.Errorf("write Secret %s/%s again: %w", s.Namespace, s.Name, err)
 		}
 	}
-	return len(all.Items), nil
+	return len(names), nil
 }
 
-// tokensAtOnce limits the Secrets in memory.
-const tokensAtOnce = 100
+// secretsAtOnce limits the Secrets in memory. That many fit into one answer ([maxAnswer]), whatever tenants have put into them: etcd takes 1.5 MiB of each.
+const secretsAtOnce = 100
+
+// secretNames returns the names of all Secrets. Each page has an allowance of its own: tenants could fill one for all pages with their annotations.
+func (c *Client) secretNames(ctx context.Context) (names []types.NamespacedName, err error) {
+	next := ""
+	for range maxPages * pageSize / secretsAtOnce {
+		page := &metav1.PartialObjectMetadataList{}
+		page.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("SecretList"))
+		err := once(ctx, func(ctx context.Context) error {
+			return c.client.List(ctx, page, client.Limit(secretsAtOnce), client.Continue(next))
+		})
+		if s, ok := errors.AsType[*apierrors.StatusError](err); ok && apierrors.IsResourceExpired(err) && s.ErrStatus.Continue != "" {
+			next = s.ErrStatus.Continue // the rest, as it is now: what was made meanwhile is encrypted with the new key
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		for i := range page.Items {
+			names = append(names, types.NamespacedName{Namespace: page.Items[i].Namespace, Name: page.Items[i].Name})
+		}
+		if next = page.Continue; next == "" {
+			return names, nil
+		}
+	}
+	return nil, fmt.Errorf("the API server has more than %d pages of Secrets", maxPages*pageSize/secretsAtOnce)
+}
 
 // TokenSecrets returns the names of the Secrets with a service account's token that was signed by another key than the one with this ID. Such tokens
 // do not expire, and no controller recreates them.
@@ -51,7 +78,7 @@ func (c *Client) TokenSecrets(ctx context.Context, than string) (names []string,
 	for {
 		var list corev1.SecretList
 		err := once(ctx, func(ctx context.Context) error {
-			return c.client.List(ctx, &list, client.Limit(tokensAtOnce), client.Continue(next), client.MatchingFields{"type": string(corev1.SecretTypeServiceAccountToken)})
+			return c.client.List(ctx, &list, client.Limit(secretsAtOnce), client.Continue(next), client.MatchingFields{"type": string(corev1.SecretTypeServiceAccountToken)})
 		})
 		if err != nil {
 			return nil, err

@@ -46,7 +46,7 @@ func (d *doctor) disks(ctx context.Context) error {
 	}
 	known, err := d.dir.Known()
 	if err != nil {
-		known = &ownerdir.Known{} // CheckKnown reports the cause
+		known = &ownerdir.Known{} // the folder's check has reported it
 	}
 	var old []string
 	for _, disk := range all.Items {

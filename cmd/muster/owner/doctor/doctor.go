@@ -22,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/signedpolicy"
 	"github.com/muster-k8s/muster/internal/policyfile"
@@ -139,6 +140,8 @@ func (d *doctor) folder() bool {
 	}
 	if _, err := dir.Known(); errors.Is(err, ownerdir.ErrUnreadable) {
 		d.Err(CheckFolder, recovery.UnreadableRemedy, err)
+	} else if err != nil { // a recovery and the checks that need it can't read it, either
+		d.Err(CheckFolder, "Use the version of muster that has written it, or a newer one.", err)
 	}
 	switch c := dir.Cluster(); {
 	case c.Restore != nil:
@@ -297,6 +300,10 @@ func (d *doctor) known(ctx context.Context) error {
 
 func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKeys, other string) {
 	inForce, err := signedpolicy.Open(p, public)
+	if attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_INVALID { // signed, and refused by this version
+		d.Add(CheckPolicy, checkup.Fail, policies.RefusedPolicyRemedy, "the cluster's policy: %v", err)
+		return
+	}
 	if err != nil {
 		d.Add(CheckOwnerKey, checkup.Fail, other, "the cluster's policy: %v", err)
 		return

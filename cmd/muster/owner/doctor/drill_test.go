@@ -135,6 +135,7 @@ func testDrill(t *testing.T, p *patient) {
 			return os.WriteFile(path, []byte(strings.Replace(string(content), "10.0.0.0/8", "10.0.0.0/9", 1)), 0o600)
 		}), ""},
 		{"a damaged known.json", CheckFolder, "known.json: the file is damaged", p.file(ownerdir.KnownFile, write([]byte("{bad"))), CheckControlPlanes},
+		{"a known.json of another version", CheckFolder, "known.json: version 99 was written by another version of muster", p.file(ownerdir.KnownFile, write([]byte(`{"version": 99}`))), CheckControlPlanes},
 		{"a policy that would not accept the machines", CheckControlPlanes, "EK_UNTRUSTED", p.file(ownerdir.PolicyFile, write(attesttest.Policy(t, attesttest.NewCA(t), []*attesttest.Machine{tampered}))), ""},
 		{"no kubeconfig", CheckKubeconfig, "has no admin.conf yet", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) }), CheckRoot},
 		{"the Secret is gone", CheckRoot, "gone", deleted(namespaced(core.WithKind("Secret"), "muster-kms-root")), CheckDiskKeys},

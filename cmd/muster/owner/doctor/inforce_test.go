@@ -3,6 +3,7 @@ package doctor
 import (
 	"encoding/base64"
 	"log/slog"
+	"os"
 	"slices"
 	"testing"
 	"time"
@@ -19,6 +20,7 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -80,6 +82,29 @@ func (p *patient) inForce() []harm {
 			return p.healthy
 		}},
 		{CheckPolicy, checkup.Warn, "insecure.anyFirmware is on in the policy in force", "", p.hidden},
+		{CheckPolicy, checkup.Fail, "the cluster's policy: POLICY_INVALID: policy: controlPlanes lists machine", "", func(t *testing.T) func(*testing.T) {
+			t.Helper()
+			text, err := p.dir.Read(ownerdir.PolicyFile)
+			try(t, err)
+			key, err := p.dir.OwnerKey()
+			try(t, err)
+			json, err := policyfile.ToJSON(text)
+			try(t, err)
+			policy := &attestv1.Policy{}
+			try(t, protojson.Unmarshal(json, policy))
+			policy.Serial, policy.ControlPlanes = 2, append(policy.ControlPlanes, policy.ControlPlanes...)
+			twice, err := protojson.Marshal(policy)
+			try(t, err, p.kube.PutPolicy(t.Context(), attest.SignPolicy(key, twice)))
+			r := p.examine(t)
+			if !found(r, CheckKnown, checkup.OK, "") || !found(r, CheckOwnerKey, checkup.OK, "") {
+				t.Errorf("its state is not recorded: %+v", r.Findings)
+			}
+			return func(t *testing.T) {
+				t.Helper()
+				try(t, p.kube.PutPolicy(t.Context(), attest.SignPolicy(key, json)), os.Remove(p.dir.File(ownerdir.KnownFile)))
+				p.healthy(t)
+			}
+		}},
 		{CheckNodes, checkup.Warn, "its kubelet has not renewed its Lease for 1h", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()
 			change(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, true, func(n *corev1.Node) {

@@ -120,7 +120,7 @@ func (p *patient) rolledBack(t *testing.T) []harm {
 		}},
 		{CheckFolder, checkup.Warn, "a restore is unfinished", CheckKnown, p.restoring()},
 		{CheckKnown, checkup.Fail, "a restore is unfinished", CheckFolder, p.restoring()},
-		{CheckKnown, checkup.Warn, "known.json", "", p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.WriteFile(path, []byte(`{"version": 9}`), 0o600) })},
+		{CheckFolder, checkup.Fail, "known.json: version 9 was written by another version", "", p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.WriteFile(path, []byte(`{"version": 9}`), 0o600) })},
 	}
 }
 

@@ -171,14 +171,17 @@ func (u *upgrader) look(ctx context.Context) error {
 	case err != nil:
 		return err
 	}
-	if err := policies.MustList(ctx, u.Dir, u.kube, u.init.policy, u.LeaveOut); err != nil {
-		return err
-	}
 	public := u.OwnerKeys
 	if public == nil {
 		if public, err = u.Dir.OwnerKeys(); err != nil {
 			return err
 		}
+	}
+	if err := u.readsPolicy(ctx, public); err != nil {
+		return err
+	}
+	if err := policies.MustList(ctx, u.Dir, u.kube, u.init.policy, u.LeaveOut); err != nil {
+		return err
 	}
 	v := u.Values
 	v.OwnerKeys = slices.Sorted(slices.Values(public.Strings())) // sorted, because another order would restart the services
@@ -191,6 +194,21 @@ func (u *upgrader) look(ctx context.Context) error {
 		return err
 	}
 	*u.plan = *plan
+	return nil
+}
+
+// readsPolicy refuses an upgrade after which joinservice would refuse the cluster's policy, and so admit no machine: versions differ in what they accept.
+func (u *upgrader) readsPolicy(ctx context.Context, owner attest.OwnerKeys) error {
+	have, err := u.kube.Policy(ctx)
+	if clusterapi.Absent(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if _, err := policies.OpenPolicy(have, owner); err != nil { // A3
+		return problem.WithRemedy(fmt.Errorf("the services of this version would refuse the cluster's policy: %w", err), "Nothing was changed. "+problem.Remedy(err)+" Then repeat the command.")
+	}
 	return nil
 }
 

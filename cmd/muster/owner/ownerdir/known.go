@@ -105,9 +105,10 @@ type KnownFormer struct {
 	Node      string `json:"node,omitempty"`
 }
 
-// Open verifies the owner's signature and returns the policy. It refuses with POLICY_SIGNATURE or POLICY_INVALID.
-func (p KnownPolicy) Open(owner attest.OwnerKeys) (*attest.Policy, error) {
-	return attest.OpenPolicy(owner, &attestv1.SignedPolicy{Policy: []byte(p.JSON), Signature: p.Signature})
+// Serial verifies the owner's signature and returns the policy's serial: see [attest.OpenSerial]. The policy may be one that this version refuses: the cluster
+// had it before an upgrade.
+func (p KnownPolicy) Serial(owner attest.OwnerKeys) (uint64, error) {
+	return attest.OpenSerial(owner, &attestv1.SignedPolicy{Policy: []byte(p.JSON), Signature: p.Signature})
 }
 
 // OfMachine returns the enrollment of a machine.
@@ -187,19 +188,15 @@ func (k *Known) Older(seen *Known, owner attest.OwnerKeys) ([]string, error) {
 	}
 	var out []string
 	add := func(text string, args ...any) { out = append(out, fmt.Sprintf(text, args...)) }
-	had, err := k.Policy.Open(owner)
+	had, err := k.Policy.Serial(owner)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", KnownFile, err)
 	}
-	var serial uint64
-	p, err := seen.Policy.Open(owner)
-	if err == nil {
-		serial = p.Serial()
-	}
+	serial, err := seen.Policy.Serial(owner)
 	// A policy that another key has signed is not an earlier one; its signature is the problem.
 	foreign := seen.Policy.JSON != "" && attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE
-	if serial < had.Serial() && !foreign { // B7
-		add("its policy has the serial %d, but had %d before", serial, had.Serial())
+	if serial < had && !foreign { // B7
+		add("its policy has the serial %d, but had %d before", serial, had)
 	}
 	if seen.Epoch < k.Epoch { // B7: this also finds a join that was undone, which looks like a node that was forgotten
 		add("it is at epoch %d, but was at %d before", seen.Epoch, k.Epoch)

@@ -32,10 +32,10 @@ import (
 	"github.com/muster-k8s/muster/trust/keys"
 )
 
-// Remembers writes known.json as a command does that has connected to the cluster.
+// Remembers writes known.json as a command does that has connected to the cluster. The policy may be one that this version refuses.
 func (o *Owned) Remembers(t *testing.T, policy []byte, by ed25519.PrivateKey, nodes map[string]ownerdir.KnownNode) {
 	t.Helper()
-	_, json, err := policyfile.Parse(policy)
+	json, err := policyfile.ToJSON(policy)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,10 +5,12 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -44,8 +46,17 @@ func TestAWrongClockHidesNoRunningNode(t *testing.T) {
 	if plan, err := PlanPolicy(ctx, o.Dir, policy(2, next)); err != nil || len(plan.Refused) != 1 || plan.Refused[0].Node != "old1" {
 		t.Errorf("%+v, %v", plan, err)
 	}
-	// It attests while the preview waits.
-	answering, stop := context.WithCancel(ctx)
+	stop := answersPreview(ctx, t, "old1")
+	got, err := PreviewPolicy(ctx, o.Dir, policy(2, next), func(Preview) {})
+	stop()
+	if err != nil || len(got) != 1 || got[0].Node != "old1" || !got[0].Answered {
+		t.Errorf("%+v, %v", got, err)
+	}
+}
+
+// answersPreview has a node attest while a preview waits; stop ends that.
+func answersPreview(ctx context.Context, t *testing.T, name string) (stop func()) {
+	answering, cancel := context.WithCancel(ctx)
 	answered := make(chan struct{})
 	go func() {
 		defer close(answered)
@@ -56,19 +67,58 @@ func TestAWrongClockHidesNoRunningNode(t *testing.T) {
 			}
 			if _, text, there := strings.Cut(p.Annotations[v1alpha1.PolicyCandidate], " "); there {
 				n, sum := &v1alpha1.AttestedNode{}, sha256.Sum256([]byte(text))
-				ownertest.Change(answering, t, true, types.NamespacedName{Name: "old1"}, n, func() {
+				ownertest.Change(answering, t, true, types.NamespacedName{Name: name}, n, func() {
 					n.Status.Candidate = &v1alpha1.CandidateVerdict{Digest: hex.EncodeToString(sum[:]), Verdict: v1alpha1.Verdict{Reason: "POLICY_REFUSED", Time: metav1.Now()}}
 				})
 				return
 			}
 		}
 	}()
+	return func() { cancel(); <-answered }
+}
+
+// The joinservice that n1 attests to has the right time. The API server, and the joinservice that n2 attests to, are on a control plane whose clock is ahead.
+// The one that n3 attests to is behind; its kubelet is heard.
+func TestClocksOfControlPlanesHideNoRunningNode(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	o, old, next, policy := otherImages(ctx, t)
+	ownertest.Runs(t, "n1", old, 0)
+	ownertest.Runs(t, "n2", next, -20*time.Minute)
+	ownertest.Runs(t, "n3", old, 20*time.Minute)
+	ownertest.Create(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n3"}})
+	o.ServerClock(t, 20*time.Minute)
+	expels := func(want ...string) {
+		t.Helper()
+		plan, err := PlanPolicy(ctx, o.Dir, policy(2, next))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var names []string
+		for _, e := range plan.Refused {
+			names = append(names, e.Node)
+		}
+		if !slices.Equal(names, want) {
+			t.Errorf("it expels %q, want %q", names, want)
+		}
+	}
+	ownertest.NodeIs(t, "n3", false)
+	expels("n1")
+	ownertest.NodeIs(t, "n3", true)
+	expels("n1", "n3")
+	if err := ownertest.Shared.Client.Delete(ctx, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "n2"}}); err != nil {
+		t.Fatal(err)
+	}
+	stop1, stop3 := answersPreview(ctx, t, "n1"), answersPreview(ctx, t, "n3")
 	got, err := PreviewPolicy(ctx, o.Dir, policy(2, next), func(Preview) {})
-	stop()
-	<-answered
-	if err != nil || len(got) != 1 || got[0].Node != "old1" || !got[0].Answered {
+	stop1()
+	stop3()
+	if err != nil || len(got) != 2 || !got[0].Answered || !got[1].Answered {
 		t.Errorf("%+v, %v", got, err)
 	}
+	n3 := &v1alpha1.AttestedNode{}
+	ownertest.Change(ctx, t, false, types.NamespacedName{Name: "n3"}, n3, func() { n3.Spec.Banned = true })
+	expels("n1")
 }
 
 // If joinservice records nothing, which nodes run is not known: that must not mean that none does.

@@ -95,7 +95,7 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err != nil {
 		return nil, err
 	}
-	have, err := kube.Policy(ctx)
+	have, err := clusterPolicy(ctx, kube)
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +112,11 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 	if err := MustList(ctx, d, kube, p, leaveOut); err != nil {
 		return nil, err
 	}
-	open, err := policyfile.OpenedLists([]byte(have.Spec.Policy), signed.GetPolicy())
+	_, last, err := lastSigned(d, have)
+	if err != nil {
+		return nil, err
+	}
+	open, err := policyfile.OpenedLists([]byte(last), signed.GetPolicy())
 	if err != nil {
 		return nil, err
 	}

@@ -2,6 +2,7 @@ package policies
 
 import (
 	"context"
+	"crypto/ed25519"
 	"errors"
 	"slices"
 	"strings"
@@ -76,5 +77,28 @@ func TestAPolicyWhoseListBecameEmptyIsRefused(t *testing.T) {
 	stop()
 	if err := <-done; !errors.Is(err, context.Canceled) {
 		t.Errorf("after an interruption: %v", err)
+	}
+}
+
+// Whoever writes to the API chooses nothing with which an edited policy is compared.
+func TestAListThatBecameEmptyIsNoticedUnderAForeignPolicy(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	defer cancel()
+	a := newApproval(t)
+	key, err := a.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	listed, err := a.Read(ownerdir.PolicyFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.Remembers(t, listed, key, nil)
+	opened := attesttest.Policy(t, a.ca, []*attesttest.Machine{attesttest.NewMachine(t, a.ca, attesttest.Options{})}, func(p *attestv1.Policy) { p.Serial = 2 })
+	if err := a.kube.PutPolicy(ctx, attest.SignPolicy(ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)), opened)); err != nil {
+		t.Fatal(err)
+	}
+	if plan, err := PlanPolicy(ctx, a.Dir, opened); err != nil || !slices.Equal(plan.Opened, []string{machineIDs}) {
+		t.Errorf("%+v, %v", plan, err)
 	}
 }

@@ -28,15 +28,15 @@ func Current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []by
 	if err != nil {
 		return err
 	}
-	last, err := known.Policy.Open(public)
+	last, err := known.Policy.Serial(public)
 	if err != nil {
 		return fmt.Errorf("known.json: %w", err)
 	}
-	if p.Serial() > last.Serial() || p.Serial() == last.Serial() && string(json) == known.Policy.JSON {
+	if p.Serial() > last || p.Serial() == last && string(json) == known.Policy.JSON {
 		return nil
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the cluster's last known policy, of serial %d, has other contents", p.Serial(), last.Serial()),
-		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last.Serial()+1))
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the cluster's last known policy, of serial %d, has other contents", p.Serial(), last),
+		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last+1))
 }
 
 // InForceTimeout limits the wait until the services apply a changed policy.
@@ -53,6 +53,15 @@ func FolderPolicy(d *ownerdir.Dir) (text []byte, p *attest.Policy, json []byte, 
 	return text, p, json, nil
 }
 
+// clusterPolicy reads the cluster's policy; it is empty if there is none.
+func clusterPolicy(ctx context.Context, kube *clusterapi.Client) (*v1alpha1.AttestationPolicy, error) {
+	have, err := kube.Policy(ctx)
+	if clusterapi.Absent(err) {
+		return &v1alpha1.AttestationPolicy{}, nil
+	}
+	return have, err
+}
+
 // policyChange is a change of the owner's policy that a command makes.
 type policyChange struct {
 	// done reports whether a policy has the change already; text is nil if the cluster has no policy.
@@ -65,30 +74,34 @@ type policyChange struct {
 
 // duePolicy is a change to be made, with the policies of the folder and of the cluster.
 type duePolicy struct {
+	// text is the folder's policy with the change; nil if the folder has it already.
 	text []byte
-	p    *attest.Policy
-	// ours reports that the folder's policy has the change.
-	ours bool
+	// have is the cluster's policy.
 	have *v1alpha1.AttestationPolicy
 }
 
 // due compares the change with the folder and the cluster; nil if both have it. The two policies must not differ otherwise: only muster policy apply
-// compares an owner's edits with the running nodes, a policyChange does not.
+// compares an owner's edits with the running nodes, a policyChange does not. So the cluster's policy must be signed by the owner: others could write
+// the owner's edits there. due refuses everything that [policyChange.apply] would refuse, before a command changes anything else.
 func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) (*duePolicy, error) {
 	text, p, json, err := FolderPolicy(d)
 	if err != nil {
 		return nil, err
 	}
-	have, err := kube.Policy(ctx)
-	if clusterapi.Absent(err) {
-		have, err = &v1alpha1.AttestationPolicy{}, nil
-	}
+	have, err := clusterPolicy(ctx, kube)
 	if err != nil {
+		return nil, err
+	}
+	if err := signsForServices(d, kube); err != nil {
 		return nil, err
 	}
 	theirs := &attest.Policy{} // lists no control plane
 	if have.Spec.Policy != "" {
-		if theirs, err = attest.ParsePolicy([]byte(have.Spec.Policy)); err != nil {
+		public, err := d.OwnerKeys()
+		if err != nil {
+			return nil, err
+		}
+		if theirs, err = OpenPolicy(have, public); err != nil {
 			return nil, fmt.Errorf("the cluster's policy: %w", err)
 		}
 	}
@@ -100,25 +113,38 @@ func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi
 	if err != nil || ours && sent {
 		return nil, err
 	}
-	out := &duePolicy{text: text, p: p, ours: ours, have: have}
-	if have.Spec.Policy == "" {
-		return out, nil
+	signed, err := SignedSerial(d, have)
+	if err != nil {
+		return nil, err
 	}
-	same := have.Spec.Policy == string(json)
+	before := have.Spec.Policy
+	if before == "" { // somebody may have deleted it
+		if _, before, err = lastSigned(d, have); err != nil {
+			return nil, err
+		}
+	}
+	if before != "" {
+		same := before == string(json)
+		if ours {
+			changed, err := c.edit([]byte(before), p.Serial())
+			if err != nil {
+				return nil, err
+			}
+			if same, err = policyfile.SameRules(text, changed); err != nil {
+				return nil, err
+			}
+		}
+		if !same {
+			return nil, problem.WithRemedy(fmt.Errorf("%s differs from the cluster's policy, so this command cannot change it", d.File(ownerdir.PolicyFile)),
+				"Nothing was changed. Run muster policy apply first, if you have finished editing it, or undo what you have edited. If apply returns SERVER_NOT_LISTED for a control plane that this command removes, leave it in the list: this command removes it there too.")
+		}
+	}
 	if ours {
-		changed, err := c.edit([]byte(have.Spec.Policy), p.Serial())
-		if err != nil {
-			return nil, err
-		}
-		if same, err = policyfile.SameRules(text, changed); err != nil {
-			return nil, err
-		}
+		return &duePolicy{have: have}, Higher(d, have, p, string(json), d.File(ownerdir.PolicyFile))
 	}
-	if !same {
-		return nil, problem.WithRemedy(fmt.Errorf("%s differs from the cluster's policy, so this command cannot change it", d.File(ownerdir.PolicyFile)),
-			"Nothing was changed. Run muster policy apply first, if you have finished editing it, or undo what you have edited. If apply returns SERVER_NOT_LISTED for a control plane that this command removes, leave it in the list: this command removes it there too.")
-	}
-	return out, nil
+	out := &duePolicy{have: have}
+	out.text, err = c.edit(text, max(p.Serial(), signed)+1)
+	return out, err
 }
 
 // apply changes the policy in the owner's folder, then in the cluster: one signature, one serial. After an interruption
@@ -129,20 +155,9 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	if err != nil || due == nil {
 		return err
 	}
-	if err := signsForServices(d, kube); err != nil { // also before the folder's policy is changed
-		return err
-	}
-	text, p, have := due.text, due.p, due.have
-	if !due.ours {
-		signed, err := SignedSerial(d, have)
-		if err != nil {
-			return err
-		}
-		serial := max(p.Serial(), signed) + 1
-		if text, err = c.edit(text, serial); err != nil {
-			return err
-		}
-		if err := d.Write(ownerdir.PolicyFile, text); err != nil { // B3: before it is sent
+	have := due.have
+	if due.text != nil {
+		if err := d.Write(ownerdir.PolicyFile, due.text); err != nil { // B3: before it is sent
 			return err
 		}
 	}
@@ -206,7 +221,7 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 	if err != nil {
 		return err
 	}
-	if _, foreign := OpenPolicy(have, public); foreign != nil && known.Policy.JSON == json {
+	if _, foreign := signedpolicy.Serial(have, public); foreign != nil && known.Policy.JSON == json {
 		return nil
 	}
 	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d has other contents", p.Serial(), signed)
@@ -216,20 +231,9 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 // SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0 if there is none.
 // The status of the cluster's policy is unsigned, so its serial is not used: if it were the highest possible, no policy could follow.
 func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
-	public, err := d.OwnerKeys()
+	serial, _, err := lastSigned(d, have)
 	if err != nil {
 		return 0, err
-	}
-	var serial uint64
-	if p, err := OpenPolicy(have, public); err == nil {
-		serial = p.Serial()
-	}
-	known, err := d.Known()
-	if err != nil {
-		return 0, err
-	}
-	if p, err := known.Policy.Open(public); err == nil {
-		serial = max(serial, p.Serial())
 	}
 	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
 		return 0, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status reports that a policy of serial %d was in force, but the newest one that the owner has signed, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
@@ -238,9 +242,39 @@ func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 	return serial, nil
 }
 
-// OpenPolicy verifies the owner's signature of the cluster's policy.
+// OpenPolicy verifies the owner's signature of the cluster's policy. The remedy for POLICY_INVALID is for a policy that another version has accepted.
 func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy, error) {
-	return signedpolicy.Open(have, owner)
+	p, err := signedpolicy.Open(have, owner)
+	switch attest.ReasonOf(err) {
+	case attestv1.Reason_REASON_POLICY_SIGNATURE:
+		err = problem.WithRemedy(err, clusterapi.ForeignPolicyRemedy)
+	case attestv1.Reason_REASON_POLICY_INVALID:
+		err = problem.WithRemedy(err, RefusedPolicyRemedy)
+	}
+	return p, err
+}
+
+// RefusedPolicyRemedy is the remedy for a policy in the cluster that the owner has signed, and that this version of muster refuses.
+const RefusedPolicyRemedy = "Another version of muster has accepted this policy. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply."
+
+// lastSigned returns the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. It may be one that this version
+// refuses. What another key has signed is none: no change of the owner's policy is compared with it.
+func lastSigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (serial uint64, json string, err error) {
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return 0, "", err
+	}
+	known, err := d.Known()
+	if err != nil {
+		return 0, "", err
+	}
+	if n, err := signedpolicy.Serial(have, public); err == nil {
+		serial, json = n, have.Spec.Policy
+	}
+	if n, err := known.Policy.Serial(public); err == nil && n > serial {
+		serial, json = n, known.Policy.JSON
+	}
+	return serial, json, nil
 }
 
 // PolicyOf describes the policy of an epoch in words.

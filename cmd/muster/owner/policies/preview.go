@@ -31,9 +31,35 @@ const (
 	maxNamedNodes = 10
 )
 
-// Running reports whether the node's machine has been accepted lately, and is not shut out.
-func Running(n *v1alpha1.AttestedNode, now time.Time) bool {
-	return attested(n, now) && n.Status.LastVerdict.Accepted
+// Signs are the signs of life that the cluster shows of nodes. The time of an attestation is by the clock of the joinservice that it went to, and may be wrong,
+// as may the clocks with which it is compared. So a node counts as running if it has attested lately by the earlier of two clocks, or if its kubelet is heard,
+// which the cluster determines without comparing clocks of machines. A node that is off may count as running then, and not the reverse.
+type Signs struct {
+	// Now is the earlier one of the API server's and this computer's time.
+	Now   time.Time
+	ready map[string]bool
+}
+
+// ReadSigns reads them from the cluster.
+func ReadSigns(ctx context.Context, kube *clusterapi.Client) (s Signs, err error) {
+	if s.Now, err = kube.ServerTime(ctx); err != nil {
+		return s, err
+	}
+	if ours := time.Now(); ours.Before(s.Now) {
+		s.Now = ours
+	}
+	s.ready, err = kube.ReadyNodes(ctx)
+	return s, err
+}
+
+// Running reports whether the node's machine is accepted, runs, and is not shut out.
+func (s Signs) Running(n *v1alpha1.AttestedNode) bool {
+	return s.attests(n) && n.Status.LastVerdict.Accepted
+}
+
+// attests reports whether the node's machine has sent genuine evidence, runs, and is not shut out.
+func (s Signs) attests(n *v1alpha1.AttestedNode) bool {
+	return attested(n, s.Now) || s.ready[n.Name] && !n.ShutOut() && n.Status.LastVerdict != nil
 }
 
 // attested reports whether the node's machine has sent genuine evidence lately, and is not shut out.
@@ -68,14 +94,14 @@ func expels(ctx context.Context, kube *clusterapi.Client, p *attest.Policy) (out
 	if err != nil {
 		return nil, false, err
 	}
-	now, err := kube.ServerTime(ctx)
+	signs, err := ReadSigns(ctx, kube)
 	if err != nil {
 		return nil, false, err
 	}
-	none = NoneAttests(all, now)
+	none = NoneAttests(all, signs.Now)
 	for i := range all {
 		n := &all[i]
-		if v := n.Status.LastVerdict; !Running(n, now) && (!none || n.ShutOut() || v == nil || !v.Accepted) {
+		if v := n.Status.LastVerdict; !signs.Running(n) && (!none || n.ShutOut() || v == nil || !v.Accepted) {
 			continue
 		}
 		if err := mayMatch(p, n); err != nil {
@@ -170,7 +196,7 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	if err != nil {
 		return "", err
 	}
-	if _, err := OpenPolicy(have, public); err != nil {
+	if _, err := OpenPolicy(have, public); err != nil && attest.ReasonOf(err) != attestv1.Reason_REASON_POLICY_INVALID { // one that this version refuses can be shown
 		return "", fmt.Errorf("the cluster's policy: %w", err)
 	}
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
@@ -195,7 +221,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 	signed := attest.SignCandidate(key, json)
 	sum := sha256.Sum256(signed.GetPolicy())
 	digest := hex.EncodeToString(sum[:])
-	began, err := kube.ServerTime(ctx)
+	signs, err := ReadSigns(ctx, kube)
 	if err != nil {
 		return nil, err
 	}
@@ -224,7 +250,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 		var waits []Preview
 		for i := range all {
 			n := &all[i]
-			if seen[n.Name] || !attested(n, began) {
+			if seen[n.Name] || !signs.attests(n) {
 				continue
 			}
 			p := Preview{Node: n.Name}

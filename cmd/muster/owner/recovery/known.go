@@ -70,7 +70,7 @@ func RecordState(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client) 
 	if seen.Policy.JSON == "" {
 		return errors.New("the cluster has no policy that the owner could have signed")
 	}
-	if _, err := seen.Policy.Open(public); attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE {
+	if _, err := seen.Policy.Serial(public); attest.ReasonOf(err) == attestv1.Reason_REASON_POLICY_SIGNATURE {
 		return problem.WithRemedy(fmt.Errorf("the cluster's policy: %w", err), clusterapi.ForeignPolicyRemedy)
 	} else if err != nil {
 		return fmt.Errorf("the cluster's policy: %w", err)

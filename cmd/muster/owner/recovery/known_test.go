@@ -102,6 +102,9 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 		return attesttest.Policy(t, ca, []*attesttest.Machine{m}, append(changes, serial(n))...)
 	}
 	other := func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true} }
+	twice := func(p *attestv1.Policy) {
+		p.Tpm2.MachineIds = []string{m.ID().String(), m.ID().String()}
+	}
 	for name, tt := range map[string]struct {
 		folder, last []byte
 		otherKey     bool // another key signed the last one
@@ -112,6 +115,11 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 		"an older one":                       {folder: policy(3), last: policy(4), want: attestv1.Reason_REASON_POLICY_INVALID},
 		"another one with the same serial":   {folder: policy(4), last: policy(4, other), want: attestv1.Reason_REASON_POLICY_INVALID},
 		"a note that the owner did not sign": {folder: policy(4), last: policy(4), otherKey: true, want: attestv1.Reason_REASON_POLICY_SIGNATURE},
+		// Of the version before: this one refuses an ID that stands twice in a list.
+		"one after another version's":            {folder: policy(5), last: policy(4, twice)},
+		"one with another version's serial":      {folder: policy(4), last: policy(4, twice), want: attestv1.Reason_REASON_POLICY_INVALID},
+		"one that is older than such a one":      {folder: policy(3), last: policy(4, twice), want: attestv1.Reason_REASON_POLICY_INVALID},
+		"such a one that another key has signed": {folder: policy(5), last: policy(4, twice), otherKey: true, want: attestv1.Reason_REASON_POLICY_SIGNATURE},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := serveWaiting(t, m, opens)

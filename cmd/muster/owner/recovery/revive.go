@@ -149,11 +149,9 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 		if err != nil {
 			return nil, err
 		}
-		last, err := r.known.Policy.Open(public)
-		if err != nil {
+		if v.KnownSerial, err = r.known.Policy.Serial(public); err != nil {
 			return nil, fmt.Errorf("known.json: %w", err)
 		}
-		v.KnownSerial = last.Serial()
 	}
 	v.undone(r.known)
 	return v, nil

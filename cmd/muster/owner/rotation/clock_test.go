@@ -39,6 +39,20 @@ func TestAWrongClockHidesNoNodeWithoutTheNewKey(t *testing.T) {
 	}
 }
 
+// n2 attests to a joinservice whose clock is right, and n1 to one on the control plane of the API server, which is ahead.
+func TestAnAPIServerAheadHidesNoNodeWithoutTheNewKey(t *testing.T) {
+	k := newKeyChange(t)
+	k.does(OwnerKeyPrepare)
+	r, _ := k.state()
+	k.boots("n1", k.old, r.Next)
+	attested(k.ctx, t, -20*time.Minute, "n1")
+	attested(k.ctx, t, 0, "n2")
+	k.ServerClock(t, 20*time.Minute)
+	if p, err := PlanOwnerKey(k.ctx, k.config(OwnerKeyCommit)); err != nil || p.Err() == nil || !strings.Contains(p.Err().Error(), "n2 has not reported") {
+		t.Errorf("%v, %+v", err, p)
+	}
+}
+
 // If joinservice records nothing, which nodes run is not known.
 func TestIfNoNodeAttestsTheOwnersKeyStays(t *testing.T) {
 	k := newKeyChange(t)

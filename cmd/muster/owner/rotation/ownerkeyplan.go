@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
@@ -184,16 +183,16 @@ func (p *OwnerKeyPlan) cluster(ctx context.Context, cfg OwnerKeyConfig, kube *cl
 	if err != nil {
 		return err
 	}
-	now, err := kube.ServerTime(ctx)
+	signs, err := policies.ReadSigns(ctx, kube)
 	if err != nil {
 		return err
 	}
 	for i := range all {
 		if !all[i].ShutOut() {
-			p.node(&all[i], latest, old, now)
+			p.node(&all[i], latest, old, signs)
 		}
 	}
-	none, unknown := policies.NoneAttests(all, now), []string(nil)
+	none, unknown := policies.NoneAttests(all, signs.Now), []string(nil)
 	slices.SortFunc(p.Nodes, func(a, b OwnerKeyNode) int { return strings.Compare(a.Name, b.Name) })
 	for _, n := range p.Nodes {
 		switch {
@@ -216,8 +215,8 @@ func (p *OwnerKeyPlan) cluster(ctx context.Context, cfg OwnerKeyConfig, kube *cl
 	return nil
 }
 
-func (p *OwnerKeyPlan) node(n *v1alpha1.AttestedNode, latest, old ed25519.PublicKey, now time.Time) {
-	out := OwnerKeyNode{Name: n.Name, Keys: []string{}, Running: policies.Running(n, now)}
+func (p *OwnerKeyPlan) node(n *v1alpha1.AttestedNode, latest, old ed25519.PublicKey, signs policies.Signs) {
+	out := OwnerKeyNode{Name: n.Name, Keys: []string{}, Running: signs.Running(n)}
 	if keys, err := attest.ParseOwnerKeys(n.Status.OwnerKeys); err == nil {
 		out.Keys, out.New, out.Old = keys.Strings(), keys.Has(latest), old != nil && keys.Has(old)
 	}
