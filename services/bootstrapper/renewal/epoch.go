@@ -227,13 +227,13 @@ func (c *cluster) policy(ctx context.Context) (p v1alpha1.AttestationPolicy, err
 	return p, nil
 }
 
-// serial returns the serial of a policy that the owner signed; 0 if there is none, or the owner is not known.
+// serial returns the serial of a policy that the owner signed, also of one that this version refuses; 0 if there is none, or the owner is not known.
 func (c *cluster) serial(p v1alpha1.AttestationPolicy) uint64 {
-	policy, err := signedpolicy.Open(&p, c.owner)
+	serial, err := signedpolicy.Serial(&p, c.owner)
 	if err != nil {
 		return 0
 	}
-	return policy.Serial()
+	return serial
 }
 
 // pages lists a resource of Muster's in pages; each returns the token of the next page. A resource that the cluster does not have is an empty list.

@@ -183,7 +183,7 @@ func TestEveryMachineThatWasAskedIsNamed(t *testing.T) {
 		if err := ownertest.Shared.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := Abandon(ctx, l.Dir); err == nil || !strings.Contains(err.Error(), "the node "+name+" of machine") {
+		if _, err := Abandon(ctx, l.Dir); err == nil || !strings.Contains(err.Error(), "the node "+name+" of the restore's machine") {
 			t.Errorf("%v", err)
 		}
 		ownertest.Fresh(t)

@@ -2,6 +2,7 @@ package install
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -122,7 +123,18 @@ func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (s
 	return fmt.Sprintf("%d besides the first machine", len(c.NodesBefore)), nil
 }
 
+// define writes the CRDs. It refuses to replace those of a newer version: data of newer services must stay readable.
 func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	r, err := kube.Release(i.Log)
+	if err == nil && r != nil {
+		err = clusterapi.CheckDirection(r)
+	}
+	if errors.Is(err, clusterapi.ErrDowngrade) {
+		err = problem.WithRemedy(err, "Nothing was changed. Use the muster of that version or a newer one.")
+	}
+	if err != nil {
+		return "", err
+	}
 	if err := kube.EnsureNamespace(ctx); err != nil {
 		return "", err
 	}

@@ -35,7 +35,7 @@ func TestServicesThatWouldRefuseThePolicyAreNotInstalled(t *testing.T) {
 	}
 	store := storage.Init(driver.NewSecrets(ownertest.Kube(t, "helm", "system:masters").CoreV1().Secrets(clusterapi.Namespace)))
 	const revision = 99
-	if err := store.Create(&releasev1.Release{Name: "muster", Namespace: clusterapi.Namespace, Version: revision, Chart: chart, Info: &releasev1.Info{Status: "deployed"}}); err != nil {
+	if err := store.Create(&releasev1.Release{Name: "muster", Namespace: clusterapi.Namespace, Version: revision, Chart: chart, Config: map[string]any{"owner": map[string]any{"publicKeys": []any{"another"}}}, Info: &releasev1.Info{Status: "deployed"}}); err != nil {
 		t.Fatal(err)
 	}
 	defer func() {
@@ -61,6 +61,10 @@ func TestServicesThatWouldRefuseThePolicyAreNotInstalled(t *testing.T) {
 		t.Errorf("%v: %+v", err, p)
 	}
 	put(3, m.ID().String())
+	// A copy of the folder with a former key would have the services accept that key again.
+	if _, err := PlanUpgrade(ctx, cfg); problem.Explain(err).Reason != "POLICY_SIGNATURE" || !strings.Contains(problem.Remedy(err), "older copy") {
+		t.Errorf("with other owner's keys: %v", err)
+	}
 	u, err := newUpgrader(cfg)
 	if err == nil {
 		err = u.readsPolicy(ctx, attest.OwnerKeys{access.PublicOf(key)})

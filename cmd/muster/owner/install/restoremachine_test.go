@@ -85,7 +85,7 @@ func TestAClusterIsRestoredOnTheMachineThatWasChecked(t *testing.T) {
 			status: []*initv1.GetStatusResponse{{Phase: initv1.Phase_PHASE_FORMATTING}, {LastReason: attestv1.Reason_REASON_MACHINE_CONFIG}, waitsAs("stolen")}, want: attestv1.Reason_REASON_NAME_TAKEN,
 		},
 		"its disk waits for a key": {
-			status: []*initv1.GetStatusResponse{{Phase: initv1.Phase_PHASE_UNLOCKING, LastReason: attestv1.Reason_REASON_NOT_READY}}, want: attestv1.Reason_REASON_STATE_DISK, remedy: "erase the disk's first MiB",
+			status: []*initv1.GetStatusResponse{{Phase: initv1.Phase_PHASE_UNLOCKING, LastReason: attestv1.Reason_REASON_NOT_READY}}, want: attestv1.Reason_REASON_STATE_DISK, remedy: "erase its first MiB",
 		},
 		"it becomes another node than was checked": {
 			result: func(r *initv1.InitResult) { r.NodeName = "stolen" }, want: attestv1.Reason_REASON_REQUEST_INVALID,

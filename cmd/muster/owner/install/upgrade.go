@@ -180,6 +180,11 @@ func (u *upgrader) look(ctx context.Context) error {
 	if err := u.readsPolicy(ctx, public); err != nil {
 		return err
 	}
+	if u.OwnerKeys == nil { // else the keys change on purpose
+		if err := u.init.compareKeys(u.kube); err != nil {
+			return err
+		}
+	}
 	if err := policies.MustList(ctx, u.Dir, u.kube, u.init.policy, u.LeaveOut); err != nil {
 		return err
 	}

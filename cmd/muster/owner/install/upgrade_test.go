@@ -368,6 +368,13 @@ func (u *upgrades) downgrade(t *testing.T) {
 	if _, err := Upgrade(u.ctx, cfg); !errors.Is(err, clusterapi.ErrDowngrade) || !strings.Contains(problem.Explain(err).Remedy, "--allow-downgrade") {
 		t.Errorf("got %v", err)
 	}
+	again, err := newUpgrader(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := again.init.define(u.ctx, again.kube); !errors.Is(err, clusterapi.ErrDowngrade) || problem.Remedy(err) == "" {
+		t.Errorf("a repeated init: %v", err)
+	}
 	cfg.AllowDowngrade = true
 	if _, err := Upgrade(u.ctx, cfg); err != nil {
 		t.Fatal(err)

@@ -76,7 +76,7 @@ func TestTheOwnersKeyIsReplacedInTheFolder(t *testing.T) {
 		}
 		is(next, next, old)
 	}
-	if _, err := d.PrepareKey(nil); err == nil || !strings.Contains(err.Error(), "not finished") {
+	if _, err := d.PrepareKey(nil); err == nil || !strings.Contains(err.Error(), "that rotation is unfinished") {
 		t.Errorf("a third key: %v", err)
 	}
 	name, err := d.RetireKey()
