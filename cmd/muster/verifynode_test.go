@@ -39,8 +39,8 @@ func TestTheClustersRecordIsMarkedAsSuch(t *testing.T) {
 		"a record of a refusal": {appraisal.Report{Node: "w1", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "POLICY_REFUSED", Message: "POLICY_REFUSED: PCR 11", Time: &at, PolicySerial: 7}},
 			[]string{"Verdict        POLICY_REFUSED: PCR 11, at", "Not verified."}, "serial 7"},
 		"a record without a verdict": {appraisal.Report{Node: "w1", Err: refusal, Record: &appraisal.Record{Machine: "abc", Reason: "NONE"}}, []string{"it has not attested yet", "Not verified."}, "ACCEPTED"},
-		"a refusal":                  {appraisal.Report{Node: "w1", Err: refusal}, []string{"Refused."}, "the cluster says"},
-		"an accepted node":           {appraisal.Report{Node: "w1", Disk: "3f1c", Accepted: true, Machine: "abc", PolicySerial: 3}, []string{"Accepted by the policy of serial 3.", "State disk     3f1c (the cluster's record: unverified)\n"}, "the cluster says"},
+		"a refusal":                  {appraisal.Report{Node: "w1", Err: refusal}, []string{"Refused."}, "The cluster's record of"},
+		"an accepted node":           {appraisal.Report{Node: "w1", Disk: "3f1c", Accepted: true, Machine: "abc", PolicySerial: 3}, []string{"Accepted by the policy of serial 3.", "State disk     3f1c (the cluster's record: unverified)\n"}, "The cluster's record of"},
 	} {
 		var out bytes.Buffer
 		err := (&app{stdout: &out, stderr: io.Discard, output: outputPlain}).show(&tt.report, false)

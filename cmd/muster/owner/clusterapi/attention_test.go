@@ -117,11 +117,11 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 			s.Nodes[0].Heartbeat = before(10 * time.Minute)
 			s.Nodes[0].heard(*before(5 * time.Minute), now)
 		}, "node node1", "its kubelet has not renewed its Lease for 5m0s"},
-		"a node that an interrupted command has drained": {func(s *Status) { s.Nodes[0].Held, s.Nodes[0].ReadySince = true, before(time.Hour) }, "node node1", "takes no pods"},
+		"a node that an interrupted command has drained": {func(s *Status) { s.Nodes[0].Held, s.Nodes[0].ReadySince = true, before(time.Hour) }, "node node1", "it is still unschedulable"},
 		"a node without a verdict":                       {func(s *Status) { s.Nodes[0].AppraisedAt = nil }, "node node1", "never appraised"},
 		"a bad verdict":                                  {func(s *Status) { s.Nodes[0].Accepted, s.Nodes[0].Reason = new(false), "POLICY_REFUSED" }, "node node1", "POLICY_REFUSED"},
 		"an old verdict":                                 {func(s *Status) { s.Nodes[0].AppraisedAt = before(16 * time.Minute) }, "node node1", "16m0s old"},
-		"a verdict of an old policy":                     {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].AppraisedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, and 3"},
+		"a verdict of an old policy":                     {func(s *Status) { s.Nodes[0].Serial, s.Nodes[0].AppraisedAt = 2, before(8*time.Minute) }, "node node1", "serial 2, but 3"},
 		"one that lasts for a year":                      {func(s *Status) { s.Nodes[0].ClientExpires = before(-8000 * time.Hour) }, "node node1", "client certificate with a lifetime of 8000h"},
 		"a client certificate":                           {func(s *Status) { s.Nodes[0].ClientExpires = before(-30 * time.Minute) }, "node node1", "client certificate ends in 30m"},
 		"a serving certificate":                          {func(s *Status) { s.Nodes[0].ServingExpires = before(time.Hour) }, "node node1", "serving certificate ended 1h"},

@@ -104,7 +104,7 @@ func TestAnEditThatWasNotAppliedIsPutInForceByNoOtherCommand(t *testing.T) {
 		if err := o.Write(ownerdir.PolicyFile, tt.folder); err != nil {
 			t.Fatal(err)
 		}
-		if err := tt.does(); err == nil || !strings.Contains(err.Error(), "is not the policy that the cluster has") || !strings.Contains(problem.Remedy(err), "muster policy apply") {
+		if err := tt.does(); err == nil || !strings.Contains(err.Error(), "differs from the cluster's policy") || !strings.Contains(problem.Remedy(err), "muster policy apply") {
 			t.Errorf("%s: %v: %s", name, err, problem.Remedy(err))
 		}
 		if inForce() != before {

@@ -373,7 +373,7 @@ func TestWithoutAnAnswerTheClustersRecordIsShown(t *testing.T) {
 	}
 	// An order to do something else is not replaced.
 	reboot := r.pending(t, ownerorder.ActionReboot, nil)
-	if s := r.verify(t); s.Accepted || s.Err == nil || !strings.Contains(s.Err.Error(), `has the order "reboot"`) || ownertest.EnrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder] != reboot {
+	if s := r.verify(t); s.Accepted || s.Err == nil || !strings.Contains(s.Err.Error(), `has an unfinished order "reboot"`) || ownertest.EnrollmentOf(t, runningNode).Annotations[v1alpha1.OwnerOrder] != reboot {
 		t.Errorf("%v", s.Err)
 	}
 	n = ownertest.EnrollmentOf(t, runningNode)

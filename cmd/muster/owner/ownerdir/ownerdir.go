@@ -1,4 +1,4 @@
-// Package ownerdir keeps in one folder the files that the owner of a cluster must not lose:
+// Package ownerdir keeps in one folder the files that the owner of a cluster must not lose. They are:
 //
 //	owner.key         Ed25519 private key that signs policies (PKCS #8, PEM)
 //	owner-*.key       the next, the previous and earlier ones, if it is rotated (muster rotate owner-key)

@@ -210,7 +210,7 @@ func TestTheOwnersKeyIsReplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k.refuses(OwnerKeyCommit, "is not the policy that the cluster has")
+	k.refuses(OwnerKeyCommit, "differs from the cluster's policy")
 	if err := k.Write(ownerdir.PolicyFile, text); err != nil {
 		t.Fatal(err)
 	}
