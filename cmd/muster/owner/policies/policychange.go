@@ -245,10 +245,9 @@ func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, er
 // OpenPolicy verifies the owner's signature of the cluster's policy. The remedy for POLICY_INVALID is for a policy that another version has accepted.
 func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*attest.Policy, error) {
 	p, err := signedpolicy.Open(have, owner)
-	switch attest.ReasonOf(err) {
-	case attestv1.Reason_REASON_POLICY_SIGNATURE:
+	if reason := attest.ReasonOf(err); reason == attestv1.Reason_REASON_POLICY_SIGNATURE {
 		err = problem.WithRemedy(err, clusterapi.ForeignPolicyRemedy)
-	case attestv1.Reason_REASON_POLICY_INVALID:
+	} else if reason == attestv1.Reason_REASON_POLICY_INVALID {
 		err = problem.WithRemedy(err, RefusedPolicyRemedy)
 	}
 	return p, err
