@@ -181,6 +181,39 @@ func TestAnEditIsNotPutInForceAfterThePolicyWasDeleted(t *testing.T) {
 	}
 }
 
+// A7: only the newest policy of the owner shows that a control plane is not listed. Others can delete the cluster's policy, or put an earlier one there.
+func TestARemovalIsNotDoneByAnEarlierPolicy(t *testing.T) {
+	e := newEdited(t)
+	key, err := e.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.Remembers(t, e.before, key, nil) // lists cp2
+	text, err := policyfile.ListControlPlanes(e.before, 6, nil, []attest.MachineID{{2}})
+	if err == nil {
+		err = e.Write(ownerdir.PolicyFile, text) // an interrupted command has written it, and not sent it
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	plans := func(how string) {
+		t.Helper()
+		if d, err := PlanForget(e.ctx, e.Dir, "cp2", true, false); err != nil || !strings.Contains(strings.Join(d.Plan, "\n"), "does not list machine") {
+			t.Errorf("%s: %+v, %v", how, d, err)
+		}
+	}
+	earlier, err := policyfile.ListControlPlanes(e.before, 4, nil, []attest.MachineID{{2}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.signs(t, earlier)
+	plans("an earlier policy")
+	if err := ownertest.Shared.Client.Delete(e.ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}); err != nil {
+		t.Fatal(err)
+	}
+	plans("no policy")
+}
+
 // The etcd member goes before the policy is changed: what prevents that change must be noticed before.
 func TestAPlanRefusesAsTheChangeOfThePolicy(t *testing.T) {
 	e := newEdited(t)

@@ -333,6 +333,8 @@ func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error)
 		if err := d.kube.SetBanned(ctx, d.found, true); err != nil && !clusterapi.Absent(err) {
 			return nil, err
 		}
+		d.found.Enrollment.Spec.Banned = true // by this command: what follows must not take it for a later ban
+		delete(d.found.Enrollment.Annotations, v1alpha1.KeepNode)
 		if err := d.doErase(ctx, out, note); err != nil {
 			return nil, err
 		}

@@ -9,6 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -202,6 +203,25 @@ func TestABanAfterThePlanStays(t *testing.T) {
 	}
 	if n := ownertest.EnrollmentOf(t, "replaced"); n.Spec.Banned || n.Spec.MachineID != (attest.MachineID{50}).String() {
 		t.Errorf("%+v", n.Spec)
+	}
+}
+
+// The ban that precedes an erasure is the command's own.
+func TestANodeWhoseDiskIsErasedIsForgotten(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	l.Node(t, "erased", 51, v1alpha1.RoleWorker)
+	d, err := PlanForget(ctx, l.Dir, "erased", false, true)
+	if err != nil {
+		t.Fatal(err, problem.Remedy(err))
+	}
+	out, err := d.Do(ctx, func(string) {})
+	if err != nil || out.Erased == "" {
+		t.Fatalf("%+v, %v", out, err)
+	}
+	if err := ownertest.Shared.Client.Get(ctx, client.ObjectKey{Name: "erased"}, &v1alpha1.AttestedNode{}); !apierrors.IsNotFound(err) {
+		t.Errorf("it is still enrolled: %v", err)
 	}
 }
 

@@ -95,33 +95,35 @@ func (c policyChange) due(ctx context.Context, d *ownerdir.Dir, kube *clusterapi
 	if err := signsForServices(d, kube); err != nil {
 		return nil, err
 	}
-	theirs := &attest.Policy{} // lists no control plane
-	if have.Spec.Policy != "" {
-		public, err := d.OwnerKeys()
-		if err != nil {
-			return nil, err
-		}
-		if theirs, err = OpenPolicy(have, public); err != nil {
-			return nil, fmt.Errorf("the cluster's policy: %w", err)
-		}
+	_, before, err := lastSigned(d, have)
+	if err != nil {
+		return nil, err
 	}
 	ours, err := c.done(text, p)
 	if err != nil {
 		return nil, err
 	}
-	sent, err := c.done([]byte(have.Spec.Policy), theirs)
-	if err != nil || ours && sent {
-		return nil, err
+	if have.Spec.Policy != "" {
+		public, err := d.OwnerKeys()
+		if err != nil {
+			return nil, err
+		}
+		theirs, err := OpenPolicy(have, public)
+		if err != nil {
+			return nil, fmt.Errorf("the cluster's policy: %w", err)
+		}
+		sent, err := c.done([]byte(have.Spec.Policy), theirs)
+		if err != nil {
+			return nil, err
+		}
+		// A7: an earlier policy of the owner is not in force, though somebody may have put it there.
+		if ours && sent && have.Spec.Policy == before {
+			return nil, nil
+		}
 	}
 	signed, err := SignedSerial(d, have)
 	if err != nil {
 		return nil, err
-	}
-	before := have.Spec.Policy
-	if before == "" { // somebody may have deleted it
-		if _, before, err = lastSigned(d, have); err != nil {
-			return nil, err
-		}
 	}
 	if before != "" {
 		same := before == string(json)
