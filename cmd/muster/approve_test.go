@@ -34,7 +34,7 @@ func TestTheContinuationOfAnApprovalHasItsLimits(t *testing.T) {
 func TestAnApprovalThatLeavesOutAllMachinesFails(t *testing.T) {
 	a, stdout, _ := wrapped(t, outputPlain)
 	left := []policies.Candidate{{Waiting: clusterapi.Waiting{Machine: "ab"}, Problem: &problem.Problem{Message: "because"}}}
-	if err := a.approveThese(&cobra.Command{}, approving{yes: true}, nil, &policies.Approver{}, nil, left); err == nil || exitCode(err) != exitFailed || !strings.Contains(err.Error(), "1 machine waits there") || !strings.Contains(stdout.String(), "not possible: because") {
+	if err := a.approveThese(&cobra.Command{}, approving{yes: true}, nil, &policies.Approver{}, nil, left); err == nil || exitCode(err) != exitFailed || !strings.Contains(err.Error(), "1 machine waits, but none can be approved") || !strings.Contains(stdout.String(), "not possible: because") {
 		t.Errorf("%v: %s", err, stdout)
 	}
 	if err := a.approveThese(&cobra.Command{}, approving{yes: true}, nil, &policies.Approver{}, nil, nil); err != nil {

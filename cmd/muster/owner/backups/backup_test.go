@@ -41,7 +41,7 @@ func TestABackupIsVerifiedAgainstTheFolder(t *testing.T) {
 	for name, tt := range map[string]struct{ path, says string }{
 		"of another owner":               {other.BackupFile(t, other.Manifest(t)), "not encrypted for a key of this owner"},
 		"of somebody else":               {ownertest.WriteBackup(t, access.PublicOf(owner), other.Key, o.Manifest(t)), "not signed by this cluster's certificate authority"},
-		"of another cluster, same owner": {o.BackupFile(t, foreign), "it is of the cluster"},
+		"of another cluster, same owner": {o.BackupFile(t, foreign), "it is a backup of cluster"},
 		"no backup":                      {o.File(ownerdir.PolicyFile), "not a backup"},
 	} {
 		if _, err := VerifyBackup(o.Dir, tt.path); err == nil || !strings.Contains(err.Error(), tt.says) {

@@ -395,7 +395,7 @@ func (p *patient) harms() []harm {
 			return os.WriteFile(path, []byte(strings.Replace(string(b), `"installed"`, `"requested"`, 1)), 0o600)
 		})},
 		{CheckPolicy, checkup.Fail, "POLICY_INVALID", "", p.file(ownerdir.PolicyFile, func(path string, _ []byte) error { return os.WriteFile(path, []byte("version: 9\n"), 0o600) })},
-		{CheckPolicy, checkup.Warn, "is not the cluster's", "", p.file(ownerdir.PolicyFile, func(path string, b []byte) error {
+		{CheckPolicy, checkup.Warn, "differs from the cluster's", "", p.file(ownerdir.PolicyFile, func(path string, b []byte) error {
 			return os.WriteFile(path, []byte(strings.Replace(string(b), `"serial":"1"`, `"serial":"2"`, 1)), 0o600)
 		})},
 		{CheckKubeconfig, checkup.Fail, "has no admin.conf yet", "", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) })},
@@ -404,8 +404,8 @@ func (p *patient) harms() []harm {
 		{CheckNodeClocks, checkup.Fail, "node1", "", leased(ahead)},
 		{CheckKinds, checkup.Warn, "another version", "", edited(typed(schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}, "attestednodes.muster.dev"), "xn", "spec", "names", "singular")},
 		{CheckAdmission, checkup.Fail, "ValidatingAdmissionPolicyBinding muster-node-certificates was deleted", "", deleted(admission("ValidatingAdmissionPolicyBinding", "muster-node-certificates"))},
-		{CheckAdmission, checkup.Fail, "muster-node-access is not as", "", edited(admission("ValidatingAdmissionPolicyBinding", "muster-node-access"), []any{"Audit"}, "spec", "validationActions")},
-		{CheckObjects, checkup.Fail, "ClusterRole muster:kms is not as", "", edited(rbac("ClusterRole", "muster:kms"), []any{map[string]any{"apiGroups": []any{"*"}, "resources": []any{"*"}, "verbs": []any{"*"}}}, "rules")},
+		{CheckAdmission, checkup.Fail, "muster-node-access differs from the chart", "", edited(admission("ValidatingAdmissionPolicyBinding", "muster-node-access"), []any{"Audit"}, "spec", "validationActions")},
+		{CheckObjects, checkup.Fail, "ClusterRole muster:kms differs from the chart", "", edited(rbac("ClusterRole", "muster:kms"), []any{map[string]any{"apiGroups": []any{"*"}, "resources": []any{"*"}, "verbs": []any{"*"}}}, "rules")},
 		{CheckObjects, checkup.Fail, "ConfigMap muster-waiting was deleted", "", deleted(namespaced(core.WithKind("ConfigMap"), "muster-waiting"))},
 		{CheckImages, checkup.Fail, "kms:latest", CheckObjects, p.rolled(set([]any{map[string]any{"name": "kms", "image": "registry.example/kms:latest"}}, "spec", "template", "spec", "containers"))},
 		{CheckServices, checkup.Fail, "0/1 ready", "", func(t *testing.T) func(*testing.T) {
@@ -444,7 +444,7 @@ func (p *patient) harms() []harm {
 		{CheckAccess, checkup.Fail, "node9 is listed as a node that may write", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\nnode9\n", "data", "control-planes")},
 		{CheckAccess, checkup.Fail, "refuses its writes", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "suspended")},
 		{CheckAccess, checkup.Fail, "want a name and a time", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "revoked-certificates")},
-		{CheckTPMs, checkup.Fail, "w8, w9 have one TPM", CheckNodes, func(t *testing.T) func(*testing.T) {
+		{CheckTPMs, checkup.Fail, "w8, w9 have the same TPM", CheckNodes, func(t *testing.T) func(*testing.T) {
 			var repairs []func(*testing.T)
 			for _, n := range []*v1alpha1.AttestedNode{attestedAs("w8", "8", "01"), attestedAs("w9", "9", "01")} {
 				repairs = append(repairs, created(n.DeepCopy())(t))

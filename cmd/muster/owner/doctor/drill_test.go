@@ -131,7 +131,7 @@ func testDrill(t *testing.T, p *patient) {
 			return err
 		}), ""},
 		{"a policy that does not parse", CheckPolicy, "POLICY_INVALID", p.file(ownerdir.PolicyFile, write([]byte("version: 9\n"))), CheckControlPlanes},
-		{"another policy of the cluster's serial", CheckPolicy, "is not the cluster's", p.file(ownerdir.PolicyFile, func(path string, content []byte) error {
+		{"another policy of the cluster's serial", CheckPolicy, "differs from the cluster's", p.file(ownerdir.PolicyFile, func(path string, content []byte) error {
 			return os.WriteFile(path, []byte(strings.Replace(string(content), "10.0.0.0/8", "10.0.0.0/9", 1)), 0o600)
 		}), ""},
 		{"a damaged known.json", CheckFolder, "known.json: the file is damaged", p.file(ownerdir.KnownFile, write([]byte("{bad"))), CheckControlPlanes},
@@ -139,10 +139,10 @@ func testDrill(t *testing.T, p *patient) {
 		{"a policy that would not accept the machines", CheckControlPlanes, "EK_UNTRUSTED", p.file(ownerdir.PolicyFile, write(attesttest.Policy(t, attesttest.NewCA(t), []*attesttest.Machine{tampered}))), ""},
 		{"no kubeconfig", CheckKubeconfig, "has no admin.conf yet", p.file(ownerdir.AdminConf, func(path string, _ []byte) error { return os.Remove(path) }), CheckRoot},
 		{"the Secret is gone", CheckRoot, "gone", deleted(namespaced(core.WithKind("Secret"), "muster-kms-root")), CheckDiskKeys},
-		{"another root in the Secret", CheckDiskKeys, "another key", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), base64.StdEncoding.EncodeToString([]byte(strings.Repeat("x", 32))), "data", "root"), ""},
+		{"another root in the Secret", CheckDiskKeys, "derived from the folder differs from the cluster's", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), base64.StdEncoding.EncodeToString([]byte(strings.Repeat("x", 32))), "data", "root"), ""},
 		{"a short root in the Secret", CheckDiskKeys, "32 bytes", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), "eA==", "data", "root"), ""},
 		{"the description is gone", CheckDescription, "gone", deleted(namespaced(core.WithKind("ConfigMap"), clusterinfo.ConfigMap)), ""},
-		{"an enrollment without its disk", CheckControlPlanes, "names no disk", edited(node, nil, "spec", "diskID"), ""},
+		{"an enrollment without its disk", CheckControlPlanes, "names no disk", p.diskless, ""},
 		{"a folder without the salt of its disk", CheckControlPlanes, "can't recover it: DISK_ERASED: the folder has no salt of disk " + enrolledDisk, p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.Remove(path) }), ""},
 		{"no control plane", CheckControlPlanes, "no enrolled control plane", edited(node, true, "spec", "banned"), ""},
 		{"a control plane out of reach", CheckControlPlanes, "no route to host", func(*testing.T) func(*testing.T) {
@@ -193,6 +193,23 @@ func testDrill(t *testing.T, p *patient) {
 		}
 	})
 	sound(t)
+}
+
+// diskless takes the disk out of the control plane's enrollment, as a restore of etcd can. The API server permits that only of a banned one.
+func (p *patient) diskless(t *testing.T) func(*testing.T) {
+	t.Helper()
+	set := func(t *testing.T, disk string) {
+		t.Helper()
+		for _, banned := range []bool{true, false} {
+			change(t, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, false, func(n *v1alpha1.AttestedNode) {
+				if n.Spec.Banned = banned; !banned {
+					n.Spec.DiskID = disk
+				}
+			})
+		}
+	}
+	set(t, "")
+	return func(t *testing.T) { t.Helper(); set(t, enrolledDisk) }
 }
 
 func found(r *checkup.Report, check string, level checkup.Level, says string) bool {

@@ -85,7 +85,7 @@ func (p *patient) rolledBack(t *testing.T) []harm {
 		{CheckKnown, checkup.Fail, "it is at epoch 0, but was at 41 before", CheckFolder, beside(p.file("cluster.json", func(path string, b []byte) error {
 			return os.WriteFile(path, []byte(strings.Replace(string(b), `"installed"`, `"requested"`, 1)), 0o600)
 		}))},
-		{CheckKnown, checkup.Fail, "its policy has the serial 1, and had 9", "", knew(func(k *ownerdir.Known) {
+		{CheckKnown, checkup.Fail, "its policy has the serial 1, but had 9", "", knew(func(k *ownerdir.Known) {
 			k.Policy = ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()}
 		})},
 		{CheckKnown, checkup.Fail, "it is at epoch 0, but was at 41 before", "", knew(func(k *ownerdir.Known) { k.Epoch = 41 })},

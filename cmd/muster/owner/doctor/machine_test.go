@@ -37,7 +37,7 @@ func TestEachHarmOfAMachineIsFoundFromAfar(t *testing.T) {
 		"another lock": {CheckLock, checkup.Fail, "another cluster", func(s *appraisal.Report, _ *appraisal.MachineStatus) {
 			s.Lock, s.Err = "locked to another cluster", attest.Refuse(attestv1.Reason_REASON_LOCK_FOREIGN, "x")
 		}},
-		"a clock": {CheckClock, checkup.Fail, "off ours", func(_ *appraisal.Report, m *appraisal.MachineStatus) { m.Skew = -3 * time.Hour }},
+		"a clock": {CheckClock, checkup.Fail, "differs from this computer's by", func(_ *appraisal.Report, m *appraisal.MachineStatus) { m.Skew = -3 * time.Hour }},
 		"refusals": {CheckJoining, checkup.Fail, "BUSY: 3 attempts", func(_ *appraisal.Report, m *appraisal.MachineStatus) {
 			m.Reason, m.Remedy, m.FailedAttempts = "BUSY", "Wait.", 3
 		}},

@@ -33,8 +33,8 @@ func TestOnlyTicketsTokensAreAllowed(t *testing.T) {
 		want       checkup.Level
 		says       string
 	}{
-		"a ticket's":                              {jointoken.Credential, ticket, checkup.OK, "1, of tickets"},
-		"one that is over":                        {jointoken.Credential, map[string]string{jointoken.GroupsKey: jointoken.Group, jointoken.ExpirationKey: at(-time.Minute)}, checkup.OK, "1, of tickets"},
+		"a ticket's":                              {jointoken.Credential, ticket, checkup.OK, "1, from tickets"},
+		"one that is over":                        {jointoken.Credential, map[string]string{jointoken.GroupsKey: jointoken.Group, jointoken.ExpirationKey: at(-time.Minute)}, checkup.OK, "1, from tickets"},
 		"a ticket's where there should be none":   {"certificate", ticket, checkup.Fail, "bootstrap-token-doctor"},
 		"a ticket's where nobody asked for any":   {"", ticket, checkup.Fail, "bootstrap-token-doctor"},
 		"one that lasts":                          {jointoken.Credential, map[string]string{jointoken.GroupsKey: jointoken.Group, jointoken.ExpirationKey: at(time.Hour)}, checkup.Fail, "bootstrap-token-doctor"},

@@ -31,8 +31,8 @@ func TestATPMThatIsTwoMachinesIsFound(t *testing.T) {
 		"two of different TPMs":  {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", "01"), attestedAs("w2", "b", "02")}},
 		"two that never came":    {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", ""), attestedAs("w2", "b", "")}},
 		"two names of a machine": {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", "01"), attestedAs("w2", "a", "01")}},
-		"two machines of a TPM":  {[]*v1alpha1.AttestedNode{attestedAs("w2", "b", "01"), attestedAs("w1", "a", "01"), attestedAs("w4", "d", "02")}, []string{"w1, w2 have one TPM", "2 machine IDs", "forget"}},
-		"one of them is banned":  {[]*v1alpha1.AttestedNode{attestedAs("w1", "a", "01"), banned}, []string{"w1, w3 have one TPM", "is banned"}},
+		"two machines of a TPM":  {[]*v1alpha1.AttestedNode{attestedAs("w2", "b", "01"), attestedAs("w1", "a", "01"), attestedAs("w4", "d", "02")}, []string{"w1, w2 have the same TPM", "2 machine IDs", "forget"}},
+		"one of them is banned":  {[]*v1alpha1.AttestedNode{attestedAs("w1", "a", "01"), banned}, []string{"w1, w3 have the same TPM", "is banned"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := &doctor{}

@@ -127,7 +127,7 @@ func TestAnOrderIsSignedForItsMachineAndWaitedFor(t *testing.T) {
 		if err := unanswered(ownerorder.ActionReboot); err == nil || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != first {
 			t.Errorf("the order was replaced: %v", err)
 		}
-		if err := unanswered(ownerorder.ActionDoctor); err == nil || !strings.Contains(err.Error(), `has the order "reboot"`) || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != first {
+		if err := unanswered(ownerorder.ActionDoctor); err == nil || !strings.Contains(err.Error(), `has an unfinished order "reboot"`) || ownertest.EnrollmentOf(t, n.Name).Annotations[v1alpha1.OwnerOrder] != first {
 			t.Errorf("another action: %v", err)
 		}
 	})

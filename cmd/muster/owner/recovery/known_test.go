@@ -44,7 +44,7 @@ func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 		says  string
 	}{
 		"the disk that the cluster said last": {nodes: map[string]ownerdir.KnownNode{"node2": node(second, waitingDisk)}},
-		"another disk than that":              {nodes: map[string]ownerdir.KnownNode{"node2": node(second, otherDisk)}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "its disk is " + otherDisk},
+		"another disk than that":              {nodes: map[string]ownerdir.KnownNode{"node2": node(second, otherDisk)}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "the folder records disk " + otherDisk},
 		"another machine's disk":              {nodes: map[string]ownerdir.KnownNode{"node1": node(first, waitingDisk), "node2": node(second, otherDisk)}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "(node1)"},
 		"a machine that nobody knows":         {nodes: map[string]ownerdir.KnownNode{"node1": node(first, otherDisk)}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "records no disk"},
 		"a machine without a disk":            {nodes: map[string]ownerdir.KnownNode{"node2": node(second, "")}, want: attestv1.Reason_REASON_DISK_MISMATCH, says: "records no disk"},
@@ -206,15 +206,15 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 		"one that joined":                     {known, of(4), 42, nodes("w1 u1 5", "w2 u2 4", "w5 u5 1"), nil},
 		"one that was forgotten":              {known, of(4), 41, nodes("w1 u1 5"), nil},
 		"one that was forgotten, and joined":  {known, of(4), 41, nodes("w1 u1 5", "w2 new 1"), nil},
-		"an older policy":                     {known, of(3), 41, same, []string{"its policy has the serial 3, and had 4"}},
-		"no policy":                           {known, ownerdir.KnownPolicy{}, 41, same, []string{"its policy has the serial 0, and had 4"}},
+		"an older policy":                     {known, of(3), 41, same, []string{"its policy has the serial 3, but had 4 before"}},
+		"no policy":                           {known, ownerdir.KnownPolicy{}, 41, same, []string{"its policy has the serial 0, but had 4 before"}},
 		"a policy of another key":             {known, ownerdir.KnownPolicy{JSON: of(3).JSON, Signature: make([]byte, 64)}, 41, same, nil},
 		"an older epoch, as of before a join": {known, of(4), 40, same, []string{"it is at epoch 40, but was at 41 before"}},
 		"an epoch that nobody has counted":    {known, of(4), 0, same, []string{"it is at epoch 0, but was at 41 before"}},
-		"from before an exchanged TPM":        {known, of(4), 41, nodes("w1 u1 5", "w2 u2 3"), []string{"the enrollment of w2 (u2) has the generation 3, and had 4"}},
+		"from before an exchanged TPM":        {known, of(4), 41, nodes("w1 u1 5", "w2 u2 3"), []string{"the enrollment of w2 (u2) has the generation 3, but had 4 before"}},
 		"from before a forget":                {known, of(4), 41, nodes("w1 u1 5", "w2 u2 4", "w3 gone 7"), []string{"the removed enrollment of w3 (gone) exists again, with the generation 7"}},
 		"from before a ban":                   {known, of(4), 41, nodes("w1 u1 2", "w2 u2 4"), []string{"the enrollment of w1 (u1) has the generation 2, but was banned with generation 3"}},
-		"from after a ban that has ended":     {known, of(4), 41, nodes("w1 u1 4", "w2 u2 4"), []string{"the enrollment of w1 (u1) has the generation 4, and had 5"}},
+		"from after a ban that has ended":     {known, of(4), 41, nodes("w1 u1 4", "w2 u2 4"), []string{"the enrollment of w1 (u1) has the generation 4, but had 5 before"}},
 		"from before a ban and a forget":      {known, of(4), 41, nodes("w1 u1 5", "w2 u2 4", "w4 banned 1"), []string{"the enrollment of w4 (banned) has the generation 1, but was banned with generation 2"}},
 		"all of it": {known, of(1), 7, nodes("w1 u1 5", "w2 u2 1", "w3 gone 1"), []string{
 			"its policy has the serial 1, but had 4 before", "it is at epoch 7, but was at 41 before",
@@ -222,7 +222,7 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 		}},
 		"of version 1, the same":                 {first, of(4), 0, same, nil},
 		"of version 1, a ban that was undone":    {first, of(4), 9, nodes("w1 u1 2", "w2 u2 4"), []string{"the enrollment of w1 (u1) has the generation 2, but was banned with generation 3"}},
-		"of version 1, an older policy":          {first, of(3), 9, same, []string{"its policy has the serial 3, and had 4"}},
+		"of version 1, an older policy":          {first, of(3), 9, same, []string{"its policy has the serial 3, but had 4 before"}},
 		"an enrollment without a UID is unknown": {known, of(4), 41, nodes("w1 u1 5", "w2"), nil},
 	} {
 		older, err := tt.known.Older(&ownerdir.Known{Policy: tt.policy, Epoch: tt.epoch, Nodes: tt.nodes}, attest.OwnerKeys{public})

@@ -73,7 +73,7 @@ func TestAnUpgradeOfKubernetesIsRefusedBeforeAnythingIsChanged(t *testing.T) {
 		"another list of the version that runs": {wrong: func(t *testing.T) func() {
 			u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = ownertest.After })
 			return func() { u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = ownertest.Before }) }
-		}, says: "runs already"},
+		}, says: "already runs"},
 		"a cluster of two minor versions before": {wrong: func(t *testing.T) func() {
 			u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = "1.34.4" })
 			return func() { u.Describes(t, func(i *clusterinfo.Info) { i.KubernetesVersion = ownertest.Before }) }
@@ -112,7 +112,7 @@ func TestAnUpgradeOfKubernetesIsRefusedBeforeAnythingIsChanged(t *testing.T) {
 			return func() {
 				u.Image(t.Context(), t, "c1", versions.APIServer, ownertest.RefIn(t, u.Old, versions.APIServer))
 			}
-		}, says: "kube-apiserver of c1"},
+		}, says: "kube-apiserver on c1"},
 		"a control plane that is not Ready": {wrong: func(t *testing.T) func() {
 			ownertest.NodeIs(t, "c1", false)
 			return func() { ownertest.NodeIs(t, "c1", true) }

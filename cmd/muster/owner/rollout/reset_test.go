@@ -150,7 +150,7 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 		if err := ownertest.Shared.Client.Update(t.Context(), n); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := lifecycle.PlanReset(t.Context(), l.Dir, on.Node); err == nil || !strings.Contains(err.Error(), `has the order "doctor"`) {
+		if _, err := lifecycle.PlanReset(t.Context(), l.Dir, on.Node); err == nil || !strings.Contains(err.Error(), `has an unfinished order "doctor"`) {
 			t.Error(err)
 		}
 		n = ownertest.EnrollmentOf(t, on.Node)
@@ -179,13 +179,13 @@ func TestAResetIsOrderedAndThenForgotten(t *testing.T) {
 		}
 	})
 	t.Run("the only control plane", func(t *testing.T) {
-		if err := MayRestart(ctx, l.Dir, "cp1"); err == nil || !strings.Contains(err.Error(), "only control plane") {
+		if err := MayRestart(ctx, l.Dir, "cp1"); err == nil || !strings.Contains(err.Error(), "no other control plane is ready") {
 			t.Error(err)
 		}
 		if err := MayRestart(ctx, l.Dir, "plain-worker"); err != nil {
 			t.Error(err)
 		}
-		if _, err := lifecycle.PlanReset(ctx, l.Dir, "cp1"); err == nil || !strings.Contains(err.Error(), "only control plane") {
+		if _, err := lifecycle.PlanReset(ctx, l.Dir, "cp1"); err == nil || !strings.Contains(err.Error(), "no other control plane is ready") {
 			t.Error(err)
 		}
 	})

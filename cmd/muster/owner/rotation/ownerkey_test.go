@@ -350,7 +350,7 @@ func TestTheOldKeyBringsNothingBack(t *testing.T) {
 		}
 	}
 	put(before.Spec.Policy, old)
-	if err := recovery.RecordState(k.ctx, k.Dir, kube); !errors.Is(err, recovery.ErrRolledBack) || !strings.Contains(err.Error(), "serial 5, and had 6") {
+	if err := recovery.RecordState(k.ctx, k.Dir, kube); !errors.Is(err, recovery.ErrRolledBack) || !strings.Contains(err.Error(), "serial 5, but had 6") {
 		t.Errorf("the policy of before: %v", err)
 	}
 	k.refuses(OwnerKeyFinish, "not signed with the new key")
