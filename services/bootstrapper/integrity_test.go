@@ -70,6 +70,13 @@ func rebooted(t *testing.T) *fixture {
 	return w
 }
 
+// becomesWorker turns what [rebooted] returns into a worker.
+func (w *fixture) becomesWorker(t *testing.T) {
+	t.Helper()
+	w.meta.Role = "worker"
+	w.drop(t, "etc/kubernetes/pki/ca.key")
+}
+
 // link makes the path to a second name of the file at, or a link to it.
 func link(t *testing.T, at, to string, hard bool) {
 	t.Helper()
@@ -317,7 +324,8 @@ func TestTheKubeletsClusterIsPutRight(t *testing.T) {
 			w := rebooted(t)
 			want := own
 			if tt.worker {
-				w.meta.Role, want = "worker", "https://192.168.77.1:6443"
+				want = "https://192.168.77.1:6443"
+				w.becomesWorker(t)
 			}
 			before := w.get(conf)
 			text := strings.Replace(before, tt.old, tt.new, 1)
@@ -429,7 +437,7 @@ func TestAWorkerHasNoStaticPods(t *testing.T) {
 		t.Error("a program of this boot was removed")
 	}
 	w = rebooted(t)
-	w.meta.Role = "worker"
+	w.becomesWorker(t)
 	w.desires(t, func(d *component.Desired) { d.Adopted = true })
 	w.startAgain(t)
 	if left, err = os.ReadDir(filepath.Join(w.root, "etc/kubernetes/manifests")); err != nil || len(left) > 0 {

@@ -66,7 +66,7 @@ func TestAuthorizersOfOthersAreLeftAlone(t *testing.T) {
 		t.Errorf("an adopted control plane: %q", w.get(at))
 	}
 	w = rebooted(t)
-	w.meta.Role = "worker"
+	w.becomesWorker(t)
 	w.drop(t, at)
 	w.startAgain(t)
 	if _, err := os.Stat(filepath.Join(w.root, at)); !errors.Is(err, os.ErrNotExist) {

@@ -135,10 +135,10 @@ func TestAdministratorsKubeconfigsRunNothing(t *testing.T) {
 		t.Errorf("%s\n%s", w.get("etc/kubernetes/admin.conf"), w.logged.String())
 	}
 	w = rebooted(t)
-	w.meta.Role = "worker"
+	w.becomesWorker(t)
 	w.put(t, "etc/kubernetes/controller-manager.conf", text)
 	w.startAgain(t)
-	for _, file := range []string{"etc/kubernetes/admin.conf", "etc/kubernetes/controller-manager.conf", "etc/kubernetes/pki/ca.key"} {
+	for _, file := range []string{"etc/kubernetes/admin.conf", "etc/kubernetes/controller-manager.conf"} {
 		if w.exists(file) {
 			t.Errorf("a worker has %s", file)
 		}
@@ -176,6 +176,42 @@ func TestAControlPlaneWithoutItsAuthorityIsComparedWithItsTPM(t *testing.T) {
 	eventually(t, "it is refused", func() bool { return strings.Contains(w.logged.String(), "CLUSTER_ROLLED_BACK") })
 	if w.machine.Running("kubelet.service") {
 		t.Error("the kubelet runs")
+	}
+}
+
+// J2: an administrator of the API can enroll a control plane again as a worker, and so get its disk's key sent to a machine that the policy does not list.
+// The metadata can change between the ticket and the comparison.
+func TestNoWorkerStartsFromAControlPlanesDisk(t *testing.T) {
+	worker := func(d *component.Desired) {
+		d.Authorities = map[string][]byte{component.CA: d.Authorities[component.CA]}
+	}
+	for name, tt := range map[string]struct {
+		role   string
+		ticket func(*component.Desired)
+	}{
+		"metadata of a worker":                       {"worker", func(*component.Desired) {}},
+		"metadata and ticket of a worker":            {"worker", worker},
+		"metadata that changed after the ticket":     {"control-plane", worker},
+		"a recovery with the metadata of a worker":   {"worker", byRecovery},
+		"an authority that the cluster has replaced": {"worker", func(d *component.Desired) { d.Authorities[component.CA] = []byte("another") }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := rebooted(t)
+			w.meta.Role = tt.role
+			w.desires(t, tt.ticket)
+			before := len(w.machine.Calls())
+			if err := w.boot().end(t); attest.ReasonOf(err) != attestv1.Reason_REASON_ROLE_REFUSED {
+				t.Errorf("%v, want ROLE_REFUSED", err)
+			}
+			if calls := w.machine.Calls()[before:]; slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "start ") }) || w.exists(mayStart) {
+				t.Errorf("something was started: %v", calls)
+			}
+			for _, file := range []string{"etc/kubernetes/pki/ca.key", "etc/kubernetes/admin.conf", "etc/kubernetes/manifests/etcd.yaml"} {
+				if !w.exists(file) {
+					t.Errorf("%s was removed", file)
+				}
+			}
+		})
 	}
 }
 

@@ -30,8 +30,9 @@ const (
 	ControlPlaneLease = "muster-control-plane-join"
 	// CertificatesAnnotation is the annotation of a control plane's Node with the certificates that its machine renews: a JSON list.
 	CertificatesAnnotation = "muster.dev/control-plane-certificates"
-	// EpochMap is the ConfigMap in [Namespace] with the cluster's epoch: `epoch`, a number, `of`, a digest of the event
-	// that it was counted for, and `history`, the IDs of the last epochs, see [History].
+	// EpochMap is the ConfigMap in [Namespace] with the cluster's epoch: `epoch`, a number, `of`, a digest of the policy,
+	// enrollments and disks that it was counted for, `rotation`, key, phase and ID of the rotation in progress then, and
+	// `history`, the IDs of the last epochs, see [History].
 	EpochMap = "muster-epoch"
 	// EpochAnnotation is the annotation of a control plane's Node with the newest epoch that its machine knows, as [HistoryEpoch.String] writes it.
 	EpochAnnotation = "muster.dev/epoch"

@@ -95,8 +95,11 @@ type facts struct {
 	policy [sha256.Size]byte
 	serial uint64
 	bans   []ban
-	// lines has one line for each enrollment and disk, and for the rotation in progress, in order.
+	// lines has one line for each enrollment and disk, in order.
 	lines []string
+	// rotation has key, phase and ID of the rotation in progress; empty: there is none. It is not part of the digest: during an upgrade of the image,
+	// control planes whose version computes the digest without it would otherwise increment the epoch in turn with the others.
+	rotation string
 }
 
 // ban is a banned node and its machine.
@@ -111,8 +114,11 @@ func (f facts) digest() string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// Epoch implements [Cluster]. The number is in a ConfigMap, with a digest of the facts for which it was counted. The first control plane that sees
-// another digest increments it, by compare-and-swap.
+// Epoch implements [Cluster]. The number is in a ConfigMap, with a digest of the facts for which it was counted, and the rotation of that time. The first
+// control plane that sees another digest or rotation increments it, by compare-and-swap.
+//
+// A version that does not know the rotation drops it from the ConfigMap when it increments. If a rotation is in progress, the next control plane that
+// knows it increments once more. Then the digest is the same for both.
 func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History, error) {
 	f, err := c.facts(ctx)
 	if err != nil {
@@ -135,10 +141,10 @@ func (c *cluster) Epoch(ctx context.Context) (epoch.Record, clusterinfo.History,
 		}
 	}
 	// A number without an ID is from an earlier version or was written by an administrator: it gets an ID, and so counts as a new epoch.
-	if digest := f.digest(); absent || m.Data["of"] != digest || history.ID(number) == "" {
+	if digest := f.digest(); absent || m.Data["of"] != digest || m.Data["rotation"] != f.rotation || history.ID(number) == "" {
 		number++
 		history = history.Next(number)
-		next := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.EpochMap, Namespace: clusterinfo.Namespace}, Data: map[string]string{"epoch": strconv.FormatUint(number, 10), "of": digest, "history": history.String()}}
+		next := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: clusterinfo.EpochMap, Namespace: clusterinfo.Namespace}, Data: map[string]string{"epoch": strconv.FormatUint(number, 10), "of": digest, "rotation": f.rotation, "history": history.String()}}
 		if absent {
 			_, err = maps.Create(ctx, next, metav1.CreateOptions{})
 		} else {
@@ -189,8 +195,8 @@ func (c *cluster) facts(ctx context.Context) (facts, error) {
 		return f, err
 	}
 	r, err := c.rotation(ctx)
-	if r != nil { // its end changes the digest, too
-		f.lines = append(f.lines, fmt.Sprintf("rotation %s %s %s", r.Key, r.Phase, r.ID))
+	if r != nil {
+		f.rotation = fmt.Sprintf("%s %s %s", r.Key, r.Phase, r.ID)
 	}
 	slices.Sort(f.lines)
 	slices.SortFunc(f.bans, func(a, b ban) int { return strings.Compare(a.node, b.node) })

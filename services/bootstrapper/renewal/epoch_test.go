@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -291,10 +292,51 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 	if got, _, err := planes[0].Epoch(ctx); err != nil || got.Epoch != now+1 {
 		t.Errorf("%+v, %v, want epoch %d", got, err, now+1)
 	}
+	// During an upgrade of the image, a version that does not know rotations counts beside one that does.
+	was := now + 1
+	for _, change := range []func() error{
+		rotates(clusterinfo.RotationUse, made),
+		func() error { policy.Spec = sign(10, private); return api.Client.Update(ctx, policy) },
+		func() error { return describe(nil) },
+	} {
+		must(t, change())
+		before := was
+		for range 10 {
+			must(t, countWithoutRotation(ctx, planes[0].(*cluster)))
+			got, _, err := planes[1].Epoch(ctx)
+			must(t, err)
+			was = got.Epoch
+		}
+		if was == before || was > before+2 {
+			t.Errorf("two versions counted from %d to %d for one change", before, was)
+		}
+	}
 	must(t, planes[1].PublishEpoch(ctx, clusterinfo.HistoryEpoch{Number: 7, ID: "0011223344556677"}))
 	var n corev1.Node
 	must(t, api.Client.Get(ctx, client.ObjectKey{Name: "node2"}, &n))
 	if got := n.Annotations[clusterinfo.EpochAnnotation]; got != "7:0011223344556677" {
 		t.Errorf("annotation %q", got)
 	}
+}
+
+// countWithoutRotation increments the epoch as a version does that does not know rotations.
+func countWithoutRotation(ctx context.Context, c *cluster) error {
+	f, err := c.facts(ctx)
+	if err != nil {
+		return err
+	}
+	f.lines = slices.DeleteFunc(f.lines, func(l string) bool { return strings.HasPrefix(l, "rotation ") })
+	maps := c.CoreV1().ConfigMaps(clusterinfo.Namespace)
+	m, err := maps.Get(ctx, clusterinfo.EpochMap, metav1.GetOptions{})
+	if err != nil || m.Data["of"] == f.digest() {
+		return err
+	}
+	history, err := clusterinfo.ParseHistory(m.Data["history"])
+	if err != nil {
+		return err
+	}
+	number := history[len(history)-1].Number + 1
+	m.Data = map[string]string{"epoch": strconv.FormatUint(number, 10), "of": f.digest(), "history": history.Next(number).String()}
+	_, err = maps.Update(ctx, m, metav1.UpdateOptions{})
+	return err
 }

@@ -10,13 +10,37 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"syscall"
 
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/tree"
+	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
 	"github.com/muster-k8s/muster/services/bootstrapper/rotation"
+	"github.com/muster-k8s/muster/trust/attest"
 )
+
+// mayHaveAuthority returns ROLE_REFUSED for a machine that got its disk key as a worker, or starts as one, if the disk has the cluster's CA with its key. A
+// joinservice compares a worker with its enrollment alone, which an administrator of the API can delete and create again with another role; the key of a
+// control plane's disk goes only to a machine that the signed policy lists (A7, J2). A CA key without its certificate is not the cluster's: checkWorker removes
+// it.
+func (ck *check) mayHaveAuthority(d *component.Desired, controlPlane bool) error {
+	// The metadata can have changed since the key was requested. The ticket has the public files of the role that was requested.
+	if controlPlane && (d.Recovered || len(d.Authorities) == len(component.Authorities(true))) {
+		return nil
+	}
+	_, err := clusterca.Load(ck.On(machine.PKIFolder))
+	var unread *fs.PathError
+	switch {
+	case err == nil:
+		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "this machine is to be a worker, but its state disk is that of a control plane: it has the key of the cluster's CA. So nothing on it is started. To make it a worker: `muster forget` its node, erase the disk's first MiB, and let it join. If it is a control plane: find out who has changed its metadata and its enrollment, correct both, list it in the policy, and reboot it")
+	case !errors.As(err, &unread), errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR), errors.Is(err, syscall.EISDIR), errors.Is(err, syscall.ELOOP):
+		return nil
+	}
+	return err
+}
 
 // checkStaged removes new keys of rotations that the cluster does not have in progress: an attacker who had root rights once may have left one, so that it
 // would be distributed as the new key. Until a control plane has reported the new key, its ID is unknown and each key of that kind stays, because this

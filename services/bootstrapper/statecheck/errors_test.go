@@ -10,6 +10,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/provision"
 )
 
@@ -23,6 +24,7 @@ func TestAnErrorOfTheDiskEndsTheComparison(t *testing.T) {
 		"pods":                      {"var/lib/kubelet/pods", (*check).checkVolumes},
 		"the kubelet's folder":      {"var/lib/kubelet", (*check).checkVolumes},
 		"what a worker has not":     {"etc/kubernetes", (*check).checkWorker},
+		"a worker's authority":      {"etc/kubernetes", func(ck *check, _ context.Context) error { return ck.mayHaveAuthority(&component.Desired{}, false) }},
 		"static pods":               {"etc/kubernetes", func(ck *check, ctx context.Context) error { return ck.checkManifests(ctx, true, nil) }},
 		"the place of a folder":     {"etc/kubernetes", func(ck *check, ctx context.Context) error { return ck.wantFolder(ctx, "/etc/kubernetes/pki") }},
 		"new keys":                  {"etc/kubernetes/pki", func(ck *check, ctx context.Context) error { return ck.checkStaged(ctx, nil) }},

@@ -87,6 +87,9 @@ func Run(ctx context.Context, n *provision.Node) error {
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
+	if err := ck.mayHaveAuthority(d, controlPlane); err != nil { // J2: before the disk is changed
+		return err
+	}
 	if err := ck.newest(d, s, other); err != nil { // before programs and pods are changed
 		return err
 	}
