@@ -225,19 +225,36 @@ func (i *initializer) joinservice(ctx context.Context) (string, error) {
 	return i.askAny(ctx, i.servers(m.ID, m.Addresses))
 }
 
-// askAny asks one after the other, until one answers.
-func (i *initializer) askAny(ctx context.Context, at []server) (string, error) {
+// askAny asks one after the other, until one answers. A server that is refused is not asked again; the others still are.
+func (i *initializer) askAny(ctx context.Context, at []server) (addr string, err error) {
 	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
 	defer cancel()
-	next := -1
-	err := i.retry(ctx, func() error {
-		next = (next + 1) % len(at)
-		return i.askJoinservice(ctx, at[next].addr, at[next].machine)
+	var refused []error
+	err = i.retry(ctx, func() error {
+		var waiting []server
+		var last error
+		for _, s := range at {
+			err := i.askJoinservice(ctx, s.addr, s.machine)
+			if err == nil {
+				addr = s.addr
+				return nil
+			}
+			err = fmt.Errorf("the joinservice at %s: %w", s.addr, err)
+			if problem.Final(err) {
+				refused = append(refused, err)
+				continue
+			}
+			waiting, last = append(waiting, s), err
+		}
+		if at = waiting; len(at) == 0 {
+			return errors.Join(refused...)
+		}
+		return last
 	})
-	if err != nil {
-		return "", err
+	if err != nil && len(at) > 0 { // also say which ones were refused
+		err = errors.Join(append(refused, err)...)
 	}
-	return at[next].addr, nil
+	return addr, err
 }
 
 func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
@@ -254,7 +271,7 @@ func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest
 		return err
 	}
 	if resp.GetStatus() != healthv1.HealthCheckResponse_SERVING {
-		return fmt.Errorf("the joinservice at %s is %s", addr, resp.GetStatus())
+		return fmt.Errorf("it is %s", resp.GetStatus())
 	}
 	return nil
 }
