@@ -10,6 +10,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -253,6 +254,27 @@ func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error
 	err := once(ctx, func(ctx context.Context) error {
 		return c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p)
 	})
+	if err != nil {
+		return nil, err
+	}
+	return &p, nil
+}
+
+// PolicyIfDefined is [Client.Policy] before Muster's objects are defined: where their kind is unknown, it does not wait for it. [Absent] reports that.
+func (c *Client) PolicyIfDefined(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
+	var p v1alpha1.AttestationPolicy
+	var unknown error
+	err := once(ctx, func(ctx context.Context) error {
+		err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p)
+		if meta.IsNoMatchError(err) {
+			unknown = err
+			return nil
+		}
+		return err
+	})
+	if err == nil {
+		err = unknown
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -19,11 +19,12 @@ import (
 
 // compare reports whether the cluster has the folder's policy already. It refuses a folder whose policy or owner's keys are not those of the cluster: an old
 // copy of the folder would bring back what was revoked since, and an edited policy is put in force by muster policy apply, which compares it with the nodes.
-func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client) (bool, error) {
+// read reads the cluster's policy.
+func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read func(context.Context) (*v1alpha1.AttestationPolicy, error)) (bool, error) {
 	if err := i.listFirst(); err != nil { // A7
 		return false, err
 	}
-	have, err := kube.Policy(ctx)
+	have, err := read(ctx)
 	gone := clusterapi.Absent(err)
 	if err != nil && !gone {
 		return false, err

@@ -30,6 +30,9 @@ const (
 	joinserviceTimeout = 3 * time.Minute
 )
 
+// compareStep comes before every change of an installed cluster: an older muster, or an older copy of the folder, changes nothing.
+const compareStep = "compare the folder with the cluster"
+
 // install installs Muster in the cluster. A repeated step recognizes its own work. In an installed cluster, it puts back what is missing of Muster's objects and
 // services; enrollments and the policy stay as they are.
 //
@@ -55,13 +58,20 @@ func (i *initializer) install(ctx context.Context) error {
 			defer cancel()
 			return kube.Server(), kube.Reachable(ctx)
 		}},
+		{compareStep, func() (string, error) {
+			if err := i.direction(kube); err != nil {
+				return "", err
+			}
+			_, err := i.compare(ctx, kube, kube.PolicyIfDefined)
+			return "", err
+		}},
 		{"record the existing nodes", func() (string, error) { return i.noteNodes(ctx, kube) }},
 		{"apply the owner's manifests", func() (string, error) {
 			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Update)
 		}},
 		{"define Muster's objects", func() (detail string, err error) {
 			if detail, err = i.define(ctx, kube); err == nil {
-				hasPolicy, err = i.compare(ctx, kube)
+				hasPolicy, err = i.compare(ctx, kube, kube.Policy)
 			}
 			return detail, err
 		}},
@@ -88,6 +98,9 @@ func (i *initializer) install(ctx context.Context) error {
 	for _, s := range steps {
 		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
 			continue
+		}
+		if s.name == compareStep && c.Stage != ownerdir.StageInstalled {
+			continue // nothing to compare with yet; an interrupted first run is compared after the definitions
 		}
 		if s.name == "record the existing nodes" && !c.Adopted {
 			continue // it has only the first machine's node
@@ -123,16 +136,21 @@ func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (s
 	return fmt.Sprintf("%d besides the first machine", len(c.NodesBefore)), nil
 }
 
-// define writes the CRDs. It refuses to replace those of a newer version: data of newer services must stay readable.
-func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+// direction refuses a cluster whose services are of a newer version than this program.
+func (i *initializer) direction(kube *clusterapi.Client) error {
 	r, err := kube.Release(i.Log)
 	if err == nil && r != nil {
 		err = clusterapi.CheckDirection(r)
 	}
 	if errors.Is(err, clusterapi.ErrDowngrade) {
-		err = problem.WithRemedy(err, "Nothing was changed. Use the muster of that version or a newer one.")
+		err = problem.WithRemedy(err, "Muster's definitions and services were not changed. Use the muster of that version or a newer one.")
 	}
-	if err != nil {
+	return err
+}
+
+// define writes the CRDs. It refuses to replace those of a newer version: data of newer services must stay readable.
+func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	if err := i.direction(kube); err != nil {
 		return "", err
 	}
 	if err := kube.EnsureNamespace(ctx); err != nil {
