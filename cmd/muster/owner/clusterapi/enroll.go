@@ -281,13 +281,17 @@ func (c *Client) PolicyIfDefined(ctx context.Context) (*v1alpha1.AttestationPoli
 	return &p, nil
 }
 
+// UnknownSwitches is the entry of [Insecure] for a policy that this program refuses.
+const UnknownSwitches = "unknown (this version of muster cannot read the policy)"
+
 // Insecure returns the insecure switches that may be in force: those of the policy in the object, and those that the services report, which may be of the
-// policy before, if they refuse this one. Neither is verified here. Who can write the status can only add switches, not hide those of a signed policy.
+// policy before, if they refuse this one. Neither is verified here. Who can write the status can only add switches, not hide those of a signed policy: if this
+// program cannot read that policy, the status alone would say which are on, so that the last entry is [UnknownSwitches].
 func Insecure(p *v1alpha1.AttestationPolicy) []string {
 	out := slices.Clone(p.Status.Insecure)
 	policy, err := attest.ParsePolicy([]byte(p.Spec.Policy))
-	if err != nil { // the services refuse it, and say so
-		return out
+	if err != nil {
+		return append(out, UnknownSwitches)
 	}
 	for _, s := range policy.Insecure() {
 		if !slices.Contains(out, s) {
