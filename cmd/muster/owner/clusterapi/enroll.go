@@ -10,6 +10,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -259,13 +260,38 @@ func (c *Client) Policy(ctx context.Context) (*v1alpha1.AttestationPolicy, error
 	return &p, nil
 }
 
+// PolicyIfDefined is [Client.Policy] before Muster's objects are defined: where their kind is unknown, it does not wait for it. [Absent] reports that.
+func (c *Client) PolicyIfDefined(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
+	var p v1alpha1.AttestationPolicy
+	var unknown error
+	err := once(ctx, func(ctx context.Context) error {
+		err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p)
+		if meta.IsNoMatchError(err) {
+			unknown = err
+			return nil
+		}
+		return err
+	})
+	if err == nil {
+		err = unknown
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &p, nil
+}
+
+// UnknownSwitches is the entry of [Insecure] for a policy that this program refuses.
+const UnknownSwitches = "unknown (this version of muster cannot read the policy)"
+
 // Insecure returns the insecure switches that may be in force: those of the policy in the object, and those that the services report, which may be of the
-// policy before, if they refuse this one. Neither is verified here. Who can write the status can only add switches, not hide those of a signed policy.
+// policy before, if they refuse this one. Neither is verified here. Who can write the status can only add switches, not hide those of a signed policy: if this
+// program cannot read that policy, the status alone would say which are on, so that the last entry is [UnknownSwitches].
 func Insecure(p *v1alpha1.AttestationPolicy) []string {
 	out := slices.Clone(p.Status.Insecure)
 	policy, err := attest.ParsePolicy([]byte(p.Spec.Policy))
-	if err != nil { // the services refuse it, and say so
-		return out
+	if err != nil {
+		return append(out, UnknownSwitches)
 	}
 	for _, s := range policy.Insecure() {
 		if !slices.Contains(out, s) {

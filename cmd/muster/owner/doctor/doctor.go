@@ -327,6 +327,10 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 // insecure reports insecure switches of the policy in force that the folder's policy does not have. Another check warns of the folder's switches.
 func (d *doctor) insecure(inForce []string) {
 	for _, s := range inForce {
+		if s == clusterapi.UnknownSwitches {
+			d.Add(CheckPolicy, checkup.Warn, policies.RefusedPolicyRemedy, "which insecure switches are on in the cluster's policy is unknown: this version of muster cannot read it")
+			continue
+		}
 		if d.policy == nil || !slices.Contains(d.policy.Insecure(), s) {
 			d.Add(CheckPolicy, checkup.Warn, "If you did not mean it, run muster policy apply with a policy without the switch.", "insecure.%s is on in the policy in force, but not in the folder's", s)
 		}

@@ -19,11 +19,12 @@ import (
 
 // compare reports whether the cluster has the folder's policy already. It refuses a folder whose policy or owner's keys are not those of the cluster: an old
 // copy of the folder would bring back what was revoked since, and an edited policy is put in force by muster policy apply, which compares it with the nodes.
-func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client) (bool, error) {
+// read reads the cluster's policy.
+func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read func(context.Context) (*v1alpha1.AttestationPolicy, error)) (bool, error) {
 	if err := i.listFirst(); err != nil { // A7
 		return false, err
 	}
-	have, err := kube.Policy(ctx)
+	have, err := read(ctx)
 	gone := clusterapi.Absent(err)
 	if err != nil && !gone {
 		return false, err
@@ -69,7 +70,7 @@ func (i *initializer) compareKeys(kube *clusterapi.Client) error {
 	return problem.WithRemedy(err, "The cluster's policy and Muster's services were not changed. If this folder is an older copy, use the newest: the services would accept a key again that was replaced. If muster rotate owner-key was interrupted, run it again.")
 }
 
-// hasFirst reports whether the first machine is still enrolled and may serve: it may have been banned, forgotten or replaced.
+// hasFirst reports whether the first machine is still enrolled as a control plane: it may have been banned, forgotten or replaced.
 func (i *initializer) hasFirst(ctx context.Context, kube *clusterapi.Client) (bool, error) {
 	m := i.dir().FirstMachine
 	all, err := kube.Enrollments(ctx)
@@ -101,11 +102,11 @@ func (i *initializer) anyJoinservice(ctx context.Context, kube *clusterapi.Clien
 		return "", err
 	}
 	var at []server
-	if has {
-		at = i.servers(i.dir().FirstMachine.ID, i.dir().FirstMachine.Addresses)
+	if first := i.dir().FirstMachine; has && i.policy.MayServe(first.ID) == nil {
+		at = i.servers(first.ID, first.Addresses)
 	}
 	planes, err := kube.ControlPlanes(ctx)
-	if err != nil && !has {
+	if err != nil && len(at) == 0 {
 		return "", err
 	}
 	for _, p := range planes {
@@ -114,7 +115,11 @@ func (i *initializer) anyJoinservice(ctx context.Context, kube *clusterapi.Clien
 			return "", fmt.Errorf("enrollment of %s: %w", p.Name, err)
 		}
 		if i.policy.MayServe(id) == nil {
-			at = append(at, i.servers(id, p.Addresses)...)
+			for _, s := range i.servers(id, p.Addresses) {
+				if !slices.Contains(at, s) { // the first machine's
+					at = append(at, s)
+				}
+			}
 		}
 	}
 	if len(at) == 0 {

@@ -9,8 +9,11 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
@@ -87,11 +90,34 @@ func (a *repeated) write(t *testing.T, policy []byte, err error) {
 
 func (a *repeated) refused(t *testing.T, reason, remedy string) {
 	t.Helper()
+	was, written := a.cfg.Manifests, neverApplied(t)
+	a.cfg.Manifests = written
 	err := a.init(t)
+	a.cfg.Manifests = was
+	absent(t, written)
 	if err == nil {
 		t.Errorf("it was not refused, want %s", reason)
 	} else if p := problem.Explain(err); p.Reason != reason || !strings.Contains(p.Remedy, remedy) {
 		t.Errorf("%+v, want %s", p, reason)
+	}
+}
+
+// neverApplied returns manifests for a run that must be refused before any change.
+func neverApplied(t *testing.T) []*unstructured.Unstructured {
+	t.Helper()
+	m, err := clusterapi.ParseManifests("refused.yaml", []byte("{apiVersion: v1, kind: ConfigMap, metadata: {namespace: default, name: of-a-refused-run}}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func absent(t *testing.T, manifests []*unstructured.Unstructured) {
+	t.Helper()
+	for _, m := range manifests {
+		if err := ownertest.Shared.Client.Get(t.Context(), client.ObjectKeyFromObject(m), m.DeepCopy()); !apierrors.IsNotFound(err) {
+			t.Errorf("the refused run has applied %s: %v", m.GetName(), err)
+		}
 	}
 }
 
@@ -275,5 +301,36 @@ func (a *repeated) firstGone(t *testing.T, other *attesttest.Machine) {
 	}
 	if err := ownertest.Shared.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// A definition that somebody has deleted is put back by the same run, so the comparison before it must not wait for it.
+func TestTheComparisonDoesNotWaitForAMissingDefinition(t *testing.T) {
+	ownertest.Fresh(t)
+	ownertest.Defined(t)
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	crd := &unstructured.Unstructured{}
+	crd.SetGroupVersionKind(apiextensionsv1.SchemeGroupVersion.WithKind("CustomResourceDefinition"))
+	crd.SetName("attestationpolicies." + v1alpha1.GroupVersion.Group)
+	if err := ownertest.Shared.Client.Delete(ctx, crd); err != nil {
+		t.Fatal(err)
+	}
+	defer ownertest.Defined(t)
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for { // discovery lags behind the deletion
+		kube, err := clusterapi.Connect(ownertest.Kubeconfig(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = kube.PolicyIfDefined(ctx)
+		if meta.IsNoMatchError(err) && clusterapi.Absent(err) && ctx.Err() == nil {
+			return
+		}
+		if ctx.Err() != nil || !apierrors.IsNotFound(err) && !meta.IsNoMatchError(err) {
+			t.Fatal(err)
+		}
+		<-tick.C
 	}
 }

@@ -30,6 +30,9 @@ const (
 	joinserviceTimeout = 3 * time.Minute
 )
 
+// compareStep comes before every change of an installed cluster: an older muster, or an older copy of the folder, changes nothing.
+const compareStep = "compare the folder with the cluster"
+
 // install installs Muster in the cluster. A repeated step recognizes its own work. In an installed cluster, it puts back what is missing of Muster's objects and
 // services; enrollments and the policy stay as they are.
 //
@@ -55,13 +58,20 @@ func (i *initializer) install(ctx context.Context) error {
 			defer cancel()
 			return kube.Server(), kube.Reachable(ctx)
 		}},
+		{compareStep, func() (string, error) {
+			if err := i.direction(kube); err != nil {
+				return "", err
+			}
+			_, err := i.compare(ctx, kube, kube.PolicyIfDefined)
+			return "", err
+		}},
 		{"record the existing nodes", func() (string, error) { return i.noteNodes(ctx, kube) }},
 		{"apply the owner's manifests", func() (string, error) {
 			return fmt.Sprintf("%d objects", len(i.Manifests)), kube.Apply(ctx, i.Manifests, i.Report.Update)
 		}},
 		{"define Muster's objects", func() (detail string, err error) {
 			if detail, err = i.define(ctx, kube); err == nil {
-				hasPolicy, err = i.compare(ctx, kube)
+				hasPolicy, err = i.compare(ctx, kube, kube.Policy)
 			}
 			return detail, err
 		}},
@@ -88,6 +98,9 @@ func (i *initializer) install(ctx context.Context) error {
 	for _, s := range steps {
 		if s.name == "apply the owner's manifests" && len(i.Manifests) == 0 {
 			continue
+		}
+		if s.name == compareStep && c.Stage != ownerdir.StageInstalled {
+			continue // nothing to compare with yet; an interrupted first run is compared after the definitions
 		}
 		if s.name == "record the existing nodes" && !c.Adopted {
 			continue // it has only the first machine's node
@@ -123,16 +136,21 @@ func (i *initializer) noteNodes(ctx context.Context, kube *clusterapi.Client) (s
 	return fmt.Sprintf("%d besides the first machine", len(c.NodesBefore)), nil
 }
 
-// define writes the CRDs. It refuses to replace those of a newer version: data of newer services must stay readable.
-func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+// direction refuses a cluster whose services are of a newer version than this program.
+func (i *initializer) direction(kube *clusterapi.Client) error {
 	r, err := kube.Release(i.Log)
 	if err == nil && r != nil {
 		err = clusterapi.CheckDirection(r)
 	}
 	if errors.Is(err, clusterapi.ErrDowngrade) {
-		err = problem.WithRemedy(err, "Nothing was changed. Use the muster of that version or a newer one.")
+		err = problem.WithRemedy(err, "Muster's definitions and services were not changed. Use the muster of that version or a newer one.")
 	}
-	if err != nil {
+	return err
+}
+
+// define writes the CRDs. It refuses to replace those of a newer version: data of newer services must stay readable.
+func (i *initializer) define(ctx context.Context, kube *clusterapi.Client) (string, error) {
+	if err := i.direction(kube); err != nil {
 		return "", err
 	}
 	if err := kube.EnsureNamespace(ctx); err != nil {
@@ -225,19 +243,36 @@ func (i *initializer) joinservice(ctx context.Context) (string, error) {
 	return i.askAny(ctx, i.servers(m.ID, m.Addresses))
 }
 
-// askAny asks one after the other, until one answers.
-func (i *initializer) askAny(ctx context.Context, at []server) (string, error) {
+// askAny asks one after the other, until one answers. A server that is refused is not asked again; the others still are.
+func (i *initializer) askAny(ctx context.Context, at []server) (addr string, err error) {
 	ctx, cancel := deadline(ctx, joinserviceTimeout, "no joinservice answered")
 	defer cancel()
-	next := -1
-	err := i.retry(ctx, func() error {
-		next = (next + 1) % len(at)
-		return i.askJoinservice(ctx, at[next].addr, at[next].machine)
+	var refused []error
+	err = i.retry(ctx, func() error {
+		var waiting []server
+		var last error
+		for _, s := range at {
+			err := i.askJoinservice(ctx, s.addr, s.machine)
+			if err == nil {
+				addr = s.addr
+				return nil
+			}
+			err = fmt.Errorf("the joinservice at %s: %w", s.addr, err)
+			if problem.Final(err) {
+				refused = append(refused, err)
+				continue
+			}
+			waiting, last = append(waiting, s), err
+		}
+		if at = waiting; len(at) == 0 {
+			return errors.Join(refused...)
+		}
+		return last
 	})
-	if err != nil {
-		return "", err
+	if err != nil && len(at) > 0 { // also say which ones were refused
+		err = errors.Join(append(refused, err)...)
 	}
-	return at[next].addr, nil
+	return addr, err
 }
 
 func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest.MachineID) error {
@@ -254,7 +289,7 @@ func (i *initializer) askJoinservice(ctx context.Context, addr string, id attest
 		return err
 	}
 	if resp.GetStatus() != healthv1.HealthCheckResponse_SERVING {
-		return fmt.Errorf("the joinservice at %s is %s", addr, resp.GetStatus())
+		return fmt.Errorf("it is %s", resp.GetStatus())
 	}
 	return nil
 }

@@ -375,6 +375,11 @@ func (u *upgrades) downgrade(t *testing.T) {
 	if _, err := again.init.define(u.ctx, again.kube); !errors.Is(err, clusterapi.ErrDowngrade) || problem.Remedy(err) == "" {
 		t.Errorf("a repeated init: %v", err)
 	}
+	again.init.Manifests = neverApplied(t)
+	if err := again.init.install(u.ctx); !errors.Is(err, clusterapi.ErrDowngrade) || problem.Remedy(err) == "" {
+		t.Errorf("a repeated init with manifests: %v", err)
+	}
+	absent(t, again.init.Manifests)
 	cfg.AllowDowngrade = true
 	if _, err := Upgrade(u.ctx, cfg); err != nil {
 		t.Fatal(err)
