@@ -261,10 +261,10 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 			}
 			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may appear at any time
 			b.vanished(t, "")
-			servicetest.Enroll(t, b.Rooms, c, "a")
 			if role == v1alpha1.RoleControlPlane {
 				b.object(t, false)
 			}
+			servicetest.Enroll(t, b.Rooms, c, "a")
 			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.Now()) })
 			b.after(t, 61*time.Minute)
 			b.vanished(t, vanishedNeverCame)
