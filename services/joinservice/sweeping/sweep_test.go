@@ -7,6 +7,7 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/hex"
 	"encoding/json"
 	"encoding/pem"
 	"os"
@@ -261,10 +262,17 @@ func TestWhatTheOwnerEnrolledIsReportedOnly(t *testing.T) {
 			}
 			b.after(t, 100*time.Hour) // it is enrolled beforehand, and may appear at any time
 			b.vanished(t, "")
+			if role == v1alpha1.RoleControlPlane { // J11: the watch of its Node's Lease is over
+				hash := c.Boot.Secret.Hash()
+				b.status(t, func(s *v1alpha1.AttestedNodeStatus) {
+					s.Boot = &v1alpha1.Boot{SecretHash: hex.EncodeToString(hash[:]), Since: metav1.NowMicro(), EarlierEnded: true}
+				})
+				servicetest.Seen(t, b.Rooms, func(n *v1alpha1.AttestedNode) bool { return n.Status.Boot != nil })
+			}
+			servicetest.Enroll(t, b.Rooms, c, "a")
 			if role == v1alpha1.RoleControlPlane {
 				b.object(t, false)
 			}
-			servicetest.Enroll(t, b.Rooms, c, "a")
 			b.status(t, func(s *v1alpha1.AttestedNodeStatus) { s.Ticket.IssuedAt = metav1.NewTime(b.clock.Now()) })
 			b.after(t, 61*time.Minute)
 			b.vanished(t, vanishedNeverCame)
