@@ -21,7 +21,7 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 )
 
-const again = "Run the muster init of this cluster again, with the same flags: it restores the objects that Muster installs, and leaves the others."
+const again = "Run the muster init of this cluster again, with the same flags but without --policy: it restores the objects that Muster installs, and leaves the others."
 
 // kinds compares Muster's definitions in the cluster with those of this program.
 func (d *doctor) kinds(ctx context.Context) error {

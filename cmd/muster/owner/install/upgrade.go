@@ -158,7 +158,7 @@ func (u *upgrader) look(ctx context.Context) error {
 	var err error
 	if u.last, err = u.kube.Newest(u.Log); err != nil {
 		if errors.Is(err, clusterapi.ErrNoRelease) {
-			err = problem.WithRemedy(err, "Run the command muster init of this cluster again: it installs what is missing.")
+			err = problem.WithRemedy(err, "Run the command muster init of this cluster again, without --policy: it installs what is missing.")
 		}
 		return err
 	}
