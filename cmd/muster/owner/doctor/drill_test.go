@@ -56,8 +56,8 @@ func testDrill(t *testing.T, p *patient) {
 	node := typed(v1alpha1.GroupVersion.WithKind("AttestedNode"), "node1")
 	try(t, shared.Client.Get(t.Context(), client.ObjectKeyFromObject(node), node))
 	machine, _, _ := unstructured.NestedString(node.Object, "spec", "machineID")
-	edited(node, enrolledDisk, "spec", "diskID")(t)
-	defer p.diskless(t)
+	setDisk(t, enrolledDisk)
+	defer setDisk(t, "")
 	salted := created(&v1alpha1.AttestedDisk{ObjectMeta: metav1.ObjectMeta{Name: enrolledDisk}, Spec: v1alpha1.AttestedDiskSpec{MachineID: machine, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}})(t)
 	defer salted(t)
 	try(t, p.dir.Remember(&ownerdir.Known{Nodes: map[string]ownerdir.KnownNode{"node1": {MachineID: machine, Disk: ownerdir.KnownDisk{ID: enrolledDisk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}}}))
@@ -142,7 +142,7 @@ func testDrill(t *testing.T, p *patient) {
 		{"another root in the Secret", CheckDiskKeys, "derived from the folder differs from the cluster's", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), base64.StdEncoding.EncodeToString([]byte(strings.Repeat("x", 32))), "data", "root"), ""},
 		{"a short root in the Secret", CheckDiskKeys, "32 bytes", edited(namespaced(core.WithKind("Secret"), "muster-kms-root"), "eA==", "data", "root"), ""},
 		{"the description is gone", CheckDescription, "gone", deleted(namespaced(core.WithKind("ConfigMap"), clusterinfo.ConfigMap)), ""},
-		{"an enrollment without its disk", CheckControlPlanes, "names no disk", p.diskless, ""},
+		{"an enrollment without its disk", CheckControlPlanes, "names no disk", diskless, ""},
 		{"a folder without the salt of its disk", CheckControlPlanes, "can't recover it: DISK_ERASED: the folder has no salt of disk " + enrolledDisk, p.file(ownerdir.KnownFile, func(path string, _ []byte) error { return os.Remove(path) }), ""},
 		{"no control plane", CheckControlPlanes, "no enrolled control plane", edited(node, true, "spec", "banned"), ""},
 		{"a control plane out of reach", CheckControlPlanes, "no route to host", func(*testing.T) func(*testing.T) {
@@ -195,21 +195,22 @@ func testDrill(t *testing.T, p *patient) {
 	sound(t)
 }
 
-// diskless takes the disk out of the control plane's enrollment, as a restore of etcd can. The API server permits that only of a banned one.
-func (p *patient) diskless(t *testing.T) func(*testing.T) {
+// setDisk changes the disk of the control plane's enrollment, or takes it out of it, as a restore of etcd can. The API server permits that only of a banned one.
+func setDisk(t *testing.T, disk string) {
 	t.Helper()
-	set := func(t *testing.T, disk string) {
-		t.Helper()
-		for _, banned := range []bool{true, false} {
-			change(t, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, false, func(n *v1alpha1.AttestedNode) {
-				if n.Spec.Banned = banned; !banned {
-					n.Spec.DiskID = disk
-				}
-			})
-		}
+	for _, banned := range []bool{true, false} {
+		change(t, &v1alpha1.AttestedNode{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, false, func(n *v1alpha1.AttestedNode) {
+			if n.Spec.Banned = banned; !banned {
+				n.Spec.DiskID = disk
+			}
+		})
 	}
-	set(t, "")
-	return func(t *testing.T) { t.Helper(); set(t, enrolledDisk) }
+}
+
+func diskless(t *testing.T) func(*testing.T) {
+	t.Helper()
+	setDisk(t, "")
+	return func(t *testing.T) { t.Helper(); setDisk(t, enrolledDisk) }
 }
 
 func found(r *checkup.Report, check string, level checkup.Level, says string) bool {
