@@ -27,7 +27,7 @@ const (
 )
 
 // A machine without a config medium reads all from a string of its firmware's tables, as libvirt and other hosts set it, and joins through DNS. After that its
-// host attaches volumes instead, as OpenStack, Proxmox and others do.
+// host offers an item of fw_cfg instead, then volumes, as OpenStack, Proxmox and others do.
 func TestAMachineFindsItsMetadataWhereItsHostHasThem(t *testing.T) {
 	w := bringUp(t)
 	asked := w.nameServer(t)
@@ -57,15 +57,19 @@ func TestAMachineFindsItsMetadataWhereItsHostHasThem(t *testing.T) {
 		t.Errorf("the Node has %q, %v", out, err)
 	}
 
-	for _, volume := range []struct{ name, source, file string }{
-		{"a NoCloud volume", "nocloud (/dev/", noCloud(t, documents)},
-		{"a config drive", "configdrive (/dev/", configDrive(t, documents)},
+	for _, from := range []struct {
+		name, source string
+		hardware     driver.Hardware
+	}{
+		{"an item of fw_cfg", "credential (credential muster.machine, QEMU's fw_cfg)", driver.Hardware{MachineCredential: filepath.Join(volumeFiles(t, map[string]string{"machine.yaml": documents}), "machine.yaml")}},
+		{"a NoCloud volume", "nocloud (/dev/", driver.Hardware{Disk: noCloud(t, documents)}},
+		{"a config drive", "configdrive (/dev/", driver.Hardware{Disk: configDrive(t, documents)}},
 	} {
-		t.Run(volume.name, func(t *testing.T) {
-			if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Hardware: &driver.Hardware{Disk: volume.file}}); err != nil {
+		t.Run(from.name, func(t *testing.T) {
+			if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Hardware: &from.hardware}); err != nil {
 				t.Fatal(err)
 			}
-			w.says(t, "node7", "its metadata are from "+volume.source, bootTime)
+			w.says(t, "node7", "its metadata are from "+from.source, bootTime)
 			boot = w.ready(t, "node7", boot)
 		})
 	}

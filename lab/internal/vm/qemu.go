@@ -105,6 +105,9 @@ func arguments(c Config, console string) []string {
 	if c.Hardware.OEMString != "" {
 		args = append(args, "-smbios", "type=11,value="+option(c.Hardware.OEMString))
 	}
+	if c.Hardware.MachineCredential != "" {
+		args = append(args, "-fw_cfg", "name=opt/io.systemd.credentials/muster.machine,file="+option(c.Hardware.MachineCredential))
+	}
 	if c.Hardware.Disk != "" { // the last one, so that it moves no other to another place
 		args = append(args, "-drive", "if=none,id=more,format=raw,readonly=on,file="+option(c.Hardware.Disk), "-device", "virtio-blk-pci,drive=more,serial=more")
 	}

@@ -74,6 +74,8 @@ type Hardware struct {
 	OptionROM string `json:"optionROM"` // PCI expansion ROM of its random-number device
 	Disk      string `json:"disk"`      // raw image of one more disk, read-only
 	OEMString string `json:"oemString"` // a string of the firmware's tables: SMBIOS, type 11
+	// MachineCredential is a file that QEMU's fw_cfg device offers as the systemd credential muster.machine.
+	MachineCredential string `json:"machineCredential"`
 }
 
 // A VM is a machine with power.
