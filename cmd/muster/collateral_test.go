@@ -103,7 +103,6 @@ func accepts(t *testing.T, api *kubetest.Cluster, serial int64, command <-chan e
 
 // Collateral that has ended is replaced by a new policy, which the folder then has as well.
 func TestCollateralIsPutInForce(t *testing.T) {
-	t.Parallel()
 	api, file, path := cluster(t), collateralFile(t), filepath.Join(t.TempDir(), "muster-prod")
 	if err := ownersFolder(path, api, testPolicy(t, tdxRules)); err != nil {
 		t.Fatal(err)
@@ -165,7 +164,6 @@ func TestCollateralIsPutInForce(t *testing.T) {
 // A vendor has raised a TCB: the owner learns which running node falls below it while nothing refuses it yet. This test has the part of a
 // joinservice, which appraises nodes by the candidate.
 func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
-	t.Parallel()
 	api, file, path := cluster(t), collateralFile(t), filepath.Join(t.TempDir(), "muster-prod")
 	if err := ownersFolder(path, api, testPolicy(t, tdxRules)); err != nil {
 		t.Fatal(err)

@@ -227,7 +227,6 @@ func TestAWaitingMachineIsExplained(t *testing.T) {
 
 // A machine that waits is named by its ID, one that has joined by its node.
 func TestAMachineIsExplainedByItsIDAndByItsNode(t *testing.T) {
-	t.Parallel()
 	api, ca := cluster(t), attesttest.NewCA(t)
 	model := attesttest.NewMachine(t, ca, attesttest.Options{})
 	folder := filepath.Join(t.TempDir(), "muster-prod")

@@ -19,7 +19,6 @@ import (
 
 // A folder that knows nothing any more, and a policy of another owner, are not passed over, and are no rollback.
 func TestStatusNamesADamagedFolderAndAForeignPolicy(t *testing.T) {
-	t.Parallel()
 	api, path := cluster(t), filepath.Join(t.TempDir(), "muster-prod")
 	if err := ownersFolder(path, api, testPolicy(t, tdxRules)); err != nil {
 		t.Fatal(err)
@@ -82,7 +81,6 @@ func TestStatusNamesADamagedFolderAndAForeignPolicy(t *testing.T) {
 }
 
 func TestAWorkerIsAskedForNoBackup(t *testing.T) {
-	t.Parallel()
 	api, path := cluster(t), filepath.Join(t.TempDir(), "muster-prod")
 	if err := ownersFolder(path, api, testPolicy(t, tdxRules)); err != nil {
 		t.Fatal(err)

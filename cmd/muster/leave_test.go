@@ -3,12 +3,20 @@ package main
 import (
 	"crypto/ed25519"
 	"crypto/rand"
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
 
 	"github.com/rogpeppe/go-internal/testscript"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/internal/kubetest"
@@ -16,19 +24,22 @@ import (
 
 // TestLeaving runs the scripts in testdata/leave.
 func TestLeaving(t *testing.T) {
-	t.Parallel()
 	withCluster(t, "leave")
 }
 
-// TestUninstall runs the scripts in testdata/uninstall, in a cluster of its own.
+// TestUninstall runs the scripts in testdata/uninstall. The cluster is of no use afterwards: this is its only parallel test, so it is the last one.
 func TestUninstall(t *testing.T) {
 	t.Parallel()
+	t.Cleanup(func() {
+		if err := stopCluster(); err != nil {
+			t.Error(err)
+		}
+	})
 	withCluster(t, "uninstall")
 }
 
-// TestRotate runs the scripts in testdata/rotate, in a cluster of its own.
+// TestRotate runs the scripts in testdata/rotate.
 func TestRotate(t *testing.T) {
-	t.Parallel()
 	withCluster(t, "rotate")
 }
 
@@ -55,25 +66,58 @@ func withCluster(t *testing.T, scripts string) {
 	})
 }
 
-// cluster starts an API server with Muster's objects.
+// running is the cluster of [cluster], once there is one.
+var running *kubetest.Cluster
+
+// cluster returns an API server with Muster's definitions and namespace, and nothing in them. All tests have the same one, so they are not parallel.
 func cluster(t *testing.T) *kubetest.Cluster {
 	t.Helper()
-	api, err := kubetest.Start(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := api.Stop(); err != nil {
-			t.Error(err)
+	if running == nil {
+		api, err := kubetest.Start(t.Context())
+		if err != nil {
+			t.Fatal(err)
 		}
-	})
-	if err := api.InstallCRDs(t.Context()); err != nil {
+		running = api
+		if err := errors.Join(api.InstallCRDs(t.Context()), api.Namespace(t.Context(), clusterapi.Namespace)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	empty(t, running.Client)
+	return running
+}
+
+// stopCluster stops the cluster of [cluster].
+func stopCluster() error {
+	if running == nil {
+		return nil
+	}
+	api := running
+	running = nil
+	return api.Stop()
+}
+
+// empty deletes what an earlier test has made.
+func empty(t *testing.T, c client.Client) {
+	t.Helper()
+	nodes := &v1alpha1.AttestedNodeList{}
+	if err := c.List(t.Context(), nodes); err != nil {
 		t.Fatal(err)
 	}
-	if err := api.Namespace(t.Context(), clusterapi.Namespace); err != nil {
+	for i := range nodes.Items { // no joinservice runs, which retires certificates
+		free := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null},"spec":{"banned":true}}`))
+		if err := c.Patch(t.Context(), &nodes.Items[i], free); client.IgnoreNotFound(err) != nil {
+			t.Fatal(err)
+		}
+	}
+	in := func(o client.Object, namespace string) error {
+		return c.DeleteAllOf(t.Context(), o, client.InNamespace(namespace), client.GracePeriodSeconds(0))
+	}
+	if err := errors.Join(
+		in(&v1alpha1.AttestedNode{}, ""), in(&v1alpha1.AttestedDisk{}, ""), in(&v1alpha1.AttestationPolicy{}, ""), in(&corev1.Node{}, ""), in(&certificatesv1.CertificateSigningRequest{}, ""),
+		in(&corev1.Pod{}, metav1.NamespaceDefault), in(&corev1.Pod{}, metav1.NamespaceSystem), in(&corev1.ConfigMap{}, clusterapi.Namespace), in(&corev1.Secret{}, clusterapi.Namespace), in(&coordinationv1.Lease{}, clusterapi.Namespace),
+	); err != nil {
 		t.Fatal(err)
 	}
-	return api
 }
 
 // ownersFolder makes an owner's folder for a cluster.

@@ -15,6 +15,10 @@ type leakChecked struct{ *testing.M }
 
 func (m leakChecked) Run() int {
 	code := m.M.Run()
+	if err := stopCluster(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = max(code, 1)
+	}
 	// klog starts its flusher with the process.
 	if err := goleak.Find(goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1")); err != nil {
 		fmt.Fprintln(os.Stderr, err)

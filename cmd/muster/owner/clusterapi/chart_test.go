@@ -25,14 +25,9 @@ import (
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
-// An API server that was just started on a small machine drops connections and comes back.
-func TestTheChartIsAppliedThoughConnectionsBreak(t *testing.T) {
-	api := start(t)
-	for _, o := range needs() {
-		if err := api.Client.Create(t.Context(), o); err != nil {
-			t.Fatal(err)
-		}
-	}
+// appliedThoughConnectionsBreak installs the chart. An API server that was just started on a small machine drops connections and comes back.
+func appliedThoughConnectionsBreak(t *testing.T, api *kubetest.Cluster) {
+	t.Helper()
 	text, err := os.ReadFile(api.Kubeconfig)
 	if err != nil {
 		t.Fatal(err)
@@ -59,24 +54,6 @@ const mostCuts = 5
 var values = Values{
 	OwnerKeys:        []string{strings.Repeat("A", 43) + "="},
 	JoinserviceImage: "registry.example/joinservice@sha256:" + strings.Repeat("1", 64), KMSImage: "registry.example/kms@sha256:" + strings.Repeat("2", 64),
-}
-
-// start returns a control plane with a garbage collector and the namespace of Muster's services.
-func start(t *testing.T) *kubetest.Cluster {
-	t.Helper()
-	api, err := kubetest.Start(t.Context(), "garbage-collector-controller")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := api.Stop(); err != nil {
-			t.Error(err)
-		}
-	})
-	if err := api.Namespace(t.Context(), Namespace); err != nil {
-		t.Fatal(err)
-	}
-	return api
 }
 
 // needs returns the objects that the namespace must have before the chart; the list of nodes that may not write is

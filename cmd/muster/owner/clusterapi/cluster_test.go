@@ -1,15 +1,41 @@
 package clusterapi
 
 import (
+	"context"
 	"strings"
 	"testing"
 
-	"go.uber.org/goleak"
+	"github.com/muster-k8s/muster/internal/kubetest"
 )
 
 func TestMain(m *testing.M) {
-	// klog starts its flusher with the process.
-	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"))
+	kubetest.Verify(m, func(context.Context) (stop func() error, err error) {
+		return func() error {
+			if running == nil {
+				return nil
+			}
+			return running.Stop()
+		}, nil
+	})
+}
+
+// running is the cluster of [start], once there is one.
+var running *kubetest.Cluster
+
+// start returns the control plane of all tests, with a garbage collector and the namespace of Muster's services.
+func start(t *testing.T) *kubetest.Cluster {
+	t.Helper()
+	if running == nil {
+		api, err := kubetest.Start(t.Context(), "garbage-collector-controller")
+		if err != nil {
+			t.Fatal(err)
+		}
+		running = api
+	}
+	if err := running.Namespace(t.Context(), Namespace); err != nil {
+		t.Fatal(err)
+	}
+	return running
 }
 
 func TestParseManifests(t *testing.T) {

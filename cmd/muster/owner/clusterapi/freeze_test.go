@@ -51,9 +51,7 @@ func TestWithoutTheListNodesAloneAreKeptOut(t *testing.T) {
 		}
 	}
 	w := writers(t, api)
-	if _, err := c.InstallChart(t.Context(), values, slog.New(slog.DiscardHandler)); err != nil {
-		t.Fatal(err)
-	}
+	appliedThoughConnectionsBreak(t, api)
 	w.want(t, map[string]string{"an enrolled node": "", "a node that was removed": "may not write", "an administrator": "", "a controller": ""})
 
 	list := needs()[0]

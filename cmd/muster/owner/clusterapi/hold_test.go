@@ -12,24 +12,11 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
-
-	"github.com/muster-k8s/muster/internal/kubetest"
 )
 
 // A rollout keeps its lease for hours, whatever its user is called, and ends when another program has it.
 func TestARolloutKeepsItsLease(t *testing.T) {
-	api, err := kubetest.Start(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := api.Stop(); err != nil {
-			t.Error(err)
-		}
-	})
-	if err := api.Namespace(t.Context(), Namespace); err != nil {
-		t.Fatal(err)
-	}
+	api := start(t)
 	text, err := os.ReadFile(api.Kubeconfig)
 	if err != nil {
 		t.Fatal(err)

@@ -42,9 +42,7 @@ const unready = "crashes"
 
 // rolls replaces the controller and the kubelet of the DaemonSets until ctx ends.
 func rolls(ctx context.Context, k *kubernetes.Clientset) {
-	tick := time.NewTicker(50 * time.Millisecond)
-	defer tick.Stop()
-	for {
+	for range ownertest.ChangesIn(ctx, &appsv1.DaemonSetList{}, clusterapi.Namespace, "") {
 		for _, name := range clusterapi.Services {
 			ds, err := k.AppsV1().DaemonSets(clusterapi.Namespace).Get(ctx, name, metav1.GetOptions{})
 			if err != nil {
@@ -58,11 +56,6 @@ func rolls(ctx context.Context, k *kubernetes.Clientset) {
 				ds.Status = s
 				_, _ = k.AppsV1().DaemonSets(clusterapi.Namespace).UpdateStatus(ctx, ds, metav1.UpdateOptions{}) // after a conflict, the next round tries again
 			}
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
 		}
 	}
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"strings"
 	"testing"
-	"time"
 
 	"google.golang.org/protobuf/encoding/protojson"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -17,7 +16,6 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -61,7 +59,7 @@ func TestAPolicyThatOnlyAnotherVersionAcceptsIsReplaced(t *testing.T) {
 	defer stop()
 	done := make(chan error, 1)
 	go func() { done <- apply(waiting, 7) }()
-	for retry.Wait(e.ctx, 20*time.Millisecond) == nil {
+	for range ownertest.Changes(e.ctx, &v1alpha1.AttestationPolicyList{}, v1alpha1.PolicyName) {
 		have, err := e.kube.Policy(e.ctx)
 		if err != nil {
 			t.Fatal(err)

@@ -108,7 +108,7 @@ func claimsFor(t *testing.T, ca *attesttest.CA, m *attesttest.Machine) attest.Cl
 func (r *runner) obeys(t *testing.T, change func(*v1alpha1.OrderReport)) (stop func()) {
 	t.Helper()
 	e, err := machineorders.New(machineorders.Config{
-		Root: r.root, Image: r.image, Poll: time.Millisecond, ActionTime: time.Minute, Now: time.Now, Log: slog.New(slog.DiscardHandler),
+		Root: r.root, Image: r.image, Poll: 20 * time.Millisecond, ActionTime: time.Minute, Now: time.Now, Log: slog.New(slog.DiscardHandler),
 		Journal: func() (journal.Record, error) {
 			return journal.Record{Step: journal.StepDone, Kind: journal.KindJoin, NodeName: runningNode, ClusterID: r.ID[:], MachineID: r.on.Machine.String(), DiskID: r.on.Disk}, nil
 		},
@@ -128,7 +128,7 @@ func (r *runner) obeys(t *testing.T, change func(*v1alpha1.OrderReport)) (stop f
 	}()
 	go func() {
 		defer func() { ended <- struct{}{} }()
-		for retry.Wait(ctx, 10*time.Millisecond) == nil {
+		for retry.Wait(ctx, 50*time.Millisecond) == nil {
 			r.attest(ctx, t, change)
 		}
 	}()

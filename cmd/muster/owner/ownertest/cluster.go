@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/ed25519"
 	"encoding/hex"
+	"maps"
 	"net/http"
 	"os"
 	"strconv"
@@ -16,6 +17,7 @@ import (
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -89,17 +91,38 @@ func Defined(t *testing.T) *clusterapi.Client {
 	if err != nil {
 		t.Fatal(err)
 	}
-	definitions, err := clusterapi.Definitions()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := kube.Apply(t.Context(), definitions, func(string) {}); err != nil {
-		t.Fatal(err)
+	if applied == nil || !maps.Equal(applied, definitionsNow(t)) {
+		definitions, err := clusterapi.Definitions()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := kube.Apply(t.Context(), definitions, func(string) {}); err != nil {
+			t.Fatal(err)
+		}
+		applied = definitionsNow(t)
 	}
 	if err := kube.EnsureNamespace(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	return kube
+}
+
+// applied are the definitions as [Defined] has left them: to apply them again takes the API server's time, also if nothing changes.
+var applied map[string]int64
+
+// definitionsNow returns the generation of each definition, by UID.
+func definitionsNow(t *testing.T) map[string]int64 {
+	t.Helper()
+	l := &metav1.PartialObjectMetadataList{}
+	l.SetGroupVersionKind(apiextensionsv1.SchemeGroupVersion.WithKind("CustomResourceDefinitionList"))
+	if err := Shared.Client.List(t.Context(), l); err != nil {
+		t.Fatal(err)
+	}
+	out := map[string]int64{}
+	for _, d := range l.Items {
+		out[string(d.UID)] = d.Generation
+	}
+	return out
 }
 
 // Access sets the list of nodes that may not write to exactly this, until the test ends. The list is never deleted:
@@ -309,7 +332,7 @@ func EnrollmentOf(t *testing.T, name string) *v1alpha1.AttestedNode {
 
 // Obey waits for an order that was signed later, reports the states, and returns when it was signed.
 func Obey(ctx context.Context, t *testing.T, name string, on ownerorder.Addressee, owner ed25519.PublicKey, after time.Time, states []v1alpha1.OrderState) time.Time {
-	for ctx.Err() == nil {
+	for range Changes(ctx, &v1alpha1.AttestedNodeList{}, name) {
 		n := &v1alpha1.AttestedNode{}
 		if err := Shared.Client.Get(ctx, types.NamespacedName{Name: name}, n); err != nil || n.Annotations[v1alpha1.OwnerOrder] == "" {
 			continue

@@ -256,7 +256,7 @@ func (l *lockedBuffer) Write(p []byte) (int, error) {
 // Await waits until the output has text. It may be called from any goroutine.
 func (l *lockedBuffer) Await(t *testing.T, text string) {
 	t.Helper()
-	tick := time.NewTicker(time.Millisecond)
+	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for end := time.After(Patience); !strings.Contains(l.String(), text); {
 		select {

@@ -7,7 +7,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -19,7 +18,6 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
-	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -203,7 +201,7 @@ func (u *Upgrading) Run(t *testing.T) {
 	for name, on := range u.On {
 		all.Go(func() {
 			decided := ""
-			for retry.Wait(ctx, 20*time.Millisecond) == nil {
+			for range Changes(ctx, &v1alpha1.AttestedNodeList{}, name) {
 				n := &v1alpha1.AttestedNode{}
 				if err := Shared.Client.Get(ctx, types.NamespacedName{Name: name}, n); err != nil || n.Annotations[v1alpha1.OwnerOrder] == "" {
 					continue

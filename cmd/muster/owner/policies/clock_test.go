@@ -168,7 +168,7 @@ func TestOfTwoPreviewsTheFirstEnds(t *testing.T) {
 		return p.Annotations[v1alpha1.PolicyCandidate]
 	}
 	changes := func(from string) string {
-		for ctx.Err() == nil {
+		for range ownertest.Changes(ctx, &v1alpha1.AttestationPolicyList{}, v1alpha1.PolicyName) {
 			if now := candidate(); now != from {
 				return now
 			}

@@ -166,10 +166,13 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 	go func() {
 		defer close(appraised)
 		p := &v1alpha1.AttestationPolicy{}
-		for p.Annotations[v1alpha1.PolicyCandidate] == "" && ctx.Err() == nil {
+		for range ownertest.Changes(ctx, &v1alpha1.AttestationPolicyList{}, v1alpha1.PolicyName) {
 			if err := ownertest.Shared.Client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, p); err != nil {
 				t.Error(err)
 				return
+			}
+			if p.Annotations[v1alpha1.PolicyCandidate] != "" {
+				break
 			}
 		}
 		encoded, text, _ := strings.Cut(p.Annotations[v1alpha1.PolicyCandidate], " ")

@@ -25,7 +25,6 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/policyfile"
-	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -59,7 +58,7 @@ func (s *keyServices) accepted() attest.OwnerKeys {
 
 // run writes the services' report of the policy until ctx ends.
 func (s *keyServices) run(ctx context.Context) {
-	for retry.Wait(ctx, 20*time.Millisecond) == nil {
+	for range ownertest.Changes(ctx, &v1alpha1.AttestationPolicyList{}, v1alpha1.PolicyName) {
 		p := &v1alpha1.AttestationPolicy{}
 		if err := ownertest.Shared.Client.Get(ctx, client.ObjectKey{Name: v1alpha1.PolicyName}, p); err != nil || p.Status.ObservedGeneration == p.Generation {
 			continue

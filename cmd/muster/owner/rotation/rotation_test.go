@@ -27,7 +27,6 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/ownerorder"
-	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/internal/versions"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -126,7 +125,7 @@ func (k *keyRotation) machines(t *testing.T) {
 	var all sync.WaitGroup
 	for name, on := range k.On {
 		all.Go(func() {
-			for retry.Wait(ctx, 20*time.Millisecond) == nil {
+			for range ownertest.Changes(ctx, &v1alpha1.AttestedNodeList{}, name) {
 				n := &v1alpha1.AttestedNode{}
 				if err := ownertest.Shared.Client.Get(ctx, types.NamespacedName{Name: name}, n); err != nil || n.Annotations[v1alpha1.OwnerOrder] == "" {
 					continue
@@ -188,7 +187,7 @@ func (k *keyRotation) took() []string {
 
 func (k *keyRotation) config(finish bool) RotationConfig {
 	return RotationConfig{
-		Dir: k.Dir, Key: k.key, Finish: finish, Wait: ownertest.Patience, Poll: 20 * time.Millisecond, Report: func(string, string) {},
+		Dir: k.Dir, Key: k.key, Finish: finish, Wait: ownertest.Patience, Poll: 100 * time.Millisecond, Report: func(string, string) {},
 		Adopt: func(_ context.Context, ca *x509.Certificate, only bool) error {
 			k.mu.Lock()
 			defer k.mu.Unlock()
@@ -364,7 +363,7 @@ func TestMustersServicesGetTokensOfTheNewKeyBeforeTheOldOneIsDroppedEarly(t *tes
 	})
 	var daemonSet sync.WaitGroup // its controller
 	daemonSet.Go(func() {
-		for retry.Wait(ctx, 20*time.Millisecond) == nil {
+		for range ownertest.Changes(ctx, &corev1.PodList{}, old.Name) {
 			err := ownertest.Shared.Client.Get(ctx, types.NamespacedName{Namespace: old.Namespace, Name: old.Name}, &corev1.Pod{})
 			if !apierrors.IsNotFound(err) {
 				continue

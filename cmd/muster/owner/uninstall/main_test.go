@@ -3,7 +3,10 @@ package uninstall
 import (
 	"testing"
 
-	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
+	"go.uber.org/goleak"
 )
 
-func TestMain(m *testing.M) { ownertest.Main(m) }
+func TestMain(m *testing.M) {
+	// klog starts its flusher with the process.
+	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"))
+}

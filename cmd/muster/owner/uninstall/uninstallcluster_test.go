@@ -34,6 +34,7 @@ import (
 	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
+	"github.com/muster-k8s/muster/internal/retry"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/keys"
@@ -263,6 +264,7 @@ func (r *removal) nodesWrite(t *testing.T) {
 			if _, err = k.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, []byte(`{"status":{"phase":"Running"}}`), metav1.PatchOptions{}, "status"); err == nil {
 				break
 			}
+			_ = retry.Wait(ctx, 100*time.Millisecond)
 		}
 		cancel()
 		if err != nil {
