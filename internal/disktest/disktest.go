@@ -1,4 +1,4 @@
-// Package disktest gives tests a small file system that they can fill.
+// Package disktest gives tests a small file system that they can fill, and their temporary folders in memory.
 package disktest
 
 import (

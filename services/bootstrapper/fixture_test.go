@@ -104,22 +104,30 @@ func (b *logBuffer) String() string {
 
 var kubeadmBinary = []byte("#!kubeadm")
 
+// mirror serves kubeadm. It runs as long as the tests, and its address is on disks.
+var mirror = httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write(kubeadmBinary) }))
+
 func newFixture(t testing.TB, name string) *fixture {
 	t.Helper()
 	ca := attesttest.NewCA(t)
-	w := &fixture{t: t, root: t.TempDir(), ca: ca, tpm: attesttest.NewMachine(t, ca, attesttest.Options{}), left: -1, logged: &logBuffer{}}
+	image := &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
+	image.Kubeadm.CRISocket = "unix:///run/containerd/containerd.sock"
+	public, signer := ownerKey(t)
+	image.OwnerKeys = attest.OwnerKeys{public}
+	w := newMachine(t, ca, attesttest.NewMachine(t, ca, attesttest.Options{}), image)
+	w.signer = signer
+	w.meta = metadata.Machine{Name: name, Role: "control-plane", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}}
+	return w
+}
+
+// newMachine returns a machine with an empty disk.
+func newMachine(t testing.TB, ca *attesttest.CA, tpm *attesttest.Machine, image *metadata.Image) *fixture {
+	t.Helper()
+	w := &fixture{t: t, root: t.TempDir(), ca: ca, tpm: tpm, image: image, mirror: mirror.URL, left: -1, logged: &logBuffer{}}
 	w.machine = &machinetest.Machine{Root: w.root, API: machinetest.NewAPIServer(t), Step: w.step}
 	// The API server is a static pod: it runs only while the kubelet does.
 	w.machine.API.Up = func() bool { return w.machine.Running(machine.UnitKubelet) }
 	w.journal = journal.Open(filepath.Join(w.root, "journal"))
-	w.image = &metadata.Image{StateDisk: metadata.StateDisk{Mode: "plain", Path: "/var/lib/muster/state"}, TPM: metadata.TPM{Bank: "sha256"}, EKRoots: ca.Roots()}
-	public, signer := ownerKey(t)
-	w.image.OwnerKeys, w.signer = attest.OwnerKeys{public}, signer
-	w.image.Kubeadm.CRISocket = "unix:///run/containerd/containerd.sock"
-	w.meta = metadata.Machine{Name: name, Role: "control-plane", Addresses: []netip.Addr{netip.MustParseAddr("192.168.77.11")}}
-	s := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write(kubeadmBinary) }))
-	t.Cleanup(s.Close)
-	w.mirror = s.URL
 	return w
 }
 

@@ -41,35 +41,6 @@ const (
 	kubeletEnv    = "KUBELET_KUBEADM_ARGS=\"--node-ip=192.168.77.11\"\n"
 )
 
-// rebooted returns a node whose encrypted disk was opened by a joinservice at this boot, with the cluster's list.
-func rebooted(t *testing.T) *fixture {
-	t.Helper()
-	w := newFixture(t, "node1")
-	w.allowInit()
-	r := w.boot()
-	if out := w.init(t.Context(), r, w.request()); out.err != nil {
-		t.Fatal(out.err)
-	}
-	r.kill(t)
-	if err := os.RemoveAll(filepath.Join(w.root, "run")); err != nil {
-		t.Fatal(err)
-	}
-	w.reboot()
-	for _, name := range []string{versions.Etcd, versions.APIServer, versions.ControllerManager, versions.Scheduler} {
-		w.put(t, "etc/kubernetes/manifests/"+name+".yaml", staticPod(name, machinetest.Images()[name].String()))
-	}
-	w.put(t, "var/lib/kubelet/config.yaml", kubeletConfig)
-	w.put(t, "var/lib/kubelet/kubeadm-flags.env", kubeletEnv)
-	w.put(t, "etc/kubernetes/pki/sa.pub", "sa")
-	admin := strings.NewReplacer("client-certificate: /var/lib/kubelet/pki/kubelet-client-current.pem", "client-certificate-data: YQ==", "client-key: /var/lib/kubelet/pki/kubelet-client-current.pem", "client-key-data: Yg==")
-	w.put(t, "etc/kubernetes/admin.conf", admin.Replace(w.get("etc/kubernetes/kubelet.conf")))
-	if err := os.Chmod(filepath.Join(w.root, "etc/kubernetes/admin.conf"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	w.desires(t)
-	return w
-}
-
 // becomesWorker turns what [rebooted] returns into a worker.
 func (w *fixture) becomesWorker(t *testing.T) {
 	t.Helper()

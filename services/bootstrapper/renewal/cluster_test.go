@@ -356,6 +356,13 @@ func TestClusterOfARealAPIServer(t *testing.T) {
 			}
 		}
 	})
+	t.Run("what a restored copy would undo is counted", func(t *testing.T) {
+		var left v1alpha1.AttestedNode
+		must(t, api.Client.Get(ctx, client.ObjectKey{Name: "node1"}, &left))
+		left.Finalizers = nil
+		must(t, api.Client.Update(ctx, &left), api.Client.DeleteAllOf(ctx, &v1alpha1.AttestedNode{}), api.Client.DeleteAllOf(ctx, &corev1.Node{}))
+		whatARestoredCopyWouldUndoIsCounted(t, api)
+	})
 }
 
 type roundTrip func(*http.Request) (*http.Response, error)

@@ -166,7 +166,7 @@ func (k *stillKeeper) Advance(_ context.Context, r epoch.Record) error {
 }
 
 // These changes raise the epoch, at a real API server with two control planes.
-func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
+func whatARestoredCopyWouldUndoIsCounted(t *testing.T, api *kubetest.Cluster) {
 	ctx := t.Context()
 	must := func(t *testing.T, errs ...error) {
 		t.Helper()
@@ -174,15 +174,6 @@ func TestWhatARestoredCopyWouldUndoIsCounted(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	api, err := kubetest.Start(ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := api.Stop(); err != nil {
-			t.Error(err)
-		}
-	})
 	root := newControlPlane(t)
 	text, err := os.ReadFile(api.Kubeconfig)
 	must(t, err, api.Namespace(ctx, clusterinfo.Namespace), api.InstallCRDs(ctx))

@@ -12,86 +12,16 @@ import (
 	"math/big"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/keyutil"
 
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	files "github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 )
-
-// answers reports whether an API server and a client with this connection accept each other.
-func answers(t *testing.T, a *apiServer, c *rest.Config) error {
-	t.Helper()
-	at := rest.CopyConfig(c)
-	at.Host = a.config(t).Host
-	client, err := kubernetes.NewForConfig(at)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces/default").Do(t.Context()).Error()
-}
-
-// Machines that are off, and pods that have read the authority at their start, trust the old one alone until the last phase. The others trust both, or the new
-// one alone.
-func TestClientsOfTheOldAuthorityReachEachAPIServerUntilItIsDropped(t *testing.T) {
-	t.Parallel()
-	servers := newServers(t, 2)
-	old := servers[0].config(t)
-	all := func(when string, clients ...*rest.Config) {
-		t.Helper()
-		for i, a := range servers {
-			for n, c := range clients {
-				if err := answers(t, a, c); err != nil {
-					t.Errorf("%s: API server %d and client %d: %v", when, i, n, err)
-				}
-			}
-		}
-	}
-	all("before", old)
-	id := ""
-	for _, a := range servers {
-		id = a.must(clusterinfo.ClusterCA, clusterinfo.RotationAccept, id).ID
-		all("accept", old)
-	}
-	var next *rest.Config
-	for i, a := range servers {
-		a.must(clusterinfo.ClusterCA, clusterinfo.RotationUse, id)
-		if next = a.config(t); bytes.Equal(next.CAData, old.CAData) {
-			t.Fatal("the API server's control plane does not sign with the new authority")
-		}
-		both := rest.CopyConfig(next) // a kubelet, with the certificate of either one
-		both.CAData = slices.Concat(next.CAData, old.CAData)
-		late := rest.CopyConfig(old)
-		late.CAData = both.CAData
-		all("use", old, both, late)
-		for j, done := range servers[:i+1] {
-			if err := answers(t, done, next); err != nil {
-				t.Errorf("a client that trusts the new authority alone, and API server %d: %v", j, err)
-			}
-		}
-	}
-	for i, a := range servers {
-		a.must(clusterinfo.ClusterCA, clusterinfo.RotationFinish, id)
-		all("finish", next)
-		if err := answers(t, a, old); err == nil {
-			t.Errorf("API server %d accepts a client of the old authority in the end", i)
-		}
-		for _, c := range []struct{ ca, client *rest.Config }{{old, next}, {next, old}} {
-			mixed := rest.CopyConfig(c.ca)
-			mixed.CertData, mixed.KeyData = c.client.CertData, c.client.KeyData
-			if err := answers(t, a, mixed); err == nil {
-				t.Errorf("API server %d: the old authority counts in one direction", i)
-			}
-		}
-	}
-}
 
 // kube-controller-manager loads these files at each start, and starts no signer with two certificates.
 func TestTheControllerManagerHasOneSignerInEachPhase(t *testing.T) {

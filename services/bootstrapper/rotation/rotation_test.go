@@ -20,6 +20,7 @@ import (
 	kubeadmconfig "k8s.io/kubernetes/cmd/kubeadm/app/util/config"
 	"k8s.io/kubernetes/cmd/kubeadm/app/util/pkiutil"
 
+	"github.com/muster-k8s/muster/internal/disktest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/etcdencryption"
 	"github.com/muster-k8s/muster/internal/ownerorder"
@@ -29,7 +30,7 @@ import (
 
 func TestMain(m *testing.M) {
 	// klog starts its flusher at init.
-	goleak.VerifyTestMain(m, goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"))
+	goleak.VerifyTestMain(disktest.InMemory(m), goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"))
 }
 
 var ecdsa = kubeadmapi.ClusterConfiguration{EncryptionAlgorithm: kubeadmapi.EncryptionAlgorithmECDSAP256}

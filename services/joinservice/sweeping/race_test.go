@@ -219,15 +219,20 @@ type outcome struct {
 func outcomeOf(t *testing.T, trials []*trial) outcome {
 	t.Helper()
 	s := outcome{map[string]*v1alpha1.AttestedNode{}, map[string]bool{}, map[string]string{}}
-	list := servicetest.Shared.Access(t)
-	for _, r := range trials {
-		if n := servicetest.Shared.Node(t, r.claim.Node); n != nil {
-			s.nodes[n.Name] = n
+	list, seen := servicetest.Shared.Access(t), map[string]bool{}
+	for _, r := range trials { // most of them share a name or a disk
+		if name := r.claim.Node; !seen[name] {
+			seen[name] = true
+			if n := servicetest.Shared.Node(t, name); n != nil {
+				s.nodes[name] = n
+			}
+			if list.Entry(name).Suspended {
+				s.suspended[name] = true
+			}
 		}
-		if list.Entry(r.claim.Node).Suspended {
-			s.suspended[r.claim.Node] = true
+		if _, seen := s.disks[r.claim.Disk]; !seen {
+			s.disks[r.claim.Disk] = servicetest.Shared.DiskOf(t, r.claim.Disk)
 		}
-		s.disks[r.claim.Disk] = servicetest.Shared.DiskOf(t, r.claim.Disk)
 	}
 	return s
 }
@@ -284,6 +289,9 @@ func (s outcome) failed() bool {
 	return false
 }
 
+// races is how many races one test runs.
+const races = 120
+
 // seeds returns that of MUSTER_SEED, or n new ones.
 func seeds(t *testing.T, n int) []uint64 {
 	t.Helper()
@@ -318,7 +326,7 @@ func racing(t *testing.T, now func() time.Time) []*replica {
 func TestTicketsThatRaceAtTwoReplicasLeaveWhatStands(t *testing.T) {
 	replicas := racing(t, time.Now)
 	var total struct{ enrolled, issued, returned int }
-	for _, seed := range seeds(t, 120) {
+	for _, seed := range seeds(t, races) {
 		rng := rand.New(rand.NewPCG(seed, 1))
 		trials := race(rng, seed, replicas)
 		var tickets []func(context.Context)
@@ -366,7 +374,7 @@ func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
 	}
 	var all []*trial
 	left := 0
-	for _, seed := range seeds(t, 120) {
+	for _, seed := range seeds(t, races) {
 		rng := rand.New(rand.NewPCG(seed, 2))
 		trials := race(rng, seed, replicas)
 		var tickets []func(context.Context)
@@ -374,23 +382,35 @@ func TestWhatFailuresLeaveIsCleanedByRule(t *testing.T) {
 			tickets = append(tickets, r.run)
 		}
 		(&schedule{rng: rng, faults: 0.15}).run(t.Context(), tickets...)
-		if outcomeOf(t, trials).failed() {
-			left++
-		}
+		var s outcome
 		membertest.Eventually(t, func() error {
 			sweep(0)
-			if err := outcomeOf(t, trials).consistent(trials); err != nil {
+			s = outcomeOf(t, trials)
+			if err := s.consistent(trials); err != nil {
 				return fmt.Errorf("MUSTER_SEED=%d: %w", seed, err)
 			}
 			return nil
 		})
+		if s.failed() { // too early for the sweeper
+			left++
+		}
 		all = append(all, trials...)
 	}
 	t.Logf("after %d of the races there was something to clean", left)
 	membertest.Eventually(t, func() error { // no Node ever appears
 		sweep(13 * time.Hour)
-		if s := outcomeOf(t, all); len(s.nodes) > 0 || len(s.suspended) > 0 {
-			return fmt.Errorf("left: %v, suspended %v", slices.Collect(maps.Keys(s.nodes)), s.suspended)
+		var nodes v1alpha1.AttestedNodeList
+		if err := servicetest.Shared.Client.List(t.Context(), &nodes); err != nil {
+			return err
+		}
+		if len(nodes.Items) > 0 {
+			return fmt.Errorf("left: %+v", nodes.Items)
+		}
+		list := servicetest.Shared.Access(t)
+		for _, r := range all {
+			if list.Entry(r.claim.Node).Suspended {
+				return fmt.Errorf("%s is suspended", r.claim.Node)
+			}
 		}
 		return nil
 	})

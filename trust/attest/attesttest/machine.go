@@ -240,6 +240,20 @@ func (m *Machine) Boots() uint32 {
 // Reboot switches the machine off and on: PCRs start at zero and resetCount increases.
 func (m *Machine) Reboot() { m.boot() }
 
+// Copy returns the machine as it is after one more boot. It has the same TPM, and what happens to one does not happen to the other.
+func (m *Machine) Copy(t testing.TB) *Machine {
+	t.Helper()
+	m.mu.Lock()
+	c := &Machine{
+		t: t, opts: m.opts, ca: m.ca, ek: m.ek, rsaEK: m.rsaEK, ak: m.ak, akPub: m.akPub, chain: m.chain, platform: m.platform, nitro: m.nitro,
+		log:    filepath.Join(t.TempDir(), "binary_bios_measurements"),
+		resets: m.resets, clock: m.clock + time.Since(m.since), quotes: m.quotes, counter: m.counter,
+	}
+	m.mu.Unlock()
+	c.boot()
+	return c
+}
+
 // BootImage switches the machine off and on, and boots another image from then on.
 func (m *Machine) BootImage(image string) {
 	m.opts.Image = image
