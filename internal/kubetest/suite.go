@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"runtime/debug"
 	"testing"
 
 	"go.uber.org/goleak"
@@ -12,6 +13,7 @@ import (
 // Verify is for TestMain: it starts what the tests of a package share, runs them, stops it, and then looks for leaked
 // goroutines.
 func Verify(m *testing.M, start func(context.Context) (stop func() error, err error)) {
+	debug.SetGCPercent(garbagePercent)
 	goleak.VerifyTestMain(suite{m, start},
 		// klog starts it with the process.
 		goleak.IgnoreTopFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"),

@@ -14,6 +14,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -152,9 +153,9 @@ func (c *Cluster) describe(ctx context.Context, salt [32]byte, changes ...func(*
 	}
 	for name, data := range map[string]map[string]string{clusterinfo.ConfigMap: {clusterinfo.Key: string(text)}, nodeaccess.ConfigMap: nil, waiting.ConfigMap: nil} {
 		m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: clusterinfo.Namespace, Name: name}, Data: data}
-		err := c.Client.Create(ctx, m)
-		if apierrors.IsAlreadyExists(err) {
-			err = c.Client.Update(ctx, m)
+		err := c.Client.Update(ctx, m)
+		if apierrors.IsNotFound(err) {
+			err = c.Client.Create(ctx, m)
 		}
 		if err != nil {
 			return err
@@ -389,9 +390,14 @@ func (s *Service) Ready(t testing.TB) error {
 // Families reads its metrics.
 func (s *Service) Families(t testing.TB) []*dto.MetricFamily {
 	t.Helper()
+	return s.families(t, "/metrics")
+}
+
+func (s *Service) families(t testing.TB, path string) []*dto.MetricFamily {
+	t.Helper()
 	var body string
 	Eventually(t, func() error {
-		code, text, err := s.get(t, "/metrics")
+		code, text, err := s.get(t, path)
 		if err == nil && code != http.StatusOK { // a test that asks very often is refused for a moment
 			err = fmt.Errorf("metrics: %d %s", code, text)
 		}
@@ -415,18 +421,18 @@ func (s *Service) Observations(auditLog func() []byte) refusaltest.Service {
 // Metric returns the sum of a metric's series that have all of the labels, given as name, value, name, value.
 func (s *Service) Metric(t testing.TB, name string, labels ...string) float64 {
 	t.Helper()
-	return refusaltest.Sum(s.Families(t), name, labels...)
+	return refusaltest.Sum(s.families(t, "/metrics?"+url.Values{"name[]": {name}}.Encode()), name, labels...)
 }
 
 // Logged reports whether a line of the log has all of the attributes, given as name, value, name, value.
 func (s *Service) Logged(attrs ...string) bool { return refusaltest.HasLine(s.Log.Bytes(), attrs...) }
 
 // Eventually repeats f until it returns nil, and fails the test if that takes too long. Most conditions are those of an
-// informer, a few milliseconds later; the pauses double up to 50 ms.
+// informer, a few milliseconds later; the pauses double up to 200 ms, since f is often a request with new evidence.
 func Eventually(t testing.TB, f func() error) {
 	t.Helper()
 	end := time.After(patience)
-	for pause := 3 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
+	for pause := 3 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
 		err := f()
 		if err == nil {
 			return
