@@ -17,11 +17,13 @@ import (
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	joinv1 "github.com/muster-k8s/muster/gen/muster/join/v1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
 // K4: no machine gets the key of a disk whose salt was deleted, enrolled or not, and the machine continues with another
@@ -72,7 +74,7 @@ func TestNoKeyLeavesForADiskThatIsErasedMeanwhile(t *testing.T) {
 			for again && time.Since(began) < patience {
 				t.Run("one request", func(t *testing.T) {
 					s := setUp(t)
-					err := s.erasedMeanwhile(t, ask(t, s))
+					err := s.meanwhile(t, ask(t, s), func() { s.EraseDisk(t, disk1) })
 					if again = tooSlow(err); !again && rpc.ReasonFrom(err) != attestv1.Reason_REASON_DISK_ERASED {
 						t.Errorf("%v, want DISK_ERASED", err)
 					}
@@ -85,9 +87,9 @@ func TestNoKeyLeavesForADiskThatIsErasedMeanwhile(t *testing.T) {
 	}
 }
 
-// erasedMeanwhile erases disk1 while a request for its key is at the key service, and returns the request's answer. The key
+// meanwhile calls change while a request for a disk's key is at the key service, and returns the request's answer. The key
 // service reads its root secret from a pipe, which shows when it does and lets it wait.
-func (s *fixture) erasedMeanwhile(t *testing.T, call func() error) error {
+func (s *fixture) meanwhile(t *testing.T, call func() error, change func()) error {
 	t.Helper()
 	path := filepath.Join(s.rootDir, "root")
 	if err := os.Remove(path); err != nil {
@@ -112,7 +114,7 @@ func (s *fixture) erasedMeanwhile(t *testing.T, call func() error) error {
 		}
 		return <-answer
 	}
-	s.EraseDisk(t, disk1)
+	change()
 	if _, err := pipe.Write(s.Root[:]); err != nil {
 		t.Fatal(err)
 	}
@@ -120,6 +122,57 @@ func (s *fixture) erasedMeanwhile(t *testing.T, call func() error) error {
 		t.Fatal(err)
 	}
 	return <-answer
+}
+
+// J2, J6: nor does one leave for a machine that the owner removes from the policy meanwhile, revoked or no longer listed as a control plane.
+func TestNoKeyLeavesForAMachineThatThePolicyRefusesMeanwhile(t *testing.T) {
+	control := func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }
+	for name, tt := range map[string]struct {
+		role    v1alpha1.Role
+		rejoins bool
+		want    attestv1.Reason
+	}{
+		"a revoked machine rejoins":                  {v1alpha1.RoleWorker, true, attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a revoked machine joins":                    {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a control plane that is not listed rejoins": {v1alpha1.RoleControlPlane, true, attestv1.Reason_REASON_SERVER_NOT_LISTED},
+		"a control plane that is not listed joins":   {v1alpha1.RoleControlPlane, false, attestv1.Reason_REASON_SERVER_NOT_LISTED},
+	} {
+		t.Run(name, func(t *testing.T) {
+			slow, began := true, time.Now()
+			for slow && time.Since(began) < patience {
+				t.Run("one request", func(t *testing.T) {
+					s := setUp(t)
+					m, w := s.machine(t), worker(t, encrypted)
+					refuse := func(p *attestv1.Policy) { p.Tpm2.Revoked = &attestv1.Revoked{Keys: []string{m.ID().String()}} }
+					if tt.role == v1alpha1.RoleControlPlane {
+						m, w = s.controlMachine(t), worker(t, encrypted, control)
+						refuse = attesttest.ControlPlanes(s.cp1)
+					}
+					s.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: tt.role, DiskID: disk1, DiskMode: v1alpha1.DiskModeLUKS})
+					s.GiveDisk(t, disk1, m.ID())
+					client := s.dial(t, m.Attester(attest.PurposeMachine))
+					s.seen(t, client, m)
+					s.ticketFor(t, s.machine(t), worker(t, named("w2", disk2, "192.168.77.13"))) // asks the key service for the cluster's ID
+					ask := func() error { _, err := client.IssueJoinTicket(t.Context(), w.IssueJoinTicketRequest); return err }
+					if tt.rejoins {
+						ask = func() error {
+							_, err := s.rejoin(t, m, again(func(r *joinv1.IssueRejoinTicketRequest) { r.Role = w.GetRole() }))
+							return err
+						}
+					}
+					err := s.meanwhile(t, ask, func() {
+						s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial = 2 }, refuse))
+					})
+					if slow = tooSlow(err); !slow && rpc.ReasonFrom(err) != tt.want {
+						t.Errorf("%v, want %s", err, tt.want)
+					}
+				})
+			}
+			if slow {
+				t.Error("each request came to its end too late")
+			}
+		})
+	}
 }
 
 // K4: a salt is written once. It can be deleted, but not written again.

@@ -45,7 +45,9 @@ const (
 func (w *fixture) becomesWorker(t *testing.T) {
 	t.Helper()
 	w.meta.Role = "worker"
-	w.drop(t, "etc/kubernetes/pki/ca.key")
+	for _, secret := range []string{"etc/kubernetes/pki/ca.key", "etc/kubernetes/pki/encryption.yaml", "var/lib/etcd/member"} {
+		w.drop(t, secret)
+	}
 }
 
 // link makes the path to a second name of the file at, or a link to it.
@@ -391,8 +393,8 @@ func TestTheListsOnTheDiskAreTheClusters(t *testing.T) {
 // What a control plane has, and root can leave, changes nothing of that.
 func TestAWorkerHasNoStaticPods(t *testing.T) {
 	w := rebooted(t)
-	w.meta.Role = "worker"
-	w.put(t, "etc/kubernetes/pki/ca.key", "evil")
+	w.becomesWorker(t)
+	w.put(t, "etc/kubernetes/pki/ca.key/evil", "evil")
 	w.put(t, "etc/kubernetes/tmp/kubeadm-backup-manifests-2026-11-26-12-00-00/etcd.yaml", w.get("etc/kubernetes/manifests/etcd.yaml"))
 	w.startAgain(t)
 	left, err := os.ReadDir(filepath.Join(w.root, "etc/kubernetes/manifests"))

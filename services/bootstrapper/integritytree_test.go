@@ -188,15 +188,26 @@ func TestNoWorkerStartsFromAControlPlanesDisk(t *testing.T) {
 	for name, tt := range map[string]struct {
 		role   string
 		ticket func(*component.Desired)
+		alone  string // the only secret on the disk; empty: those of a control plane
 	}{
-		"metadata of a worker":                       {"worker", func(*component.Desired) {}},
-		"metadata and ticket of a worker":            {"worker", worker},
-		"metadata that changed after the ticket":     {"control-plane", worker},
-		"a recovery with the metadata of a worker":   {"worker", byRecovery},
-		"an authority that the cluster has replaced": {"worker", func(d *component.Desired) { d.Authorities[component.CA] = []byte("another") }},
+		"metadata of a worker":                       {"worker", func(*component.Desired) {}, ""},
+		"metadata and ticket of a worker":            {"worker", worker, ""},
+		"metadata that changed after the ticket":     {"control-plane", worker, ""},
+		"a recovery with the metadata of a worker":   {"worker", byRecovery, ""},
+		"an authority that the cluster has replaced": {"worker", func(d *component.Desired) { d.Authorities[component.CA] = []byte("another") }, ""},
+		"an authority of another certificate":        {"worker", worker, "etc/kubernetes/pki/ca.key"},
+		"the key of service accounts alone":          {"worker", worker, "etc/kubernetes/pki/sa.key"},
+		"the key of etcd's authority alone":          {"worker", worker, "etc/kubernetes/pki/etcd/ca.key"},
+		"etcd's data alone":                          {"worker", worker, "var/lib/etcd/member/snap/db"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := rebooted(t)
+			secret := "etc/kubernetes/pki/ca.key"
+			if tt.alone != "" {
+				secret = tt.alone
+				w.becomesWorker(t)
+				w.put(t, secret, "another")
+			}
 			w.meta.Role = tt.role
 			w.desires(t, tt.ticket)
 			before := len(w.machine.Calls())
@@ -206,7 +217,7 @@ func TestNoWorkerStartsFromAControlPlanesDisk(t *testing.T) {
 			if calls := w.machine.Calls()[before:]; slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "start ") }) || w.exists(mayStart) {
 				t.Errorf("something was started: %v", calls)
 			}
-			for _, file := range []string{"etc/kubernetes/pki/ca.key", "etc/kubernetes/admin.conf", "etc/kubernetes/manifests/etcd.yaml"} {
+			for _, file := range []string{secret, "etc/kubernetes/admin.conf", "etc/kubernetes/manifests/etcd.yaml"} {
 				if !w.exists(file) {
 					t.Errorf("%s was removed", file)
 				}

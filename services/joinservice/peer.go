@@ -8,6 +8,7 @@ import (
 
 	"connectrpc.com/connect"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/services/joinservice/enroll"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -23,6 +24,20 @@ func fresh(verified, now time.Time) error {
 		return attest.Refuse(attestv1.Reason_REASON_VERDICT_OLD, "the connection's evidence is %s old, and may be %s", age.Round(time.Second), maxEvidenceAge)
 	}
 	return nil
+}
+
+// stillAccepted compares a machine with the policy once more, right before keys are sent. The steps before that take up to a minute, and the owner may have
+// removed the machine or its image from the policy meanwhile.
+func (s *Service) stillAccepted(ctx context.Context, a *attempt, appraiser attest.Appraiser, peer attest.Peer, role v1alpha1.Role) error {
+	if _, err := appraiser.Appraise(ctx, peer.Claims()); err != nil {
+		s.undoVerdict(ctx, a, peer, err)
+		return err
+	}
+	p, err := s.cfg.Policy.Current()
+	if err == nil && role == v1alpha1.RoleControlPlane {
+		err = p.Policy.MayServe(peer.Machine())
+	}
+	return err
 }
 
 // bootOf returns the machine's boot from the peer's evidence, with the secret of that boot. It returns REQUEST_INVALID if

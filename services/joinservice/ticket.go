@@ -195,6 +195,9 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *joinReque
 	if err = s.finish(ctx, a, t, w, claim, enrolled, statusOf(a, peer)); err == nil {
 		err = s.cfg.Enrollments.RecheckDisk(ctx, claim, t.salt) // K4: after all steps that take time
 	}
+	if err == nil {
+		err = s.stillAccepted(ctx, a, s.cfg.Appraiser, peer, w.role) // J2, J6
+	}
 	if err != nil && t.token != nil {
 		s.cfg.Tokens.Drop(ctx, t.id)
 	}

@@ -13,8 +13,8 @@ import (
 	"syscall"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/tree"
-	"github.com/muster-k8s/muster/services/bootstrapper/clusterca"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/kubelet"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine"
@@ -22,24 +22,42 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// mayHaveAuthority returns ROLE_REFUSED for a machine that got its disk key as a worker, or starts as one, if the disk has the cluster's CA with its key. A
+// mayHaveAuthority returns ROLE_REFUSED for a machine that got its disk key as a worker, or starts as one, if the disk has a secret of control planes. A
 // joinservice compares a worker with its enrollment alone, which an administrator of the API can delete and create again with another role; the key of a
-// control plane's disk goes only to a machine that the signed policy lists (A7, J2). A CA key without its certificate is not the cluster's: checkWorker removes
-// it.
+// control plane's disk goes only to a machine that the signed policy lists (A7, J2).
 func (ck *check) mayHaveAuthority(d *component.Desired, controlPlane bool) error {
 	// The metadata can have changed since the key was requested. The ticket has the public files of the role that was requested.
 	if controlPlane && (d.Recovered || len(d.Authorities) == len(component.Authorities(true))) {
 		return nil
 	}
-	_, err := clusterca.Load(ck.On(machine.PKIFolder))
-	var unread *fs.PathError
-	switch {
-	case err == nil:
-		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "this machine is to be a worker, but its state disk is that of a control plane: it has the key of the cluster's CA. So nothing on it is started. To make it a worker: `muster forget` its node, erase the disk's first MiB, and let it join. If it is a control plane: find out who has changed its metadata and its enrollment, correct both, list it in the policy, and reboot it")
-	case !errors.As(err, &unread), errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR), errors.Is(err, syscall.EISDIR), errors.Is(err, syscall.ELOOP):
-		return nil
+	name, err := ck.controlPlaneSecret()
+	if err != nil || name == "" {
+		return err
 	}
-	return err
+	return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "this machine is to be a worker, but its state disk has %s, which only a control plane has: it is a control plane's disk, or somebody who was root on this worker has left that. So nothing on it is started. To make it a worker: `muster forget` its node, erase the disk's first MiB, and let it join. If it is a control plane: find out who has changed its metadata and its enrollment, correct both, list it in the policy, and reboot it", name)
+}
+
+// controlPlaneSecret returns the path of a private key, or of etcd's data, that only a control plane has on its disk; empty if there is none. Not each
+// control plane has all of them: in an adopted cluster, the CA's key can be elsewhere.
+func (ck *check) controlPlaneSecret() (string, error) {
+	const etcdData = machine.EtcdFolder + "/member" // has all Secrets of the cluster
+	names := []string{etcdData}
+	for _, file := range clusterinfo.ControlPlaneFiles() {
+		if path.Ext(file) != ".crt" && path.Ext(file) != ".pub" {
+			names = append(names, path.Join(machine.PKIFolder, file))
+		}
+	}
+	for _, name := range names {
+		f, err := os.Lstat(ck.On(name))
+		switch {
+		case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR), errors.Is(err, syscall.ELOOP):
+		case err != nil:
+			return "", err
+		case name == etcdData || f.Mode().IsRegular():
+			return name, nil
+		}
+	}
+	return "", nil
 }
 
 // checkStaged removes new keys of rotations that the cluster does not have in progress: an attacker who had root rights once may have left one, so that it

@@ -146,10 +146,13 @@ func (r *Requests) Serve(ctx context.Context) error {
 	}
 }
 
-// Discard deletes the requests of finished tickets, used or not. Those of one minute take one or two requests to
-// the API server. Kubernetes deletes the rest after an hour.
+// Discard deletes the requests of finished tickets, used or not: those of one minute at once, when it is over and the last of them was seen [UsedAfter] ago.
+// Kubernetes deletes the rest after an hour.
 func (r *Requests) Discard(ctx context.Context) {
 	for window, last := range r.windows() {
+		if began, err := time.Parse(windowFormat, window); err == nil && r.state.Now().Before(began.Add(time.Minute)) {
+			continue // a ticket's request can be filed, and not seen here yet
+		}
 		if r.state.Now().Sub(last) < 2*r.Sign {
 			continue
 		}

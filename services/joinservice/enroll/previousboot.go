@@ -127,7 +127,7 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 	es.state.Log.InfoContext(ctx, "a machine connects in a later boot; checking whether the kubelet of its previous boot still renews the Lease", "node", n.Name, "machine", m.String(), "boot", b.String())
 	tick := time.NewTicker(es.leases.poll())
 	defer tick.Stop()
-	written := false // what the kubelet had written when the watch was over
+	written := false // what the kubelet had written when the watch was over is in etcd
 	for {
 		select {
 		case <-ctx.Done():
@@ -142,6 +142,7 @@ func (es *Enrollments) awaitPreviousBootEnd(ctx context.Context, n *v1alpha1.Att
 		case now != nil && (lease == nil || now.UID != lease.UID || !now.Spec.RenewTime.Equal(lease.Spec.RenewTime)):
 			return refuseClone(n, n.Status.Boot, *b, "a later boot can't be true while the kubelet of the last one still renews its Lease")
 		case asked <= es.leases.watch(lease)+2*slow:
+			written = false // a slow read makes the watch longer: what is written until its end counts too
 		case written:
 			return nil
 		default: // the Lease is read once more after that

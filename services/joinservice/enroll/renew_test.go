@@ -140,6 +140,65 @@ func TestAWriteOfTheLeaseThatIsCommittedLateCounts(t *testing.T) {
 	}
 }
 
+// growing is a client of an etcd with a slow disk. It answers the first read after the check's write late. The write of a kubelet is committed when the
+// check's second write is.
+type growing struct {
+	client.Client
+
+	late    time.Duration
+	creates int
+	do      func()
+}
+
+func (g *growing) Create(ctx context.Context, o client.Object, opts ...client.CreateOption) error {
+	if _, ok := o.(*coordinationv1.Lease); ok {
+		if g.creates++; g.creates == 2 {
+			g.do()
+		}
+	}
+	return g.Client.Create(ctx, o, opts...)
+}
+
+func (g *growing) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	if _, ok := o.(*coordinationv1.Lease); ok && g.creates == 1 && g.late > 0 {
+		answer := time.NewTimer(g.late)
+		defer answer.Stop()
+		g.late = 0
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-answer.C:
+		}
+	}
+	return g.Client.Get(ctx, key, o, opts...)
+}
+
+// J11: a slow read makes the watch longer. What the kubelet of the boot before writes until the end of the longer one counts, also if it is committed late.
+func TestAWriteInALongerWatchThatIsCommittedLateCounts(t *testing.T) {
+	servicetest.Shared.Reset(t)
+	k := servicetest.New(t)
+	c := servicetest.Claim(1)
+	c.Boot = enroll.Boot{Reset: 1, Secret: keys.NewBootSecret(), Verified: time.Now()}
+	servicetest.Enroll(t, k, c, "a")
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: c.Node}}
+	lease.Spec.RenewTime = new(metav1.NowMicro())
+	if err := servicetest.Shared.Client.Create(t.Context(), lease); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = servicetest.Shared.Client.Delete(context.WithoutCancel(t.Context()), lease) })
+	c.Boot.Reset, c.Boot.Secret = 2, keys.NewBootSecret()
+	g := &growing{Client: k.State.Cluster.Client, late: 500 * time.Millisecond, do: func() {
+		lease.Spec.RenewTime = new(metav1.NewMicroTime(lease.Spec.RenewTime.Add(time.Second)))
+		if err := servicetest.Shared.Client.Update(t.Context(), lease); err != nil {
+			t.Error(err)
+		}
+	}}
+	k.State.Cluster.Client = g
+	if _, err := k.BeginRenewal(t.Context(), c, servicetest.Ticket("b")); attest.ReasonOf(err) != attestv1.Reason_REASON_MACHINE_CLONED {
+		t.Errorf("its kubelet runs: %v, after %d writes", err, g.creates)
+	}
+}
+
 // J11: while one replica checks whether the previous boot has ended, another replica records another boot.
 func TestNoCertificatesForABootAfterOneThatNobodyHasLookedFor(t *testing.T) {
 	servicetest.Shared.Reset(t)

@@ -7,6 +7,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -20,6 +21,46 @@ var errBannedAgain = errors.New("muster ban has banned it meanwhile, and the ban
 // bannedByOwner reports whether muster ban has banned an enrollment, and not a replacement that is not at its end.
 func bannedByOwner(n *v1alpha1.AttestedNode) bool {
 	return n.Spec.Banned && n.Annotations[v1alpha1.KeepNode] == ""
+}
+
+// banPlanned bans the enrollment that a plan has found, with the annotation of a replacement if keep. It refuses one that the owner has banned after the plan.
+func (c *Client) banPlanned(ctx context.Context, p *Presence, keep bool) error {
+	bannedAgain, written := false, false
+	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+		if bannedAgain = bannedByOwner(n) && !bannedByOwner(p.Enrollment) && !written; bannedAgain {
+			return false
+		}
+		was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
+		n.Spec.Banned = true
+		if keep {
+			metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.KeepNode, "true")
+		} else {
+			delete(n.Annotations, v1alpha1.KeepNode)
+		}
+		return !was
+	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error {
+		err := c.client.Update(ctx, n)
+		written = written || err != nil && !apierrors.IsConflict(err) // perhaps: then the ban that the next attempt finds is this one
+		return err
+	})
+	if err == nil && bannedAgain {
+		err = errBannedAgain
+	}
+	if err != nil {
+		return fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
+	}
+	return nil
+}
+
+// BanPlanned is [Client.SetBanned] for a command that deletes the enrollment after that. It refuses an enrollment that the owner has banned after p was
+// read. Afterwards, p has the ban, so that [Client.Forget] with the same p does not take it for a later one.
+func (c *Client) BanPlanned(ctx context.Context, p *Presence) error {
+	if err := c.banPlanned(ctx, p, false); err != nil {
+		return err
+	}
+	p.Enrollment.Spec.Banned = true
+	delete(p.Enrollment.Annotations, v1alpha1.KeepNode)
+	return c.suspend(ctx, p)
 }
 
 // SetBanned bans the machine of an enrolled name, or lifts its ban. From then on, the API server refuses the writes of a banned machine, also if no
@@ -38,6 +79,11 @@ func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error 
 	if err != nil {
 		return fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 	}
+	return c.suspend(ctx, p)
+}
+
+// suspend brings a name's entry in the list of nodes that may not write up to date with its ban.
+func (c *Client) suspend(ctx context.Context, p *Presence) error {
 	now, err := c.serverTime(ctx)
 	if err != nil {
 		return err

@@ -308,29 +308,8 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(stri
 // does not delete the Node.
 func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, report func(string)) (retired time.Time, err error) {
 	if p.Enrollment != nil {
-		bannedAgain, written := false, false
-		err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-			if bannedAgain = bannedByOwner(n) && !bannedByOwner(p.Enrollment) && !written; bannedAgain {
-				return false
-			}
-			was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
-			n.Spec.Banned = true
-			if keep {
-				metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.KeepNode, "true")
-			} else {
-				delete(n.Annotations, v1alpha1.KeepNode)
-			}
-			return !was
-		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error {
-			err := c.client.Update(ctx, n)
-			written = written || err != nil && !apierrors.IsConflict(err) // perhaps: then the ban that the next attempt finds is this one
-			return err
-		})
-		if err == nil && bannedAgain {
-			err = errBannedAgain
-		}
-		if client.IgnoreNotFound(err) != nil { // a deletion may complete meanwhile
-			return retired, fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
+		if err := c.banPlanned(ctx, p, keep); client.IgnoreNotFound(err) != nil { // a deletion may complete meanwhile
+			return retired, err
 		}
 		report("machine banned: it gets no tickets, keys or certificates")
 	}

@@ -36,7 +36,7 @@ func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read
 	}
 	if gone {
 		known, err := i.Dir.Known()
-		if err != nil {
+		if err != nil || known.Policy.JSON == "" {
 			return false, err
 		}
 		return false, policies.Current(i.Dir, known, i.policy, i.json)
@@ -50,6 +50,35 @@ func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read
 		return false, problem.WithRemedy(err, "The cluster's policy and Muster's services were not changed. If this folder is an older copy, use the newest. If you have edited the policy: muster policy apply --directory "+i.Dir.Path()+", then run this command again.")
 	}
 	return true, nil
+}
+
+// putBack puts the last policy of an installed cluster back, as known.json has it with the owner's signature, and reports whether it has one. The folder's
+// policy may have edits, which only muster policy apply compares with the running nodes.
+func (i *initializer) putBack(ctx context.Context, kube *clusterapi.Client) (is bool, err error) {
+	known, err := i.Dir.Known()
+	if err != nil || known.Policy.JSON == "" {
+		return false, err
+	}
+	owner, err := i.Dir.OwnerKeys()
+	if err != nil {
+		return false, err
+	}
+	last := &attestv1.SignedPolicy{Policy: []byte(known.Policy.JSON), Signature: known.Policy.Signature}
+	p, err := attest.OpenPolicy(owner, last)
+	if err != nil {
+		return false, problem.WithRemedy(fmt.Errorf("the cluster's last policy, in %s: %w", i.Dir.File(ownerdir.KnownFile), err), "No policy was set. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply; then run this command again.")
+	}
+	if string(i.json) != known.Policy.JSON {
+		i.Report.Update(fmt.Sprintf("%s, of serial %d, differs from the cluster's last policy, which is set again: muster policy apply puts yours in force", i.Dir.File(ownerdir.PolicyFile), i.policy.Serial()))
+	}
+	i.policy, i.json = p, last.GetPolicy() // the joinservice has this one
+	return true, kube.PutPolicy(ctx, last)
+}
+
+// noPolicy is returned at the end for an installed cluster that has no policy.
+func (i *initializer) noPolicy() error {
+	return problem.WithRemedy(fmt.Errorf("the cluster has no policy, and %s does not have its last one: Muster's objects are restored, the policy is not", i.Dir.File(ownerdir.KnownFile)),
+		"If there is a newer copy of this folder, use that one. Otherwise put "+i.Dir.File(ownerdir.PolicyFile)+" in force, which compares it with the running nodes: muster policy apply --directory "+i.Dir.Path()+". Then run this command again.")
 }
 
 // compareKeys refuses a folder whose owner's keys are not those that the cluster's services accept.

@@ -2,6 +2,7 @@ package install
 
 import (
 	"context"
+	"errors"
 	"net"
 	"os"
 	"strings"
@@ -174,12 +175,24 @@ func (a *repeated) noPolicy(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := ownertest.Shared.Client.Delete(t.Context(), was); err != nil {
+	accounts := ownertest.Kube(t, "admin", "system:masters").CoreV1().ServiceAccounts(clusterapi.Namespace)
+	if err := errors.Join(ownertest.Shared.Client.Delete(t.Context(), was), accounts.Delete(t.Context(), "kms", metav1.DeleteOptions{})); err != nil {
 		t.Fatal(err)
 	}
 	key, err := a.OwnerKey()
 	if err != nil {
 		t.Fatal(err)
+	}
+	edited, err := policyfile.ListControlPlanes(a.policy, 9, nil, nil)
+	a.write(t, edited, err)
+	if err := a.init(t); err == nil || !strings.Contains(problem.Explain(err).Remedy, "muster policy apply") {
+		t.Errorf("without a record of the last policy: %v", err)
+	}
+	if _, err := a.kube.Policy(t.Context()); !clusterapi.Absent(err) {
+		t.Errorf("a policy that nothing was compared with: %v", err)
+	}
+	if _, err := accounts.Get(t.Context(), "kms", metav1.GetOptions{}); err != nil {
+		t.Errorf("an object of the chart is still missing: %v", err)
 	}
 	a.Remembers(t, a.policy, key, nil)
 	old, err := policyfile.ListControlPlanes(a.policy, 2, nil, nil)
@@ -188,7 +201,7 @@ func (a *repeated) noPolicy(t *testing.T) {
 	if _, err := a.kube.Policy(t.Context()); !clusterapi.Absent(err) {
 		t.Errorf("the old policy: %v", err)
 	}
-	a.write(t, a.policy, nil)
+	a.write(t, edited, nil) // only muster policy apply compares it with the nodes
 	if err := a.init(t); err != nil {
 		t.Fatalf("%v\n%s", err, a.Out)
 	}
@@ -201,6 +214,7 @@ func (a *repeated) noPolicy(t *testing.T) {
 	if err := ownertest.Shared.Client.Status().Update(t.Context(), now); err != nil {
 		t.Fatal(err)
 	}
+	a.write(t, a.policy, nil)
 	if err := os.Remove(a.File(ownerdir.KnownFile)); err != nil {
 		t.Fatal(err)
 	}

@@ -76,14 +76,20 @@ func (i *initializer) install(ctx context.Context) error {
 			return detail, err
 		}},
 		{"enroll the first machine", func() (string, error) { return m.NodeName, i.enroll(ctx, kube) }},
-		{"set the policy", func() (string, error) {
+		{"set the policy", func() (_ string, err error) {
 			if hasPolicy {
 				return fmt.Sprintf("serial %d is there", i.policy.Serial()), nil
 			}
-			return fmt.Sprintf("serial %d", i.policy.Serial()), i.setPolicy(ctx, kube)
+			if hasPolicy, err = i.setPolicy(ctx, kube); !hasPolicy {
+				return "none", err
+			}
+			return fmt.Sprintf("serial %d", i.policy.Serial()), err
 		}},
 		{"install Muster's services", func() (string, error) { return i.chart(ctx, kube) }},
 		{"wait for Muster's services", func() (string, error) {
+			if !hasPolicy { // A3: they wait for one
+				return "", i.noPolicy()
+			}
 			ctx, cancel := deadline(ctx, servicesTimeout, "its pods did not become ready")
 			defer cancel()
 			return "", kube.ServicesReady(ctx, i.Report.Update)
@@ -214,12 +220,16 @@ func (i *initializer) enrollFirst(ctx context.Context, kube *clusterapi.Client) 
 	})
 }
 
-func (i *initializer) setPolicy(ctx context.Context, kube *clusterapi.Client) error {
+// setPolicy reports whether it has set a policy.
+func (i *initializer) setPolicy(ctx context.Context, kube *clusterapi.Client) (bool, error) {
+	if i.dir().Stage == ownerdir.StageInstalled {
+		return i.putBack(ctx, kube)
+	}
 	key, err := i.Dir.OwnerKey()
 	if err != nil {
-		return err
+		return false, err
 	}
-	return kube.PutPolicy(ctx, attest.SignPolicy(key, i.json))
+	return true, kube.PutPolicy(ctx, attest.SignPolicy(key, i.json))
 }
 
 func (i *initializer) chart(ctx context.Context, kube *clusterapi.Client) (string, error) {

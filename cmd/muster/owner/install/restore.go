@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/backups"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
@@ -65,6 +66,9 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 		return err
 	}
 	if err := policies.Current(i.Dir, known, i.policy, i.json); err != nil {
+		return err
+	}
+	if err := policies.NotOpened(i.Dir, &v1alpha1.AttestationPolicy{}, i.json); err != nil {
 		return err
 	}
 	c := i.dir()
@@ -338,6 +342,9 @@ func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client)
 	}
 	have, err := kube.Policy(ctx)
 	if err != nil {
+		return "", err
+	}
+	if err := policies.NotOpened(i.Dir, have, json); err != nil { // without known.json, the backup's policy decides
 		return "", err
 	}
 	lost := slices.DeleteFunc(p.ControlPlanes(), func(id attest.MachineID) bool { return id == m.ID })

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"regexp"
 	"slices"
 	"strings"
@@ -15,8 +16,12 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/backups"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
+	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
 // A machine that was asked may be lost, too: the owner begins with another one.
@@ -100,6 +105,51 @@ func TestARestoreIsRefusedBeforeAnythingIsSent(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	})
+}
+
+// An empty list accepts every machine: no command puts it in force without the owner's consent.
+func TestARestoreEmptiesNoListOfMachines(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	ownertest.Fresh(t)
+	kube := ownertest.Defined(t)
+	ca := attesttest.NewCA(t)
+	m := attesttest.NewMachine(t, ca, attesttest.Options{})
+	listed := attesttest.Policy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) { p.Tpm2.MachineIds = []string{m.ID().String()} })
+	o := ownertest.Rules(ctx, t, kube, listed)
+	text, err := policyfile.ListControlPlanes(attesttest.Policy(t, ca, []*attesttest.Machine{m}), 2, []policyfile.ControlPlane{{Machine: m.ID(), Name: "node9"}}, nil)
+	if err == nil {
+		err = o.Write(ownerdir.PolicyFile, text)
+	}
+	c := o.Cluster()
+	c.Stage, c.FirstMachine, c.Restore = ownerdir.StageInitialized, &ownerdir.Machine{ID: m.ID(), NodeName: "node9"}, &ownerdir.Restore{SHA256: "0"}
+	if err = errors.Join(err, o.Save(c)); err != nil {
+		t.Fatal(err)
+	}
+	refused := func(when string, err error) {
+		t.Helper()
+		if err == nil {
+			t.Fatalf("%s: it was not refused", when)
+		}
+		if p := problem.Explain(err); p.Reason != "POLICY_INVALID" || !strings.Contains(p.Message, "tpm2.machineIds of the policy is empty") || !strings.Contains(p.Remedy, "complete the restore first") {
+			t.Errorf("%s: %v: %+v", when, err, p)
+		}
+	}
+	i := &initializer{InitConfig: config(o)}
+	if err := i.load(); err != nil {
+		t.Fatal(err)
+	}
+	_, err = i.listRestored(ctx, kube)
+	refused("by the backup's policy", err)
+	if have, err := kube.Policy(ctx); err != nil || have.Generation != 1 {
+		t.Errorf("the cluster's policy: %+v, %v", have, err)
+	}
+	key, err := o.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Remembers(t, listed, key, nil)
+	refused("before anything is sent", Restore(ctx, RestoreConfig{Dir: o.Dir, File: "none", URL: "http://x", Endpoint: "127.0.0.1:1", Report: i.Report, Log: i.Log}))
 }
 
 // A backup brings back what was banned, erased and lost since.

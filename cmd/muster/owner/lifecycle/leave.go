@@ -330,11 +330,9 @@ func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error)
 	var err error
 	if d.to == nil && d.erase != "" && d.found.Enrollment != nil {
 		// Before the enrollment is deleted. After that, the name is free, and a repeated command could affect another machine.
-		if err := d.kube.SetBanned(ctx, d.found, true); err != nil && !clusterapi.Absent(err) {
-			return nil, err
+		if err := d.kube.BanPlanned(ctx, d.found); err != nil && !clusterapi.Absent(err) {
+			return nil, problem.WithRemedy(err, "The salt of disk "+d.erase+" was not deleted. Run the same command again, and read its plan.")
 		}
-		d.found.Enrollment.Spec.Banned = true // by this command: what follows must not take it for a later ban
-		delete(d.found.Enrollment.Annotations, v1alpha1.KeepNode)
 		if err := d.doErase(ctx, out, note); err != nil {
 			return nil, err
 		}

@@ -201,6 +201,35 @@ func TestABanAfterThePlanStays(t *testing.T) {
 		}
 		leave(ctx, t, l.Owned, name, to) // by a plan that shows the ban
 	}
+	for i, tt := range []struct {
+		name string
+		plan func() (*Removal, error)
+	}{
+		{"erased", func() (*Removal, error) { return PlanForget(ctx, l.Dir, "erased", false, true) }},
+		{"reset", func() (*Removal, error) {
+			r, err := PlanReset(ctx, l.Dir, "reset")
+			if err != nil {
+				return nil, err
+			}
+			return r.Removal, nil
+		}},
+	} {
+		on := l.Node(t, tt.name, byte(52+i), v1alpha1.RoleWorker)
+		d, err := tt.plan()
+		if err == nil {
+			err = d.kube.SetBanned(ctx, d.found, true)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = d.Do(ctx, func(string) {})
+		if n := ownertest.EnrollmentOf(t, tt.name); err == nil || !strings.Contains(err.Error(), "banned it meanwhile") || !n.Spec.Banned {
+			t.Errorf("%s: %v; %+v", tt.name, err, n.Spec)
+		}
+		if disk, err := d.kube.Disk(ctx, on.Disk); err != nil || disk == nil || disk.Spec.Erased || disk.Spec.Salt == "" {
+			t.Errorf("%s: the salt of its disk: %+v, %v", tt.name, disk, err)
+		}
+	}
 	if n := ownertest.EnrollmentOf(t, "replaced"); n.Spec.Banned || n.Spec.MachineID != (attest.MachineID{50}).String() {
 		t.Errorf("%+v", n.Spec)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -53,6 +54,20 @@ func (a *Approver) open(list string) error {
 	}
 	return problem.WithRemedy(fmt.Errorf("%s is empty in the policy in force, so it accepts every machine that its authorities certify: with a first entry, all other machines would be refused", list),
 		"If you want to accept listed machines only, list all of them in policy.yaml and run muster policy apply, which shows the running nodes that would be refused. Otherwise undo what you have edited: the cluster's record of this machine is old or wrong.")
+}
+
+// NotOpened refuses a policy with an empty list, which accepts every machine, if the newest policy that the owner has signed lists machines there. It is for
+// a restore, which puts the folder's policy in force without muster policy apply.
+func NotOpened(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, json []byte) error {
+	_, last, err := lastSigned(d, have)
+	if err != nil {
+		return err
+	}
+	lists, err := policyfile.OpenedLists([]byte(last), json)
+	if err != nil || len(lists) == 0 {
+		return err
+	}
+	return problem.WithRemedy(opened(lists), "List the machines again in "+d.File(ownerdir.PolicyFile)+", and run the same command again. To accept every machine, complete the restore first, and then run muster policy apply --any-machine.")
 }
 
 // opened refuses a policy with an empty list, which accepts every machine, if the same list in force has entries.
