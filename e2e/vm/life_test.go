@@ -175,9 +175,13 @@ func (w *fixture) completed(t *testing.T, node, name string, c corev1.Container,
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out, err := w.kubectl(t.Context(), string(manifest), "apply", "-f", "-"); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
+	until(t, joinTime, func(ctx context.Context) error { // a kubelet restarts the API server of a slow machine
+		out, err := w.kubectl(ctx, string(manifest), "apply", "-f", "-")
+		if err != nil {
+			err = fmt.Errorf("%w: %s", err, out)
+		}
+		return err
+	})
 	until(t, joinTime, func(ctx context.Context) error {
 		phase, err := w.Kubectl(ctx, "-n", "kube-system", "get", "pod", name, "-o", "jsonpath={.status.phase}")
 		if err == nil && phase != "Succeeded" {
@@ -185,10 +189,11 @@ func (w *fixture) completed(t *testing.T, node, name string, c corev1.Container,
 		}
 		return err
 	})
-	out, err := w.Kubectl(t.Context(), "-n", "kube-system", "logs", name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	var out string
+	until(t, joinTime, func(ctx context.Context) (err error) {
+		out, err = w.Kubectl(ctx, "-n", "kube-system", "logs", name)
+		return err
+	})
 	return out
 }
 
