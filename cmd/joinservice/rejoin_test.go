@@ -263,11 +263,6 @@ func TestADiskThatNoEnrollmentOrTwoNameIsNotOpened(t *testing.T) {
 
 // The machine's state since its join is appraised as at the join, by the policy in force.
 func TestARebootedMachineIsJudgedAnew(t *testing.T) {
-	s, serial := setUp(t), uint64(1)
-	next := func(p *attestv1.Policy) { // every change has a new serial
-		serial++
-		p.Serial = serial
-	}
 	for name, tt := range map[string]struct {
 		spoil func(t *testing.T, s *fixture, m *attesttest.Machine)
 		want  attestv1.Reason
@@ -297,12 +292,11 @@ func TestARebootedMachineIsJudgedAnew(t *testing.T) {
 		}, attestv1.Reason_REASON_BANNED, false},
 		"one that was forgotten": {func(t *testing.T, s *fixture, _ *attesttest.Machine) { s.forget(t, "w1") }, attestv1.Reason_REASON_NOT_ENROLLED, true},
 		"one whose role the policy lists no more": {func(t *testing.T, s *fixture, _ *attesttest.Machine) {
-			s.inForce(t, s.policy(t, next, func(p *attestv1.Policy) { p.Roles = []string{"control-plane"} }))
+			s.inForce(t, s.policy(t, func(p *attestv1.Policy) { p.Serial, p.Roles = 2, []string{"control-plane"} }))
 		}, attestv1.Reason_REASON_ROLE_REFUSED, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s.forget(t, "w1")
-			s.inForce(t, s.policy(t, next)) // after the one that lists no role
+			s := setUp(t)
 			m := s.rebooted(t)
 			if _, err := s.rejoined(t, m, again()); err != nil {
 				t.Fatal(err)

@@ -210,7 +210,6 @@ func TestRefusedRenewalsOfNodes(t *testing.T) {
 
 // The present state of the machine and of its enrollment counts.
 func TestARenewalIsJudgedAnew(t *testing.T) {
-	s := setUp(t)
 	for name, tt := range map[string]struct {
 		spoil func(t *testing.T, s *fixture, m *attesttest.Machine)
 		want  attestv1.Reason
@@ -242,7 +241,7 @@ func TestARenewalIsJudgedAnew(t *testing.T) {
 		}, attestv1.Reason_REASON_NOT_ENROLLED, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s.forget(t, "w1")
+			s := setUp(t)
 			m := s.booted(t)
 			if _, err := s.renewedNode(t, m, renewingAs(t)); err != nil {
 				t.Fatal(err)
