@@ -80,10 +80,10 @@ generate: $(DEV)/.dev ## Write gen/ from proto/, and deep copies and CRDs from a
 
 .PHONY: test
 test: deps check ## Everything that CI runs: checks, unit and integration tests, attacks, and a real cluster
-	@# Clusters have the processors to themselves: beside unit tests, on two of them, they missed their deadlines. A failure ends nothing, so that one
-	@# run shows all of them.
+	@# Clusters mostly wait, but have deadlines: unit tests beside them get the processors' time that is left. A failure ends nothing, so that one run
+	@# shows all of them.
 	mkdir -p $(BIN)
-	$(MAKE) --no-print-directory -k e2e unit 2>&1 | tee $(BIN)/test.log || \
+	$(MAKE) --no-print-directory -k -j2 e2e unit 2>&1 | tee $(BIN)/test.log || \
 	  { echo; echo 'What failed, of $(BIN)/test.log:'; grep -E '^(FAIL|panic:|WARNING: DATA RACE|goleak:|the tests cannot start:|after the tests:)|--- FAIL:|_test\.go:[0-9]+: |\.go:[0-9]+: Error' $(BIN)/test.log | cut -c1-400 | tail -40; exit 1; }
 
 # Without what a debugger needs, binaries are linked quicker; vet is the linter's.
@@ -97,7 +97,7 @@ UNIT_PACKAGES ?= 4
 .PHONY: unit
 unit: deps kube ## Unit, property and integration tests, attacks and oracles with the race detector, in all three modules
 	@# More at once than two processors: packages with an API server wait most of the time, and so do tests that are parallel.
-	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) $(GOTEST) -p $(UNIT_PACKAGES) -parallel 8 -timeout 40m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/... $(E2E_UNIT)
+	MUSTER_KUBE_BIN=$$($(LAB) kube-binaries) nice -n 19 $(GOTEST) -p $(UNIT_PACKAGES) -parallel 8 -timeout 40m $$(go list ./... | grep -v /e2e) ./gen/... ./trust/... $(E2E_UNIT)
 
 # Those that `make test` runs; CONTRIBUTING.md says why the others are in E2E_LONG. Those of E2E_UNIT have no cluster, and long time limits: they run beside unit tests.
 E2E := ./e2e/demo ./e2e/attack/floods

@@ -207,7 +207,7 @@ func TestEachTestPackageLooksForLeakedGoroutines(t *testing.T) {
 			return err
 		}
 		// kubetest.Verify is goleak's check, after a cluster's processes have ended; ownertest.Main calls it.
-		found := strings.Contains(string(b), "goleak.VerifyTestMain(m") || strings.Contains(string(b), "goleak.Find(") || strings.Contains(string(b), "kubetest.Verify(m") || strings.Contains(string(b), "ownertest.Main(m")
+		found := strings.Contains(string(b), "goleak.VerifyTestMain(m") || strings.Contains(string(b), "goleak.VerifyTestMain(disktest.InMemory(") || strings.Contains(string(b), "goleak.Find(") || strings.Contains(string(b), "kubetest.Verify(m") || strings.Contains(string(b), "ownertest.Main(m")
 		dirs[filepath.Dir(path)] = dirs[filepath.Dir(path)] || found
 		return nil
 	})

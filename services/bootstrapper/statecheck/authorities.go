@@ -53,7 +53,7 @@ func (ck *check) controlPlaneSecret() (string, error) {
 		case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR), errors.Is(err, syscall.ELOOP):
 		case err != nil:
 			return "", err
-		case name == etcdData || f.Mode().IsRegular():
+		case name == etcdData || f.Mode().IsRegular() && f.Size() > 0: // replace has put empty files in the places of others
 			return name, nil
 		}
 	}

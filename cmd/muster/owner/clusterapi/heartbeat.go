@@ -53,12 +53,12 @@ func (c *Client) renewals(ctx context.Context) (map[string]time.Time, error) {
 // Silent returns the nodes whose kubelets do not renew their Leases within a time that is longer than the renewal interval of ten seconds. The
 // conditions of their Nodes change only after 50 s.
 func (c *Client) Silent(ctx context.Context, nodes []string, within time.Duration) (silent []string, err error) {
-	ctx, cancel := context.WithTimeout(ctx, within)
+	listen, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	var first map[string]time.Time
 	silent = nodes
-	err = until(ctx, func(ctx context.Context) (bool, error) {
-		now, err := c.renewals(ctx)
+	err = until(listen, func(context.Context) (bool, error) {
+		now, err := c.renewals(ctx) // the last request may end after that time: client-go's rate limiter refuses one that has to wait for longer
 		if err != nil {
 			return false, err
 		}
@@ -68,7 +68,7 @@ func (c *Client) Silent(ctx context.Context, nodes []string, within time.Duratio
 		silent = slices.DeleteFunc(slices.Clone(silent), func(n string) bool { return !now[n].Equal(first[n]) })
 		return len(silent) == 0, nil
 	})
-	if first != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+	if first != nil && ctx.Err() == nil && errors.Is(listen.Err(), context.DeadlineExceeded) {
 		return silent, nil
 	}
 	return silent, err
