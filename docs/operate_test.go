@@ -40,7 +40,7 @@ import (
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 )
 
-// block is a fenced block of operate.md that is executed, and its expected output; empty: it only has to succeed.
+// block is a fenced block of operate.md or debug.md that is executed, and its expected output; empty: it only has to succeed.
 type block struct{ title, script, kind, output string }
 
 func blocks(t *testing.T) []block {
@@ -48,7 +48,7 @@ func blocks(t *testing.T) []block {
 	fence := regexp.MustCompile("(?ms)^```sh title=([a-z-]+)\n(.*?)^```\n(?:\n```(json|text) output=([a-z-]+)\n(.*?)^```\n)?")
 	var out []block
 	seen := map[string]bool{}
-	text := read(t, "docs/operate.md")
+	text := read(t, "docs/operate.md") + read(t, "docs/debug.md")
 	for _, m := range fence.FindAllStringSubmatch(text, -1) {
 		if seen[m[1]] || m[4] != "" && m[4] != m[1] {
 			t.Errorf("block %s: its title is not its own, or the output below it is %s's", m[1], m[4])
@@ -252,7 +252,7 @@ func background(t *testing.T, run func(context.Context) error) {
 	})
 }
 
-// TestCommandsOfTheManualWork executes what docs/operate.md shows, against a running service.
+// TestCommandsOfTheManualWork executes what docs/operate.md and docs/debug.md show, against a running service.
 func TestCommandsOfTheManualWork(t *testing.T) {
 	w := start(t)
 	w.env = append(w.env, "PATH="+programs(t)+string(os.PathListSeparator)+os.Getenv("PATH"))

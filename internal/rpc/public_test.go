@@ -185,7 +185,7 @@ func TestReflectionListsWhatIsServed(t *testing.T) {
 	}
 }
 
-// This is the command in docs/operate.md.
+// This is the command in docs/debug.md.
 func TestCurlAsksForHealth(t *testing.T) {
 	curl, err := exec.LookPath("curl")
 	if err != nil {
