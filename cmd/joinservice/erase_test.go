@@ -124,7 +124,7 @@ func (s *fixture) meanwhile(t *testing.T, call func() error, change func()) erro
 	return <-answer
 }
 
-// J2, J6: nor does one leave for a machine that the owner removes from the policy meanwhile, revoked or no longer listed as a control plane.
+// J2, J6: nor does one leave for a machine that the owner removes from the policy meanwhile, revoked, with a role that is not listed any more, or not listed as a control plane.
 func TestNoKeyLeavesForAMachineThatThePolicyRefusesMeanwhile(t *testing.T) {
 	control := func(w *requestOptions) { w.role = joinv1.Role_ROLE_CONTROL_PLANE }
 	for name, tt := range map[string]struct {
@@ -134,6 +134,8 @@ func TestNoKeyLeavesForAMachineThatThePolicyRefusesMeanwhile(t *testing.T) {
 	}{
 		"a revoked machine rejoins":                  {v1alpha1.RoleWorker, true, attestv1.Reason_REASON_EK_UNTRUSTED},
 		"a revoked machine joins":                    {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine whose role is not listed rejoins": {v1alpha1.RoleWorker, true, attestv1.Reason_REASON_ROLE_REFUSED},
+		"a machine whose role is not listed joins":   {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_ROLE_REFUSED},
 		"a control plane that is not listed rejoins": {v1alpha1.RoleControlPlane, true, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 		"a control plane that is not listed joins":   {v1alpha1.RoleControlPlane, false, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 	} {
@@ -144,6 +146,9 @@ func TestNoKeyLeavesForAMachineThatThePolicyRefusesMeanwhile(t *testing.T) {
 					s := setUp(t)
 					m, w := s.machine(t), worker(t, encrypted)
 					refuse := func(p *attestv1.Policy) { p.Tpm2.Revoked = &attestv1.Revoked{Keys: []string{m.ID().String()}} }
+					if tt.want == attestv1.Reason_REASON_ROLE_REFUSED {
+						refuse = func(p *attestv1.Policy) { p.Roles = []string{string(v1alpha1.RoleControlPlane)} }
+					}
 					if tt.role == v1alpha1.RoleControlPlane {
 						m, w = s.controlMachine(t), worker(t, encrypted, control)
 						refuse = attesttest.ControlPlanes(s.cp1)

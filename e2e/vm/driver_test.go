@@ -5,6 +5,7 @@ package vm
 import (
 	"bytes"
 	"encoding/binary"
+	"slices"
 )
 
 // driverText is what the driver of [efiDriver] prints when it runs.
@@ -29,7 +30,7 @@ func efiDriver() []byte {
 		0x5e, // pop rsi
 		0xc3, // ret
 	}
-	section := append(code, "\r\n"+driverText+"\r\n\x00"...)
+	section := slices.Concat(code, []byte("\r\n"+driverText+"\r\n\x00"))
 	raw := (len(section) + fileAlign - 1) / fileAlign * fileAlign
 
 	var b bytes.Buffer

@@ -316,7 +316,7 @@ func (w *fixture) console(t *testing.T, name string) string {
 	return string(b)
 }
 
-// until calls check every second until it returns nil.
+// until calls check every second until it returns nil. Each call has three minutes.
 func until(t *testing.T, within time.Duration, check func(context.Context) error) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), within)
@@ -324,7 +324,9 @@ func until(t *testing.T, within time.Duration, check func(context.Context) error
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {
-		err := check(ctx)
+		attempt, end := context.WithTimeout(ctx, 3*time.Minute) // a request that hangs must not use up the time
+		err := check(attempt)
+		end()
 		if err == nil {
 			return
 		}

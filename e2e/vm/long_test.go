@@ -381,8 +381,8 @@ func (w *fixture) revived(t *testing.T, earlier string) {
 	if out, err := w.Kubectl(t.Context(), "get", "--raw", "/readyz", "--request-timeout=5s"); err == nil {
 		t.Fatalf("the API server of before answers: %s", out)
 	}
-	_, epoch, _ := strings.Cut(said+err.Error(), "revive epoch ")
-	epoch, _, _ = strings.Cut(epoch, " ")
+	_, epoch, _ := strings.Cut(said+err.Error(), "--accept-epoch ")
+	epoch, _, _ = strings.Cut(epoch, ";")
 	w.Muster(t, "recover", node5, "--accept-epoch", epoch)
 	until(t, 15*time.Minute, func(ctx context.Context) error {
 		_, err := w.Kubectl(ctx, "get", "--raw", "/readyz")
@@ -391,7 +391,7 @@ func (w *fixture) revived(t *testing.T, earlier string) {
 	until(t, joinTime, func(ctx context.Context) error {
 		_, said, err := w.Run(ctx, driver.Owner, "", "muster", "status")
 		if err == nil || !strings.Contains(said+err.Error(), "serial") {
-			return fmt.Errorf("muster status finds the cluster as the folder knows it: %v\n%s", err, said)
+			return fmt.Errorf("muster status finds the cluster as the folder knows it: %w\n%s", err, said)
 		}
 		t.Logf("muster status: %v\n%s", err, said)
 		return nil

@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -67,7 +68,7 @@ func newLone(t *testing.T, frozen bool, lock func(m *attesttest.Machine), kms ..
 	cp1.LockTo(shared.ID)
 	lock(l.machine)
 	shared.SetPolicy(t, attesttest.Policy(t, ca, []*attesttest.Machine{cp1}, attesttest.ControlPlanes(cp1)))
-	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: l.machine.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1})
+	shared.Enroll(t, "w1", v1alpha1.AttestedNodeSpec{MachineID: l.machine.ID().String(), Role: v1alpha1.RoleWorker, DiskID: disk1, Addresses: []string{"192.168.77.12"}})
 	shared.GiveDisk(t, disk1, l.machine.ID())
 	api, err := shared.As(t.Context(), clusterinfo.Namespace, "joinservice")
 	if err != nil {
@@ -251,6 +252,9 @@ func serveKeyless(t *testing.T, k keyless) func(ca *attesttest.CA, cp1 *attestte
 	}
 }
 
+// waits is what a joinservice says when it checks whether a machine's earlier boot has ended.
+const waits = "a machine connects in a later boot; checking whether the kubelet of its previous boot still renews the Lease"
+
 // J2: while a joinservice checks whether a machine's earlier boot has ended, the evidence that the machine has shown gets
 // old.
 func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
@@ -263,17 +267,7 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := newLone(t, true, func(*attesttest.Machine) {}, serveKeyless(t, keyless{}))
-			ran := client.RawPatch(types.MergePatchType, []byte(`{"status":{"resetCount":0}}`)) // so its Lease is checked
-			if err := shared.Client.Status().Patch(t.Context(), shared.Node(t, "w1"), ran); err != nil {
-				t.Fatal(err)
-			}
-			lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "w1"}}
-			lease.Spec.RenewTime = new(metav1.NowMicro())
-			if err := shared.Client.Create(t.Context(), lease); err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), lease) })
-			const waits = "a machine connects in a later boot; checking whether the kubelet of its previous boot still renews the Lease"
+			hasRun(t, `{"resetCount":0}`)
 			see := func(line []byte) {
 				if refusaltest.HasLine(line, "msg", waits) {
 					l.evidenceIsOld()
@@ -285,6 +279,64 @@ func TestEvidenceThatGrowsOldWhileABootIsLookedForGetsNothing(t *testing.T) {
 			}
 			if !refusaltest.HasLine(l.observations.Log(), "msg", waits) {
 				t.Error("it did not wait")
+			}
+		})
+	}
+}
+
+// hasRun patches w1's status, and gives it a Lease. With resetCount 0, the Lease is checked.
+func hasRun(t *testing.T, status string) {
+	t.Helper()
+	ran := client.RawPatch(types.MergePatchType, []byte(`{"status":`+status+`}`))
+	if err := shared.Client.Status().Patch(t.Context(), shared.Node(t, "w1"), ran); err != nil {
+		t.Fatal(err)
+	}
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: corev1.NamespaceNodeLease, Name: "w1"}}
+	lease.Spec.RenewTime = new(metav1.NowMicro())
+	if err := shared.Client.Create(t.Context(), lease); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = shared.Client.Delete(context.WithoutCancel(t.Context()), lease) })
+}
+
+// J6, J7: nor gets a machine anything that the owner removes from the policy meanwhile.
+func TestAMachineThatIsRevokedWhileItsBootIsLookedForGetsNothing(t *testing.T) {
+	for name, ask := range map[string]func(t *testing.T, l *lone) error{
+		"certificates": func(t *testing.T, l *lone) error {
+			w := ticketRequest(t)
+			_, err := l.RenewNodeCertificates(t.Context(), &joinv1.RenewNodeCertificatesRequest{KubeletClientCsr: w.GetKubeletClientCsr(), KubeletServingCsr: w.GetKubeletServingCsr(), BootSecret: bytes.Repeat([]byte{1}, 32)})
+			return err
+		},
+		"the new key of a rotation": func(t *testing.T, l *lone) error {
+			_, err := l.GetRotatedKey(t.Context(), &joinv1.GetRotatedKeyRequest{NodeName: "w1", BootSecret: bytes.Repeat([]byte{1}, 32), Key: string(clusterinfo.ServiceAccountKey), Id: strings.Repeat("a", 64)})
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLone(t, true, func(m *attesttest.Machine) { m.LockTo(shared.ID) })
+			hasRun(t, `{"resetCount":0,"lastVerdict":{"accepted":true,"reason":"ACCEPTED","time":"2026-01-01T00:00:00Z"}}`)
+			began, answer := make(chan struct{}, 1), make(chan error, 1)
+			see := func(line []byte) {
+				if refusaltest.HasLine(line, "msg", waits) {
+					select {
+					case began <- struct{}{}:
+					default:
+					}
+				}
+			}
+			l.logs.Store(&see)
+			go func() { answer <- ask(t, l) }()
+			select {
+			case <-began:
+			case err := <-answer:
+				t.Fatalf("it did not wait: %v", err)
+			}
+			shared.SetPolicy(t, attesttest.Policy(t, l.ca, []*attesttest.Machine{l.cp1}, attesttest.ControlPlanes(l.cp1), func(p *attestv1.Policy) {
+				p.Serial++
+				p.Tpm2.Revoked = &attestv1.Revoked{Keys: []string{l.machine.ID().String()}}
+			}))
+			if err := <-answer; rpc.ReasonFrom(err) != attestv1.Reason_REASON_EK_UNTRUSTED {
+				t.Errorf("got %v, want EK_UNTRUSTED", err)
 			}
 		})
 	}

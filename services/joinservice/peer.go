@@ -34,10 +34,30 @@ func (s *Service) stillAccepted(ctx context.Context, a *attempt, appraiser attes
 		return err
 	}
 	p, err := s.cfg.Policy.Current()
-	if err == nil && role == v1alpha1.RoleControlPlane {
-		err = p.Policy.MayServe(peer.Machine())
+	if err != nil {
+		return err
 	}
-	return err
+	if err := listed(p.Policy, role); err != nil {
+		return err
+	}
+	return mayBe(p.Policy, role, peer.Machine())
+}
+
+// listed returns ROLE_REFUSED unless the policy lists the role.
+func listed(p *attest.Policy, role v1alpha1.Role) error {
+	if !p.AllowsRole(string(role)) {
+		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", role)
+	}
+	return nil
+}
+
+// mayBe returns SERVER_NOT_LISTED for a control plane that the policy does not list: a CA's keys need the owner's signature, not only an object of the
+// cluster (J6).
+func mayBe(p *attest.Policy, role v1alpha1.Role, machine attest.MachineID) error {
+	if role != v1alpha1.RoleControlPlane {
+		return nil
+	}
+	return p.MayServe(machine)
 }
 
 // bootOf returns the machine's boot from the peer's evidence, with the secret of that boot. It returns REQUEST_INVALID if

@@ -162,14 +162,14 @@ func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, c
 	if err != nil {
 		return nil, err
 	}
-	if !p.Policy.AllowsRole(string(claim.Role)) {
-		return nil, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", claim.Role)
+	if err := listed(p.Policy, claim.Role); err != nil {
+		return nil, err
 	}
 	rejoining, err := s.cfg.Enrollments.Rejoin(ctx, claim)
-	if err == nil && claim.Role == v1alpha1.RoleControlPlane { // J6: the CA keys are on its disk; an object of the cluster is not enough
-		err = p.Policy.MayServe(peer.Machine())
-	}
 	if err != nil {
+		return nil, err
+	}
+	if err := mayBe(p.Policy, claim.Role, peer.Machine()); err != nil { // J6: the CA's keys are on its disk
 		return nil, err
 	}
 	return rejoining, nil

@@ -112,5 +112,12 @@ func (s *Service) mayRenew(ctx context.Context, a *attempt, peer attest.Peer, cl
 		return nil, err
 	}
 	claim.Machine, claim.Boot = peer.Machine(), boot // J1: the peer's
-	return s.cfg.Enrollments.BeginRenewal(ctx, claim, statusOf(a, peer))
+	renewal, err := s.cfg.Enrollments.BeginRenewal(ctx, claim, statusOf(a, peer))
+	if err != nil {
+		return nil, err
+	}
+	if _, err := s.cfg.Members.Appraise(ctx, peer.Claims()); err != nil { // J6, J7: the wait for the end of the boot before may have taken long
+		return nil, err
+	}
+	return renewal, nil
 }

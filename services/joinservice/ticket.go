@@ -249,8 +249,8 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	if err != nil {
 		return nil, none, err
 	}
-	if !p.Policy.AllowsRole(string(w.role)) {
-		return nil, none, attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", w.role)
+	if err := listed(p.Policy, w.role); err != nil {
+		return nil, none, err
 	}
 	if w.mode == v1alpha1.DiskModePlain && !p.Policy.AllowsPlainState() {
 		return nil, none, attest.Refuse(attestv1.Reason_REASON_PLAIN_STATE_REFUSED, "the machine's state is not encrypted")
@@ -272,10 +272,8 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	if err := s.cfg.Enrollments.Check(ctx, claim); err != nil {
 		return nil, none, err
 	}
-	if w.role == v1alpha1.RoleControlPlane { // J6: by the owner's signature, not only by an object of the cluster
-		if err := p.Policy.MayServe(peer.Machine()); err != nil {
-			return nil, none, err
-		}
+	if err := mayBe(p.Policy, w.role, peer.Machine()); err != nil { // J6
+		return nil, none, err
 	}
 	return w, claim, nil
 }

@@ -68,6 +68,16 @@ func (i *initializer) putBack(ctx context.Context, kube *clusterapi.Client) (is 
 	if err != nil {
 		return false, problem.WithRemedy(fmt.Errorf("the cluster's last policy, in %s: %w", i.Dir.File(ownerdir.KnownFile), err), "No policy was set. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply; then run this command again.")
 	}
+	nodes, err := kube.Enrollments(ctx)
+	if err != nil {
+		return false, err
+	}
+	for _, n := range nodes { // B7: known.json may lack a policy that was applied, after an interruption or from another copy of the folder
+		if by := n.Status.PolicySerial; by > 0 && uint64(by) > p.Serial() {
+			i.Report.Update(fmt.Sprintf("the cluster's last policy had at least serial %d, by which node %s was examined; %s has serial %d, which is not set again", by, n.Name, i.Dir.File(ownerdir.KnownFile), p.Serial()))
+			return false, nil
+		}
+	}
 	if string(i.json) != known.Policy.JSON {
 		i.Report.Update(fmt.Sprintf("%s, of serial %d, differs from the cluster's last policy, which is set again: muster policy apply puts yours in force", i.Dir.File(ownerdir.PolicyFile), i.policy.Serial()))
 	}

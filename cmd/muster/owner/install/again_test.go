@@ -202,6 +202,14 @@ func (a *repeated) noPolicy(t *testing.T) {
 		t.Errorf("the old policy: %v", err)
 	}
 	a.write(t, edited, nil) // only muster policy apply compares it with the nodes
+	a.examined(t, 100)      // by a policy that is not remembered
+	if err := a.init(t); err == nil || !strings.Contains(problem.Explain(err).Remedy, "muster policy apply") || !strings.Contains(a.Out.String(), "had at least serial 100") {
+		t.Errorf("with a record of an earlier policy: %v\n%s", err, a.Out)
+	}
+	if _, err := a.kube.Policy(t.Context()); !clusterapi.Absent(err) {
+		t.Errorf("the policy before the last one: %v", err)
+	}
+	a.examined(t, 1)
 	if err := a.init(t); err != nil {
 		t.Fatalf("%v\n%s", err, a.Out)
 	}
@@ -216,6 +224,19 @@ func (a *repeated) noPolicy(t *testing.T) {
 	}
 	a.write(t, a.policy, nil)
 	if err := os.Remove(a.File(ownerdir.KnownFile)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// examined writes a policy's serial into the status of an enrollment.
+func (a *repeated) examined(t *testing.T, serial int64) {
+	t.Helper()
+	nodes, err := a.kube.Enrollments(t.Context())
+	if err != nil || len(nodes) == 0 {
+		t.Fatalf("%d enrollments: %v", len(nodes), err)
+	}
+	nodes[0].Status.PolicySerial = serial
+	if err := ownertest.Shared.Client.Status().Update(t.Context(), &nodes[0]); err != nil {
 		t.Fatal(err)
 	}
 }
