@@ -43,7 +43,9 @@ func TestAClusterIsUpgradedWhileItsPowerIsCut(t *testing.T) {
 	if err := first.cmd.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	_ = <-first.ended // it was killed
+	if err := <-first.ended; err == nil {
+		t.Fatal("the upgrade ended before it was killed")
+	}
 	c.say(t, "node1 boots, and the owner's program is killed; it said\n%s", &first.said)
 	t.Run("another list is refused meanwhile", c.otherList)
 	t.Run("the owner sees that it is in progress", c.inProgress)
