@@ -37,23 +37,23 @@ func (s *Service) stillAccepted(ctx context.Context, a *attempt, appraiser attes
 	if err != nil {
 		return err
 	}
-	if err := listed(p.Policy, role); err != nil {
+	if err := roleListed(p.Policy, role); err != nil {
 		return err
 	}
-	return mayBe(p.Policy, role, peer.Machine())
+	return machineListed(p.Policy, role, peer.Machine())
 }
 
-// listed returns ROLE_REFUSED unless the policy lists the role.
-func listed(p *attest.Policy, role v1alpha1.Role) error {
+// roleListed returns ROLE_REFUSED unless the policy lists the role.
+func roleListed(p *attest.Policy, role v1alpha1.Role) error {
 	if !p.AllowsRole(string(role)) {
 		return attest.Refuse(attestv1.Reason_REASON_ROLE_REFUSED, "the policy lists no role %s", role)
 	}
 	return nil
 }
 
-// mayBe returns SERVER_NOT_LISTED for a control plane that the policy does not list: a CA's keys need the owner's signature, not only an object of the
+// machineListed returns SERVER_NOT_LISTED for a control plane that the policy does not list: a CA's keys need the owner's signature, not only an object of the
 // cluster (J6).
-func mayBe(p *attest.Policy, role v1alpha1.Role, machine attest.MachineID) error {
+func machineListed(p *attest.Policy, role v1alpha1.Role, machine attest.MachineID) error {
 	if role != v1alpha1.RoleControlPlane {
 		return nil
 	}

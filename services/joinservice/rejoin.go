@@ -162,14 +162,14 @@ func (s *Service) mayRejoin(ctx context.Context, a *attempt, peer attest.Peer, c
 	if err != nil {
 		return nil, err
 	}
-	if err := listed(p.Policy, claim.Role); err != nil {
+	if err := roleListed(p.Policy, claim.Role); err != nil {
 		return nil, err
 	}
 	rejoining, err := s.cfg.Enrollments.Rejoin(ctx, claim)
 	if err != nil {
 		return nil, err
 	}
-	if err := mayBe(p.Policy, claim.Role, peer.Machine()); err != nil { // J6: the CA's keys are on its disk
+	if err := machineListed(p.Policy, claim.Role, peer.Machine()); err != nil { // J6: the CA's keys are on its disk
 		return nil, err
 	}
 	return rejoining, nil

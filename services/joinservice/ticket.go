@@ -249,7 +249,7 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	if err != nil {
 		return nil, none, err
 	}
-	if err := listed(p.Policy, w.role); err != nil {
+	if err := roleListed(p.Policy, w.role); err != nil {
 		return nil, none, err
 	}
 	if w.mode == v1alpha1.DiskModePlain && !p.Policy.AllowsPlainState() {
@@ -272,7 +272,7 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	if err := s.cfg.Enrollments.Check(ctx, claim); err != nil {
 		return nil, none, err
 	}
-	if err := mayBe(p.Policy, w.role, peer.Machine()); err != nil { // J6
+	if err := machineListed(p.Policy, w.role, peer.Machine()); err != nil { // J6
 		return nil, none, err
 	}
 	return w, claim, nil
