@@ -410,6 +410,10 @@ const RevokeCertificates = "muster.dev/revoke-certificates"
 // with labels and taints, for the next machine of that name.
 const KeepNode = "muster.dev/keep-node"
 
+// Removing is an annotation of an AttestedNode that `muster forget` or `muster reset` has banned. `muster ban` removes it: those commands then do not
+// delete the enrollment, with which the ban would end.
+const Removing = "muster.dev/removing"
+
 // ShutOut reports whether the machine gets nothing: it is banned, or its enrollment is being deleted.
 func (n *AttestedNode) ShutOut() bool { return n.Spec.Banned || n.Leaving() }
 

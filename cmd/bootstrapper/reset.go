@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/bootstrapper/disk"
@@ -20,7 +21,7 @@ func runReset(ctx context.Context, image, record string, log *slog.Logger) error
 		return err
 	}
 	load := journal.Open(record).Load
-	if _, _, err := orders.Begun("/", img, load, ownerorder.ActionReset); err != nil {
+	if _, _, err := orders.Begun("/", img, load, ownerorder.ActionReset, time.Now()); err != nil {
 		return err
 	}
 	rec, err := load()

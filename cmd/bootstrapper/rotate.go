@@ -33,7 +33,7 @@ func runRotate(ctx context.Context, image, meta, record, lock string, log *slog.
 		return err
 	}
 	load := journal.Open(record).Load
-	order, digest, err := orders.Begun(root, img, load, ownerorder.ActionRotateKey)
+	order, digest, err := orders.Begun(root, img, load, ownerorder.ActionRotateKey, time.Now())
 	if err != nil {
 		return err
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"time"
 
 	"github.com/muster-k8s/muster/internal/ownerorder"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
@@ -25,7 +26,7 @@ func runUpgrade(ctx context.Context, image, record string, log *slog.Logger) err
 		return err
 	}
 	load := journal.Open(record).Load
-	order, _, err := orders.Begun(root, img, load, ownerorder.ActionUpgradeKubernetes)
+	order, _, err := orders.Begun(root, img, load, ownerorder.ActionUpgradeKubernetes, time.Now())
 	if err != nil {
 		return err
 	}

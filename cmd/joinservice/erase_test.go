@@ -132,12 +132,13 @@ func TestNoKeyLeavesForAMachineThatThePolicyRefusesMeanwhile(t *testing.T) {
 		rejoins bool
 		want    attestv1.Reason
 	}{
-		"a revoked machine rejoins":                  {v1alpha1.RoleWorker, true, attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a revoked machine joins":                    {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_EK_UNTRUSTED},
-		"a machine whose role is not listed rejoins": {v1alpha1.RoleWorker, true, attestv1.Reason_REASON_ROLE_REFUSED},
-		"a machine whose role is not listed joins":   {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_ROLE_REFUSED},
-		"a control plane that is not listed rejoins": {v1alpha1.RoleControlPlane, true, attestv1.Reason_REASON_SERVER_NOT_LISTED},
-		"a control plane that is not listed joins":   {v1alpha1.RoleControlPlane, false, attestv1.Reason_REASON_SERVER_NOT_LISTED},
+		"a revoked machine rejoins":                   {v1alpha1.RoleWorker, true, attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a revoked machine joins":                     {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_EK_UNTRUSTED},
+		"a machine whose role is not listed rejoins":  {v1alpha1.RoleWorker, true, attestv1.Reason_REASON_ROLE_REFUSED},
+		"a machine whose role is not listed joins":    {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_ROLE_REFUSED},
+		"a machine whose network is not listed joins": {v1alpha1.RoleWorker, false, attestv1.Reason_REASON_ADDRESS_REFUSED},
+		"a control plane that is not listed rejoins":  {v1alpha1.RoleControlPlane, true, attestv1.Reason_REASON_SERVER_NOT_LISTED},
+		"a control plane that is not listed joins":    {v1alpha1.RoleControlPlane, false, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 	} {
 		t.Run(name, func(t *testing.T) {
 			slow, began := true, time.Now()
@@ -148,6 +149,9 @@ func TestNoKeyLeavesForAMachineThatThePolicyRefusesMeanwhile(t *testing.T) {
 					refuse := func(p *attestv1.Policy) { p.Tpm2.Revoked = &attestv1.Revoked{Keys: []string{m.ID().String()}} }
 					if tt.want == attestv1.Reason_REASON_ROLE_REFUSED {
 						refuse = func(p *attestv1.Policy) { p.Roles = []string{string(v1alpha1.RoleControlPlane)} }
+					}
+					if tt.want == attestv1.Reason_REASON_ADDRESS_REFUSED {
+						refuse = func(p *attestv1.Policy) { p.NodeCidrs = []string{"192.0.2.0/24"} }
 					}
 					if tt.role == v1alpha1.RoleControlPlane {
 						m, w = s.controlMachine(t), worker(t, encrypted, control)

@@ -22,6 +22,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/kubetest"
@@ -124,7 +125,7 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	}
 	_, signed, err := policies.SignedPolicy(dir)
 	if err == nil {
-		err = kube.PutPolicy(t.Context(), signed)
+		err = ownertest.PutPolicy(t.Context(), kube, signed)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -179,7 +180,7 @@ func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
 	}
 	_, signed, err := policies.SignedPolicy(dir)
 	if err == nil {
-		err = kube.PutPolicy(t.Context(), signed)
+		err = ownertest.PutPolicy(t.Context(), kube, signed)
 	}
 	if err != nil {
 		t.Fatal(err)

@@ -13,6 +13,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/backups"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -34,7 +35,7 @@ func TestStatusNamesADamagedFolderAndAForeignPolicy(t *testing.T) {
 	}
 	p, signed, err := policies.SignedPolicy(dir)
 	if err == nil {
-		err = kube.PutPolicy(t.Context(), signed)
+		err = ownertest.PutPolicy(t.Context(), kube, signed)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -69,7 +70,7 @@ func TestStatusNamesADamagedFolderAndAForeignPolicy(t *testing.T) {
 		t.Fatal(err)
 	}
 	signed.Signature = make([]byte, len(signed.GetSignature()))
-	if err := kube.PutPolicy(t.Context(), signed); err != nil {
+	if err := ownertest.PutPolicy(t.Context(), kube, signed); err != nil {
 		t.Fatal(err)
 	}
 	if out, said, code := status(); code != exitFailed || strings.Contains(said, "is older") || !strings.Contains(said, "POLICY_SIGNATURE") || !strings.Contains(said, "muster policy apply") {

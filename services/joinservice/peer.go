@@ -27,8 +27,8 @@ func fresh(verified, now time.Time) error {
 }
 
 // stillAccepted compares a machine with the policy once more, right before keys are sent. The steps before that take up to a minute, and the owner may have
-// removed the machine or its image from the policy meanwhile.
-func (s *Service) stillAccepted(ctx context.Context, a *attempt, appraiser attest.Appraiser, peer attest.Peer, role v1alpha1.Role) error {
+// removed the machine, its image, role or network from the policy meanwhile.
+func (s *Service) stillAccepted(ctx context.Context, a *attempt, appraiser attest.Appraiser, peer attest.Peer, role v1alpha1.Role, permitted func(*attest.Policy) error) error {
 	if _, err := appraiser.Appraise(ctx, peer.Claims()); err != nil {
 		s.undoVerdict(ctx, a, peer, err)
 		return err
@@ -37,7 +37,7 @@ func (s *Service) stillAccepted(ctx context.Context, a *attempt, appraiser attes
 	if err != nil {
 		return err
 	}
-	if err := roleListed(p.Policy, role); err != nil {
+	if err := permitted(p.Policy); err != nil {
 		return err
 	}
 	return machineListed(p.Policy, role, peer.Machine())

@@ -135,7 +135,7 @@ func (s *Service) rejoin(ctx context.Context, a *attempt, req *joinv1.IssueRejoi
 	if err := s.cfg.Enrollments.RecheckDisk(ctx, claim, rejoining.Salt); err != nil { // K4: after all steps that take time
 		return nil, err
 	}
-	if err := s.stillAccepted(ctx, a, s.cfg.Rejoiners, peer, claim.Role); err != nil { // J2, J6
+	if err := s.stillAccepted(ctx, a, s.cfg.Rejoiners, peer, claim.Role, func(p *attest.Policy) error { return roleListed(p, claim.Role) }); err != nil { // J2, J6
 		return nil, err
 	}
 	s.cfg.Records.Accepted(peer.Machine())

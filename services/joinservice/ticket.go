@@ -196,7 +196,7 @@ func (s *Service) admit(ctx context.Context, a *attempt, t *ticket, w *joinReque
 		err = s.cfg.Enrollments.RecheckDisk(ctx, claim, t.salt) // K4: after all steps that take time
 	}
 	if err == nil {
-		err = s.stillAccepted(ctx, a, s.cfg.Appraiser, peer, w.role) // J2, J6
+		err = s.stillAccepted(ctx, a, s.cfg.Appraiser, peer, w.role, w.permitted) // J2, J6
 	}
 	if err != nil && t.token != nil {
 		s.cfg.Tokens.Drop(ctx, t.id)
@@ -249,16 +249,8 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 	if err != nil {
 		return nil, none, err
 	}
-	if err := roleListed(p.Policy, w.role); err != nil {
+	if err := w.permitted(p.Policy); err != nil {
 		return nil, none, err
-	}
-	if w.mode == v1alpha1.DiskModePlain && !p.Policy.AllowsPlainState() {
-		return nil, none, attest.Refuse(attestv1.Reason_REASON_PLAIN_STATE_REFUSED, "the machine's state is not encrypted")
-	}
-	for _, ip := range w.serving.Addresses {
-		if !p.Policy.AllowsAddress(ip) {
-			return nil, none, attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is in none of the policy's nodeCidrs", ip)
-		}
 	}
 	boot, err := bootOf(ctx, peer, req.GetBootSecret())
 	if err != nil {
@@ -276,6 +268,22 @@ func (s *Service) decide(ctx context.Context, a *attempt, peer attest.Peer, req 
 		return nil, none, err
 	}
 	return w, claim, nil
+}
+
+// permitted returns ROLE_REFUSED, PLAIN_STATE_REFUSED or ADDRESS_REFUSED unless the policy permits what the machine asks for.
+func (w *joinRequest) permitted(p *attest.Policy) error {
+	if err := roleListed(p, w.role); err != nil {
+		return err
+	}
+	if w.mode == v1alpha1.DiskModePlain && !p.AllowsPlainState() {
+		return attest.Refuse(attestv1.Reason_REASON_PLAIN_STATE_REFUSED, "the machine's state is not encrypted")
+	}
+	for _, ip := range w.serving.Addresses {
+		if !p.AllowsAddress(ip) {
+			return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is in none of the policy's nodeCidrs", ip)
+		}
+	}
+	return nil
 }
 
 // finish gets the certificates signed and the ticket recorded.

@@ -190,9 +190,10 @@ func TestAResetWaitsUntilTheClusterKnows(t *testing.T) {
 
 func TestAnActionsProgramRunsOnlyByOrder(t *testing.T) {
 	n := newNode(t)
+	late := time.Duration(0)
 	begun := func(action ownerorder.Action) error {
 		e := n.process()
-		_, _, err := Begun(n.root, e.cfg.Image, e.cfg.Journal, action)
+		_, _, err := Begun(n.root, e.cfg.Image, e.cfg.Journal, action, e.cfg.Now().Add(late))
 		return err
 	}
 	if err := begun(ownerorder.ActionReset); err == nil {
@@ -203,6 +204,9 @@ func TestAnActionsProgramRunsOnlyByOrder(t *testing.T) {
 		for _, a := range []ownerorder.Action{ownerorder.ActionReset, ownerorder.ActionReboot} {
 			inside[a] = begun(a)
 		}
+		late = 2 * ownerorder.MaxMachineLife
+		inside["of two days ago"] = begun(ownerorder.ActionReset)
+		late = 0
 		n.image.OwnerKeys = attest.OwnerKeys{make([]byte, 32)}
 		inside["of another owner"] = begun(ownerorder.ActionReset)
 		return "", nil
@@ -212,7 +216,7 @@ func TestAnActionsProgramRunsOnlyByOrder(t *testing.T) {
 	if err := inside[ownerorder.ActionReset]; err != nil {
 		t.Error(err)
 	}
-	if inside[ownerorder.ActionReboot] == nil || inside["of another owner"] == nil {
+	if inside[ownerorder.ActionReboot] == nil || inside["of another owner"] == nil || inside["of two days ago"] == nil {
 		t.Errorf("%v", inside)
 	}
 	if err := begun(ownerorder.ActionReset); err == nil || !strings.Contains(err.Error(), "no order runs") {

@@ -364,9 +364,9 @@ func (e *Executor) may(o ownerorder.MachineOrder, begun time.Time) error {
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339Nano) }
 
-// Begun returns the order that this machine has started and not finished, with its digest, or an error if there is none with this action. Programs
-// with the rights for an action check it, so that the right to start their unit is not a right to give orders (B11).
-func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action) (o ownerorder.MachineOrder, digest string, err error) {
+// Begun returns the order that this machine has started and not finished, with its digest, or an error if there is none with this action, or if it expired
+// more than [ownerorder.MaxMachineLife] ago. Programs with the rights for an action check it, so that the right to start their unit is not a right to give orders (B11).
+func Begun(root string, image *metadata.Image, load func() (journal.Record, error), action ownerorder.Action, now time.Time) (o ownerorder.MachineOrder, digest string, err error) {
 	var rec record
 	if err := read(filepath.Join(root, Journal), &rec); err != nil {
 		return ownerorder.MachineOrder{}, "", err
@@ -379,8 +379,12 @@ func Begun(root string, image *metadata.Image, load func() (journal.Record, erro
 		return ownerorder.MachineOrder{}, "", err
 	}
 	o, err = rec.Last.Order.signed().Genuine(owner, on)
-	if err == nil && o.Action != action {
+	switch {
+	case err != nil:
+	case o.Action != action:
 		err = fmt.Errorf("the order that runs on this machine is %q, not %q", o.Action, action)
+	case now.Sub(o.NotAfter) > ownerorder.MaxMachineLife: // B11: who can write the journal of a plain disk can put an old one back
+		err = fmt.Errorf("the order that runs on this machine was valid until %s", stamp(o.NotAfter))
 	}
 	return o, rec.Last.Order.signed().Digest(), err
 }

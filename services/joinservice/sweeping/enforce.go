@@ -35,7 +35,7 @@ type Enforcer struct {
 	mu      sync.Mutex
 	shut    map[string]bool // by node name: the last state seen
 	tasks   map[string]bool // names of nodes whose entry in the list is to be updated
-	keeps   map[string]bool // names of nodes with the annotation of an interrupted `muster replace`
+	lifted  map[string]bool // names of nodes with the annotation of an interrupted `muster replace`, `forget` or `reset`, whose ban was lifted
 	leaving map[string]bool // by node name: it is to be evicted
 	changes []change        // not reported yet
 	kick    chan struct{}
@@ -54,7 +54,7 @@ type change struct {
 // NewEnforcer returns an Enforcer. Call it before the informers run.
 func NewEnforcer(s *state.State, l *access.List, r *certificates.Requests) (*Enforcer, error) {
 	e := &Enforcer{
-		state: s, list: l, requests: r, shut: map[string]bool{}, tasks: map[string]bool{}, keeps: map[string]bool{}, leaving: map[string]bool{},
+		state: s, list: l, requests: r, shut: map[string]bool{}, tasks: map[string]bool{}, lifted: map[string]bool{}, leaving: map[string]bool{},
 		kick: make(chan struct{}, 1), kickCut: make(chan struct{}, 1), kickLeave: make(chan struct{}, 1),
 	}
 	l.OnChange(e.listed)
@@ -74,8 +74,8 @@ func (e *Enforcer) set(n *v1alpha1.AttestedNode) {
 	case was && !n.ShutOut():
 		e.changed(n, "machine let in again", false)
 	}
-	if keepsNode(n) {
-		e.keeps[n.Name] = true
+	if unfinished(n) {
+		e.lifted[n.Name] = true
 		wake(e.kick)
 	}
 	if e.list.Differs(n.Name, n) {
@@ -195,15 +195,15 @@ func (e *Enforcer) cut(ctx context.Context, cut func(attest.MachineID)) {
 // pass updates the list once for every node that is queued. It returns false if one of them failed.
 func (e *Enforcer) pass(ctx context.Context) bool {
 	e.mu.Lock()
-	nodes, keeps := slices.Collect(maps.Keys(e.tasks)), e.keeps
-	e.tasks, e.keeps = map[string]bool{}, map[string]bool{}
+	nodes, lifted := slices.Collect(maps.Keys(e.tasks)), e.lifted
+	e.tasks, e.lifted = map[string]bool{}, map[string]bool{}
 	e.mu.Unlock()
 	var err error
-	for node := range keeps {
-		if failed := e.dropKeepNode(ctx, node); failed != nil {
+	for node := range lifted {
+		if failed := e.dropUnfinished(ctx, node); failed != nil {
 			err = errors.Join(err, failed)
 		} else {
-			delete(keeps, node)
+			delete(lifted, node)
 		}
 	}
 	if err = errors.Join(err, e.list.Settle(ctx, nodes...)); err == nil || ctx.Err() != nil {
@@ -215,19 +215,20 @@ func (e *Enforcer) pass(ctx context.Context) bool {
 	for _, node := range nodes {
 		e.tasks[node] = true
 	}
-	maps.Copy(e.keeps, keeps)
+	maps.Copy(e.lifted, lifted)
 	return false
 }
 
-// dropKeepNode removes the annotation of an interrupted `muster replace` from an enrollment whose ban was lifted by hand.
-func (e *Enforcer) dropKeepNode(ctx context.Context, node string) error {
+// dropUnfinished removes the annotations of an interrupted `muster replace`, `forget` or `reset` from an enrollment whose ban was lifted by hand.
+func (e *Enforcer) dropUnfinished(ctx context.Context, node string) error {
 	n := &v1alpha1.AttestedNode{}
-	if err := e.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); apierrors.IsNotFound(err) || err == nil && !keepsNode(n) {
+	if err := e.state.Cluster.Client.Get(ctx, client.ObjectKey{Name: node}, n); apierrors.IsNotFound(err) || err == nil && !unfinished(n) {
 		return nil
 	} else if err != nil {
 		return clusterview.Unavailable("read AttestedNode "+node, err)
 	}
 	delete(n.Annotations, v1alpha1.KeepNode)
+	delete(n.Annotations, v1alpha1.Removing)
 	if err := e.state.Cluster.Client.Update(ctx, n); err != nil && !apierrors.IsNotFound(err) {
 		return clusterview.Unavailable("write AttestedNode "+node, err)
 	}

@@ -110,11 +110,12 @@ func (e *Enforcer) leave(ctx context.Context, node string) error {
 	return nil
 }
 
-// keepsNode reports whether an enrollment that is not shut out has the annotation of an interrupted `muster replace`: its
-// ban was lifted by hand. The annotation would keep the next ban from evicting.
-func keepsNode(n *v1alpha1.AttestedNode) bool {
+// unfinished reports whether an enrollment that is not shut out has an annotation of an interrupted `muster replace`, `forget` or `reset`: its ban was lifted
+// by hand. The annotation would keep the next ban from evicting, or from being seen as the owner's.
+func unfinished(n *v1alpha1.AttestedNode) bool {
 	_, keep := n.Annotations[v1alpha1.KeepNode]
-	return keep && !n.ShutOut()
+	_, removing := n.Annotations[v1alpha1.Removing]
+	return (keep || removing) && !n.ShutOut()
 }
 
 // lastControlPlane reports whether joinservice can run on no other control plane that is not shut out. After a ban is

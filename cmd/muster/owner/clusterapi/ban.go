@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -18,63 +19,83 @@ import (
 // errBannedAgain is returned for an enrollment that was banned after the owner was shown the plan: its owner does not want the machine back.
 var errBannedAgain = errors.New("muster ban has banned it meanwhile, and the ban would end with this: if you want that, run the same command again")
 
-// bannedByOwner reports whether muster ban has banned an enrollment, and not a replacement that is not at its end.
+// errUnbanned is returned by a command whose own ban was lifted before its last write.
+var errUnbanned = errors.New("its ban was lifted meanwhile, so its machine may have new certificates: run the same command again")
+
+// The annotations of bans that a command ends itself. Without one, the owner has banned the machine.
+var ownBans = []string{v1alpha1.KeepNode, v1alpha1.Removing}
+
+// bannedByOwner reports whether muster ban has banned an enrollment, and not a replacement or removal that is not at its end.
 func bannedByOwner(n *v1alpha1.AttestedNode) bool {
-	return n.Spec.Banned && n.Annotations[v1alpha1.KeepNode] == ""
+	return n.Spec.Banned && !slices.ContainsFunc(ownBans, func(a string) bool { return n.Annotations[a] != "" })
 }
 
-// banPlanned bans the enrollment that a plan has found, with the annotation of a replacement if keep. It refuses one that the owner has banned after the plan.
-func (c *Client) banPlanned(ctx context.Context, p *Presence, keep bool) error {
-	bannedAgain, written := false, false
-	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		if bannedAgain = bannedByOwner(n) && !bannedByOwner(p.Enrollment) && !written; bannedAgain {
-			return false
+// stillOwn returns an error if the ban of an enrollment is not that of the command which is at its end: the ban of [Client.banPlanned] with that annotation.
+func stillOwn(n *v1alpha1.AttestedNode, annotation string) error {
+	switch {
+	case !n.Spec.Banned:
+		return errUnbanned
+	case n.Annotations[annotation] == "":
+		return errBannedAgain
+	}
+	return nil
+}
+
+// banPlanned bans the enrollment that a plan has found, with one annotation of ownBans. It refuses one that the owner has banned after the plan.
+func (c *Client) banPlanned(ctx context.Context, p *Presence, annotation string) error {
+	written := false
+	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
+		if bannedByOwner(n) && !bannedByOwner(p.Enrollment) && !written {
+			return false, errBannedAgain
 		}
-		was := n.Spec.Banned && (n.Annotations[v1alpha1.KeepNode] != "") == keep
-		n.Spec.Banned = true
-		if keep {
-			metav1.SetMetaDataAnnotation(&n.ObjectMeta, v1alpha1.KeepNode, "true")
-		} else {
-			delete(n.Annotations, v1alpha1.KeepNode)
-		}
-		return !was
+		return setBan(n, annotation), nil
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error {
 		err := c.client.Update(ctx, n)
 		written = written || err != nil && !apierrors.IsConflict(err) // perhaps: then the ban that the next attempt finds is this one
 		return err
 	})
-	if err == nil && bannedAgain {
-		err = errBannedAgain
-	}
 	if err != nil {
 		return fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
 	}
 	return nil
 }
 
+// setBan bans an enrollment with that annotation of ownBans alone, or with none, and reports whether that changes it.
+func setBan(n *v1alpha1.AttestedNode, annotation string) bool {
+	changed := !n.Spec.Banned
+	n.Spec.Banned = true
+	for _, a := range ownBans {
+		_, has := n.Annotations[a]
+		changed = changed || has != (a == annotation)
+		delete(n.Annotations, a)
+	}
+	if annotation != "" {
+		metav1.SetMetaDataAnnotation(&n.ObjectMeta, annotation, "true")
+	}
+	return changed
+}
+
 // BanPlanned is [Client.SetBanned] for a command that deletes the enrollment after that. It refuses an enrollment that the owner has banned after p was
 // read. Afterwards, p has the ban, so that [Client.Forget] with the same p does not take it for a later one.
 func (c *Client) BanPlanned(ctx context.Context, p *Presence) error {
-	if err := c.banPlanned(ctx, p, false); err != nil {
+	if err := c.banPlanned(ctx, p, v1alpha1.Removing); err != nil {
 		return err
 	}
-	p.Enrollment.Spec.Banned = true
-	delete(p.Enrollment.Annotations, v1alpha1.KeepNode)
+	setBan(p.Enrollment, v1alpha1.Removing)
 	return c.suspend(ctx, p)
 }
 
 // SetBanned bans the machine of an enrolled name, or lifts its ban. From then on, the API server refuses the writes of a banned machine, also if no
-// joinservice runs. A ban removes the annotation of an interrupted replacement, because with it joinservice does not evict the node (J10).
+// joinservice runs. A ban removes the annotations of an interrupted replacement or removal: with [v1alpha1.KeepNode] joinservice does not evict the node (J10),
+// and these commands would end the ban.
 func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error {
-	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		_, keeps := n.Annotations[v1alpha1.KeepNode]
-		keeps = keeps && banned
-		if keeps {
-			delete(n.Annotations, v1alpha1.KeepNode)
+	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
+		if banned {
+			return setBan(n, ""), nil
 		}
-		was := n.Spec.Banned
-		n.Spec.Banned = banned
-		return keeps || was != banned
+		changed := setBan(n, "") || n.Spec.Banned
+		n.Spec.Banned = false
+		return changed, nil
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
 	if err != nil {
 		return fmt.Errorf("change AttestedNode %s: %w", p.Name, err)

@@ -3,6 +3,7 @@ package clusterapi
 import (
 	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -204,14 +205,32 @@ func (c *Client) RecordVerdict(ctx context.Context, name string, v Verdict) erro
 // serial converts a policy's serial to the API's integer.
 func serial(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
 
-// PutPolicy stores the signed policy in the cluster, byte for byte as it was signed.
-func (c *Client) PutPolicy(ctx context.Context, signed *attestv1.SignedPolicy) error {
-	return c.apply(ctx, object(v1alpha1.GroupVersion.String(), "AttestationPolicy", "", v1alpha1.PolicyName, map[string]any{
-		"spec": map[string]any{
-			"policy":    string(signed.GetPolicy()),
-			"signature": base64.StdEncoding.EncodeToString(signed.GetSignature()),
-		},
-	}))
+// ErrPolicyChanged is returned if the cluster's policy is no longer the one that a command has compared its own with, or that it has set.
+var ErrPolicyChanged = errors.New("another administrator or program changed the cluster's policy while this command ran")
+
+// PutPolicy replaces a policy of the cluster by a signed one, byte for byte as it was signed. instead is the replaced one, empty if there is none: the
+// caller compared the new policy with it, so that any other there is [ErrPolicyChanged].
+func (c *Client) PutPolicy(ctx context.Context, instead v1alpha1.AttestationPolicySpec, signed *attestv1.SignedPolicy) error {
+	want := v1alpha1.AttestationPolicySpec{Policy: string(signed.GetPolicy()), Signature: base64.StdEncoding.EncodeToString(signed.GetSignature())}
+	return once(ctx, func(ctx context.Context) error {
+		var p v1alpha1.AttestationPolicy
+		err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p)
+		if apierrors.IsNotFound(err) {
+			p = v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}, Spec: want}
+			if err = c.client.Create(ctx, &p); apierrors.IsAlreadyExists(err) {
+				return fmt.Errorf("policy: %w", errPending) // compared in the next try
+			}
+			return err
+		}
+		if err != nil || p.Spec == want {
+			return err
+		}
+		if p.Spec != instead {
+			return ErrPolicyChanged
+		}
+		p.Spec = want
+		return c.client.Update(ctx, &p) // a conflict is tried again: the status changes at any time
+	})
 }
 
 // SetCandidate sets the annotation [v1alpha1.PolicyCandidate] of the cluster's policy.
@@ -301,13 +320,16 @@ func Insecure(p *v1alpha1.AttestationPolicy) []string {
 	return out
 }
 
-// PolicyInForce waits until the services have checked the newest version of the policy. A refused one is an error
-// with their reason; the previous policy stays in force.
-func (c *Client) PolicyInForce(ctx context.Context) (*v1alpha1.AttestationPolicy, error) {
+// PolicyInForce waits until the services have checked the policy of that text. A refused one is an error with their reason; the previous policy stays in
+// force. If the cluster has another one, the error is [ErrPolicyChanged].
+func (c *Client) PolicyInForce(ctx context.Context, text string) (*v1alpha1.AttestationPolicy, error) {
 	var p v1alpha1.AttestationPolicy
 	err := until(ctx, func(ctx context.Context) (bool, error) {
 		if err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p); err != nil {
 			return false, err
+		}
+		if p.Spec.Policy != text {
+			return false, ErrPolicyChanged
 		}
 		if p.Status.ObservedGeneration < p.Generation {
 			return false, nil

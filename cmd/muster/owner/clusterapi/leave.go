@@ -204,22 +204,28 @@ func (c *Client) Forget(ctx context.Context, p *Presence, now time.Time, report 
 		return retired, err
 	}
 	if p.Enrollment != nil {
-		// The finalizer's work is done, and perhaps no joinservice runs that would remove it.
-		if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-			was := n.Revokes()
-			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
-			return was
-		}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) }); client.IgnoreNotFound(err) != nil {
-			return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
-		}
-		if err := once(ctx, func(ctx context.Context) error {
-			return client.IgnoreNotFound(c.client.Delete(ctx, p.Enrollment, client.Preconditions{UID: &p.Enrollment.UID}))
-		}); err != nil {
+		if err := c.deleteEnrollment(ctx, p); err != nil {
 			return retired, fmt.Errorf("delete AttestedNode %s: %w", p.Name, err)
 		}
 		report("enrollment deleted")
 	}
 	return retired, nil
+}
+
+// deleteEnrollment deletes the enrollment that p has found, if its ban is still that of this command. The finalizer's work is done, and perhaps no joinservice
+// runs that would remove it.
+func (c *Client) deleteEnrollment(ctx context.Context, p *Presence) error {
+	return client.IgnoreNotFound(c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
+		return true, stillOwn(n, v1alpha1.Removing)
+	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error {
+		if n.Revokes() {
+			n.Finalizers = slices.DeleteFunc(n.Finalizers, func(f string) bool { return f == v1alpha1.RevokeCertificates })
+			if err := c.client.Update(ctx, n); err != nil {
+				return err
+			}
+		}
+		return c.client.Delete(ctx, n, client.Preconditions{UID: &n.UID, ResourceVersion: &n.ResourceVersion})
+	}))
 }
 
 // Replacement is the new machine and disk of a name that stays in the cluster.
@@ -246,9 +252,9 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	if err := c.deletePods(ctx, p.Name, report); err != nil {
 		return retired, err
 	}
-	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
 		n.Status = v1alpha1.AttestedNodeStatus{} // it describes the old machine, and its reset counter would refuse the new one
-		return true
+		return true, nil
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) })
 	if err != nil {
 		return retired, fmt.Errorf("clear the status of AttestedNode %s: %w", p.Name, err)
@@ -257,10 +263,9 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	if err := c.claimDisk(ctx, disk, machine, keys.DiskSalt{}, p.Enrollment.Spec.MachineID); err != nil {
 		return retired, err
 	}
-	var bannedAgain bool
-	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
-		if bannedAgain = bannedByOwner(n); bannedAgain {
-			return false
+	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
+		if err := stillOwn(n, v1alpha1.KeepNode); err != nil {
+			return false, err
 		}
 		n.Spec.Banned = false
 		delete(n.Annotations, v1alpha1.KeepNode)
@@ -272,11 +277,8 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 		if to.DiskID != "" {
 			n.Spec.DiskID = to.DiskID
 		}
-		return true
+		return true, nil
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
-	if err == nil && bannedAgain {
-		err = errBannedAgain
-	}
 	if err != nil {
 		return retired, fmt.Errorf("change AttestedNode %s: %w", p.Name, err)
 	}
@@ -292,11 +294,11 @@ func HasBoots(s *v1alpha1.AttestedNodeStatus) bool {
 // ForgetResets clears the recorded counter of TPM resets of the name's machine, so that the next boot that attests is
 // accepted (J11). Nothing else changes: it is the same machine.
 func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(string)) error {
-	if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) bool {
+	if err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
 		was := HasBoots(&n.Status)
 		n.Status.ResetCount, n.Status.Boot = nil, nil
 		meta.RemoveStatusCondition(&n.Status.Conditions, v1alpha1.ConditionCloned)
-		return was
+		return was, nil
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) }); err != nil {
 		return fmt.Errorf("change the status of AttestedNode %s: %w", p.Name, err)
 	}
@@ -308,7 +310,11 @@ func (c *Client) ForgetResets(ctx context.Context, p *Presence, report func(stri
 // does not delete the Node.
 func (c *Client) shutOut(ctx context.Context, p *Presence, keep bool, now time.Time, report func(string)) (retired time.Time, err error) {
 	if p.Enrollment != nil {
-		if err := c.banPlanned(ctx, p, keep); client.IgnoreNotFound(err) != nil { // a deletion may complete meanwhile
+		own := v1alpha1.Removing
+		if keep {
+			own = v1alpha1.KeepNode
+		}
+		if err := c.banPlanned(ctx, p, own); client.IgnoreNotFound(err) != nil { // a deletion may complete meanwhile
 			return retired, err
 		}
 		report("machine banned: it gets no tickets, keys or certificates")
@@ -382,8 +388,8 @@ func (c *Client) deletePods(ctx context.Context, node string, report func(string
 }
 
 // changeEnrollment changes the enrollment that p has found, and no newer one with the same name. change reports
-// whether there is anything to write.
-func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(*v1alpha1.AttestedNode) bool, write func(context.Context, *v1alpha1.AttestedNode) error) error {
+// whether there is anything to write; its error ends the call.
+func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(*v1alpha1.AttestedNode) (bool, error), write func(context.Context, *v1alpha1.AttestedNode) error) error {
 	return once(ctx, func(ctx context.Context) error {
 		var n v1alpha1.AttestedNode
 		if err := c.client.Get(ctx, types.NamespacedName{Name: p.Name}, &n); err != nil {
@@ -392,8 +398,8 @@ func (c *Client) changeEnrollment(ctx context.Context, p *Presence, change func(
 		if n.UID != p.Enrollment.UID || n.Spec.MachineID != p.Enrollment.Spec.MachineID {
 			return fmt.Errorf("%s has a new enrollment meanwhile, to machine %s: run the command again and read its plan", p.Name, n.Spec.MachineID)
 		}
-		if !change(&n) {
-			return nil
+		if is, err := change(&n); err != nil || !is {
+			return err
 		}
 		return write(ctx, &n)
 	})

@@ -29,6 +29,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/gen/muster/join/v1/joinv1connect"
 	"github.com/muster-k8s/muster/internal/checkup"
@@ -122,7 +123,7 @@ func newPatient(t *testing.T) *patient {
 	try(t, p.kube.EnsureNamespace(ctx), p.kube.Apply(ctx, definitions, report))
 	_, err = p.kube.Enroll(ctx, "node1", v1alpha1.AttestedNodeSpec{MachineID: m.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}}, keys.DiskSalt{})
 	_, signed, serr := policies.SignedPolicy(d)
-	try(t, err, serr, p.kube.EnsureAccess(ctx, false, "node1", nil), p.kube.PutPolicy(ctx, signed))
+	try(t, err, serr, p.kube.EnsureAccess(ctx, false, "node1", nil), ownertest.PutPolicy(ctx, p.kube, signed))
 	info := &clusterinfo.Info{ClusterID: id, MeasurementSalt: secrets.MeasurementSalt, KubernetesVersion: "1.36.1", ControlPlaneEndpoint: endpoint}
 	described, err := info.Marshal()
 	try(t, err)

@@ -94,14 +94,14 @@ func (p *patient) inForce() []harm {
 			try(t, protojson.Unmarshal(json, policy))
 			policy.Serial, policy.ControlPlanes = 2, append(policy.ControlPlanes, policy.ControlPlanes...)
 			twice, err := protojson.Marshal(policy)
-			try(t, err, p.kube.PutPolicy(t.Context(), attest.SignPolicy(key, twice)))
+			try(t, err, ownertest.PutPolicy(t.Context(), p.kube, attest.SignPolicy(key, twice)))
 			r := p.examine(t)
 			if !found(r, CheckKnown, checkup.OK, "") || !found(r, CheckOwnerKey, checkup.OK, "") {
 				t.Errorf("its state is not recorded: %+v", r.Findings)
 			}
 			return func(t *testing.T) {
 				t.Helper()
-				try(t, p.kube.PutPolicy(t.Context(), attest.SignPolicy(key, json)), os.Remove(p.dir.File(ownerdir.KnownFile)))
+				try(t, ownertest.PutPolicy(t.Context(), p.kube, attest.SignPolicy(key, json)), os.Remove(p.dir.File(ownerdir.KnownFile)))
 				p.healthy(t)
 			}
 		}},

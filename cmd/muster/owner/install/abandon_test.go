@@ -79,7 +79,7 @@ func TestARestoreThatWasNotNeededCanBeAbandoned(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := kube.PutPolicy(ctx, attest.SignPolicy(key, document)); err != nil {
+	if err := ownertest.PutPolicy(ctx, kube, attest.SignPolicy(key, document)); err != nil {
 		t.Fatal(err)
 	}
 	if err := recovery.RecordState(ctx, o.Dir, kube); !errors.Is(err, recovery.ErrRestoring) {

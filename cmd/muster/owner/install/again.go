@@ -35,11 +35,7 @@ func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read
 		}
 	}
 	if gone {
-		known, err := i.Dir.Known()
-		if err != nil || known.Policy.JSON == "" {
-			return false, err
-		}
-		return false, policies.Current(i.Dir, known, i.policy, i.json)
+		return false, policies.Current(i.Dir, i.policy, i.json)
 	}
 	owner, err := i.Dir.OwnerKeys()
 	if err != nil {
@@ -52,42 +48,42 @@ func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read
 	return true, nil
 }
 
-// putBack puts the last policy of an installed cluster back, as known.json has it with the owner's signature, and reports whether it has one. The folder's
-// policy may have edits, which only muster policy apply compares with the running nodes.
+// putBack puts the last policy of an installed cluster back, as the folder has it with the owner's signature, and reports whether it has one. policy.yaml may
+// have edits, which only muster policy apply compares with the running nodes.
 func (i *initializer) putBack(ctx context.Context, kube *clusterapi.Client) (is bool, err error) {
-	known, err := i.Dir.Known()
-	if err != nil || known.Policy.JSON == "" {
+	_, newest, err := policies.Newest(i.Dir)
+	if err != nil || newest.JSON == "" {
 		return false, err
 	}
 	owner, err := i.Dir.OwnerKeys()
 	if err != nil {
 		return false, err
 	}
-	last := &attestv1.SignedPolicy{Policy: []byte(known.Policy.JSON), Signature: known.Policy.Signature}
+	last := &attestv1.SignedPolicy{Policy: []byte(newest.JSON), Signature: newest.Signature}
 	p, err := attest.OpenPolicy(owner, last)
 	if err != nil {
-		return false, problem.WithRemedy(fmt.Errorf("the cluster's last policy, in %s: %w", i.Dir.File(ownerdir.KnownFile), err), "No policy was set. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply; then run this command again.")
+		return false, problem.WithRemedy(fmt.Errorf("the cluster's last policy, in %s: %w", i.Dir.Path(), err), "No policy was set. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply; then run this command again.")
 	}
 	nodes, err := kube.Enrollments(ctx)
 	if err != nil {
 		return false, err
 	}
-	for _, n := range nodes { // B7: known.json may lack a policy that was applied, after an interruption or from another copy of the folder
+	for _, n := range nodes { // B7: another copy of the folder may have a later one
 		if by := n.Status.PolicySerial; by > 0 && uint64(by) > p.Serial() {
-			i.Report.Update(fmt.Sprintf("the cluster's last policy had at least serial %d, by which node %s was examined; %s has serial %d, which is not set again", by, n.Name, i.Dir.File(ownerdir.KnownFile), p.Serial()))
+			i.Report.Update(fmt.Sprintf("the cluster's last policy had at least serial %d, by which node %s was examined; %s has serial %d, which is not set again", by, n.Name, i.Dir.Path(), p.Serial()))
 			return false, nil
 		}
 	}
-	if string(i.json) != known.Policy.JSON {
+	if string(i.json) != newest.JSON {
 		i.Report.Update(fmt.Sprintf("%s, of serial %d, differs from the cluster's last policy, which is set again: muster policy apply puts yours in force", i.Dir.File(ownerdir.PolicyFile), i.policy.Serial()))
 	}
 	i.policy, i.json = p, last.GetPolicy() // the joinservice has this one
-	return true, kube.PutPolicy(ctx, last)
+	return true, policies.Put(ctx, i.Dir, kube, &v1alpha1.AttestationPolicy{}, last)
 }
 
 // noPolicy is returned at the end for an installed cluster that has no policy.
 func (i *initializer) noPolicy() error {
-	return problem.WithRemedy(fmt.Errorf("the cluster has no policy, and %s does not have its last one: Muster's objects are restored, the policy is not", i.Dir.File(ownerdir.KnownFile)),
+	return problem.WithRemedy(fmt.Errorf("the cluster has no policy, and %s does not have its last one: Muster's objects are restored, the policy is not", i.Dir.Path()),
 		"If there is a newer copy of this folder, use that one. Otherwise put "+i.Dir.File(ownerdir.PolicyFile)+" in force, which compares it with the running nodes: muster policy apply --directory "+i.Dir.Path()+". Then run this command again.")
 }
 

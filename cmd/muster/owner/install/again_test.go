@@ -185,6 +185,9 @@ func (a *repeated) noPolicy(t *testing.T) {
 	}
 	edited, err := policyfile.ListControlPlanes(a.policy, 9, nil, nil)
 	a.write(t, edited, err)
+	if err := os.Remove(a.File(ownerdir.SignedFile)); err != nil {
+		t.Fatal(err)
+	}
 	if err := a.init(t); err == nil || !strings.Contains(problem.Explain(err).Remedy, "muster policy apply") {
 		t.Errorf("without a record of the last policy: %v", err)
 	}
@@ -210,6 +213,10 @@ func (a *repeated) noPolicy(t *testing.T) {
 		t.Errorf("the policy before the last one: %v", err)
 	}
 	a.examined(t, 1)
+	a.Remembers(t, old, key, nil) // whoever applied the last policy was interrupted before its record
+	if err := a.SetSigned(attest.SignPolicy(key, []byte(was.Spec.Policy))); err != nil {
+		t.Fatal(err)
+	}
 	if err := a.init(t); err != nil {
 		t.Fatalf("%v\n%s", err, a.Out)
 	}
@@ -247,7 +254,7 @@ func (a *repeated) put(t *testing.T, text []byte, err error) {
 	a.write(t, text, err)
 	_, signed, err := policies.SignedPolicy(a.Dir)
 	if err == nil {
-		err = a.kube.PutPolicy(t.Context(), signed)
+		err = ownertest.PutPolicy(t.Context(), a.kube, signed)
 	}
 	if err != nil {
 		t.Fatal(err)

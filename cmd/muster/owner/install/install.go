@@ -229,7 +229,7 @@ func (i *initializer) setPolicy(ctx context.Context, kube *clusterapi.Client) (b
 	if err != nil {
 		return false, err
 	}
-	return true, kube.PutPolicy(ctx, attest.SignPolicy(key, i.json))
+	return true, policies.Put(ctx, i.Dir, kube, &v1alpha1.AttestationPolicy{}, attest.SignPolicy(key, i.json))
 }
 
 func (i *initializer) chart(ctx context.Context, kube *clusterapi.Client) (string, error) {

@@ -50,7 +50,7 @@ func TestServicesThatWouldRefuseThePolicyAreNotInstalled(t *testing.T) {
 	put := func(serial uint64, ids ...string) {
 		t.Helper()
 		json := attesttest.Policy(t, ca, []*attesttest.Machine{m}, func(p *attestv1.Policy) { p.Serial, p.Tpm2.MachineIds = serial, ids })
-		if err := kube.PutPolicy(ctx, attest.SignPolicy(key, json)); err != nil {
+		if err := ownertest.PutPolicy(ctx, kube, attest.SignPolicy(key, json)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -65,7 +65,7 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 	if err != nil {
 		return err
 	}
-	if err := policies.Current(i.Dir, known, i.policy, i.json); err != nil {
+	if err := policies.Current(i.Dir, i.policy, i.json); err != nil {
 		return err
 	}
 	if err := policies.NotOpened(i.Dir, &v1alpha1.AttestationPolicy{}, i.json); err != nil {
@@ -376,5 +376,5 @@ func (i *initializer) listRestored(ctx context.Context, kube *clusterapi.Client)
 	if err != nil {
 		return "", err
 	}
-	return fmt.Sprintf("serial %d", p.Serial()), kube.PutPolicy(ctx, attest.SignPolicy(key, json))
+	return fmt.Sprintf("serial %d", p.Serial()), policies.Put(ctx, i.Dir, kube, have, attest.SignPolicy(key, json))
 }

@@ -324,7 +324,7 @@ func (e *edited) put(t *testing.T, by ed25519.PrivateKey, text []byte) {
 	t.Helper()
 	json, err := policyfile.ToJSON(text)
 	if err == nil {
-		err = e.kube.PutPolicy(e.ctx, attest.SignPolicy(by, json))
+		err = ownertest.PutPolicy(e.ctx, e.kube, attest.SignPolicy(by, json))
 	}
 	if err != nil {
 		t.Fatal(err)

@@ -108,7 +108,10 @@ func PlanForget(ctx context.Context, d *ownerdir.Dir, name string, memberGone, e
 	if p.Node != nil {
 		out.Plan = append(out.Plan, "delete its Node, and the pods that are bound to it: their tokens end")
 		if p.Ready() {
-			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and keeps running its pods until you switch it off")
+			out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and keeps running its pods until it is powered off")
+			if p.Enrollment != nil && p.Enrollment.Spec.DiskMode == v1alpha1.DiskModeLUKS && !erase {
+				out.Warnings = append(out.Warnings, "to have the machine join anew, without a login there: muster reset "+name)
+			}
 		}
 		if n := len(p.Pods); n > 0 {
 			out.deleted = fmt.Sprintf("it has %s that a drain would move (%s): deleted at once, unless --drain evicts them first", problem.Count(n, "pod"), problem.Some(p.Pods))
@@ -246,7 +249,7 @@ func PlanReplace(ctx context.Context, d *ownerdir.Dir, name string, to clusterap
 		out.Warnings = append(out.Warnings, "it is banned, by you or by an earlier unfinished run; this command lifts the ban")
 	}
 	if p.Ready() {
-		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and keeps running its pods until you switch it off")
+		out.Warnings = append(out.Warnings, "its Node is Ready: the machine runs, and keeps running its pods until it is powered off")
 	}
 	out.certificates()
 	return out, nil

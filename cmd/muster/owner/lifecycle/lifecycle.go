@@ -104,6 +104,10 @@ func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
 			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the disk %s of %s was erased: muster forget or reset was interrupted", disk, name), "Run muster forget "+name+": it completes the removal. Then the name is free.")
 		}
 	}
+	if p.Enrollment.Annotations[v1alpha1.Removing] != "" {
+		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster forget or reset of %s has banned it, and was interrupted or still runs", name),
+			"Run muster forget "+name+" (or the interrupted command) again: it completes the removal. To keep the machine: muster ban "+name+" cancels the removal; then run muster unban "+name+" again.")
+	}
 	return kube.SetBanned(ctx, p, false)
 }
 

@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
@@ -163,23 +164,39 @@ func TestABanAfterAnInterruptedReplacementEvicts(t *testing.T) {
 	}
 }
 
-// The last step of a replacement lifts its own ban, and not one that the owner has set meanwhile.
-func TestAReplacementDoesNotLiftALaterBan(t *testing.T) {
+// The last step of replace and forget ends the command's own ban, and not one that the owner has set meanwhile. Nor does unban lift the command's own.
+func TestACommandDoesNotEndALaterBan(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
 	defer cancel()
 	l := ownertest.NewLifecycle(t)
-	l.Node(t, "changing", 47, v1alpha1.RoleWorker)
-	d := plan(ctx, t, l.Owned, "changing", &clusterapi.Replacement{MachineID: attest.MachineID{48}.String()})
-	_, err := d.Do(ctx, func(s string) {
-		if !strings.HasPrefix(s, "writes refused") {
-			return
+	for i, tt := range []struct {
+		name, when string
+		to         *clusterapi.Replacement
+		own        string
+	}{
+		{"changing", "writes refused", &clusterapi.Replacement{MachineID: attest.MachineID{48}.String()}, v1alpha1.KeepNode},
+		{"leaving", "Node deleted", nil, v1alpha1.Removing},
+	} {
+		machine := l.Node(t, tt.name, byte(47+2*i), v1alpha1.RoleWorker).Machine
+		d := plan(ctx, t, l.Owned, tt.name, tt.to)
+		_, err := d.Do(ctx, func(s string) {
+			if !strings.HasPrefix(s, tt.when) {
+				return
+			}
+			if n := ownertest.EnrollmentOf(t, tt.name); n.Annotations[tt.own] == "" {
+				t.Errorf("%s: %v", tt.name, n.Annotations)
+			}
+			if err := Unban(ctx, l.Dir, tt.name); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED {
+				t.Errorf("%s: unban: %v", tt.name, err)
+			}
+			if err := d.kube.SetBanned(ctx, d.found, true); err != nil {
+				t.Error(err)
+			}
+		})
+		if n := ownertest.EnrollmentOf(t, tt.name); err == nil || !strings.Contains(err.Error(), "banned it meanwhile") || !n.Spec.Banned || n.Spec.MachineID != machine.String() || n.Annotations[tt.own] != "" {
+			t.Errorf("%s: %v; %+v", tt.name, err, n.Spec)
 		}
-		if err := d.kube.SetBanned(ctx, d.found, true); err != nil {
-			t.Error(err)
-		}
-	})
-	if n := ownertest.EnrollmentOf(t, "changing"); err == nil || !strings.Contains(err.Error(), "banned it meanwhile") || !n.Spec.Banned || n.Spec.MachineID != (attest.MachineID{47}).String() {
-		t.Errorf("%v; %+v", err, n.Spec)
+		leave(ctx, t, l.Owned, tt.name, tt.to) // by a plan that shows the ban
 	}
 }
 
@@ -276,12 +293,26 @@ func TestTheBanOfAnInterruptedForgetIsNotLifted(t *testing.T) {
 	if _, err := plan(ctx, t, l.Owned, "leaves", nil).Do(ctx, func(string) {}); err == nil || !strings.Contains(err.Error(), "held-on-leaves") {
 		t.Fatalf("%v", err)
 	}
-	err := Unban(ctx, l.Dir, "leaves")
+	kube, err := access.Connect(l.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = Unban(ctx, l.Dir, "leaves")
 	if attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED || !strings.Contains(problem.Remedy(err), "muster forget leaves") || !ownertest.EnrollmentOf(t, "leaves").Spec.Banned {
 		t.Errorf("%v", err)
 	}
-	t.Run("of a machine with a later ticket it is", func(t *testing.T) {
+	t.Run("of a machine with a later ticket it is, after a ban by its owner", func(t *testing.T) {
 		ownertest.Access(t, map[string]nodeaccess.Entry{"leaves": {Suspended: true, Revoked: &nodeaccess.Revocation{Until: time.Now().Add(time.Hour), Allowed: []string{"X509SHA256=01"}}}})
+		if err := Unban(ctx, l.Dir, "leaves"); attest.ReasonOf(err) != attestv1.Reason_REASON_BANNED || !strings.Contains(problem.Remedy(err), "muster ban leaves") {
+			t.Errorf("%v", err)
+		}
+		p, err := enrolled(ctx, kube, "leaves")
+		if err == nil {
+			err = kube.SetBanned(ctx, p, true)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
 		if err := Unban(ctx, l.Dir, "leaves"); err != nil || ownertest.EnrollmentOf(t, "leaves").Spec.Banned {
 			t.Errorf("%v", err)
 		}

@@ -111,6 +111,31 @@ func (p KnownPolicy) Serial(owner attest.OwnerKeys) (uint64, error) {
 	return attest.OpenSerial(owner, &attestv1.SignedPolicy{Policy: []byte(p.JSON), Signature: p.Signature})
 }
 
+// Signed returns the policy that was last signed in this folder; empty if there is none. The cluster may never have had it.
+func (d *Dir) Signed() (p KnownPolicy, err error) {
+	b, err := d.Read(SignedFile)
+	if errors.Is(err, fs.ErrNotExist) {
+		return p, nil
+	}
+	if err == nil {
+		err = json.Unmarshal(b, &p)
+	}
+	if err != nil {
+		return p, fmt.Errorf("%s: %w", d.File(SignedFile), err)
+	}
+	return p, nil
+}
+
+// SetSigned writes the policy that [Dir.Signed] returns. It is stored before it is sent (B3): a later command must not take the one before for the last one,
+// even if this one cannot be read back from the cluster (B7).
+func (d *Dir) SetSigned(p *attestv1.SignedPolicy) error {
+	b, err := json.MarshalIndent(KnownPolicy{JSON: string(p.GetPolicy()), Signature: p.GetSignature()}, "", "  ")
+	if err != nil {
+		return err
+	}
+	return d.Write(SignedFile, append(b, '\n'))
+}
+
 // OfMachine returns the enrollment of a machine.
 func (k *Known) OfMachine(id attest.MachineID) (name string, n KnownNode, ok bool) {
 	for name, n := range k.Nodes {

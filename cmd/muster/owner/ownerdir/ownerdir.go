@@ -8,6 +8,7 @@
 //	measurement-salt  makes the cluster ID; no secret
 //	idempotency-key   lets a lost init be resumed
 //	policy.yaml       the policy, for the owner to edit
+//	signed-policy.json  the last policy that was signed here, written before it was sent
 //	cluster.json      parameters of the cluster, and the stage of init
 //	known.json        the last recorded state of the cluster, for a recovery
 //	admin.conf        administrator's kubeconfig, once there is a cluster
@@ -41,6 +42,7 @@ const (
 	PolicyFile = "policy.yaml"
 	AdminConf  = "admin.conf"
 	KnownFile  = "known.json"
+	SignedFile = "signed-policy.json"
 	// FormerAuthorities has certificates that are no longer in admin.conf.
 	FormerAuthorities = "former-cas.pem"
 
@@ -49,8 +51,9 @@ const (
 	saltFile            = "salt"
 	measurementSaltFile = "measurement-salt"
 	initFile            = "init-secret"
-	idempotencyFile     = "idempotency-key"
-	clusterFile         = "cluster.json"
+
+	idempotencyFile = "idempotency-key"
+	clusterFile     = "cluster.json"
 )
 
 // ErrInUse is returned by [Open] and [Create] while another muster works with the folder.
@@ -340,7 +343,7 @@ func (d *Dir) Read(name string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	limit := int64(1 << 20) // all files but one are far smaller
+	limit := int64(1 << 20) // all files but one are smaller
 	if name == KnownFile {
 		limit = maxKnownFile
 	}

@@ -27,6 +27,7 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/enrollment"
 	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
@@ -397,10 +398,22 @@ func Rules(ctx context.Context, t *testing.T, kube *clusterapi.Client, policy []
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := kube.PutPolicy(ctx, attest.SignPolicy(key, json)); err != nil {
+	if err := PutPolicy(ctx, kube, attest.SignPolicy(key, json)); err != nil {
 		t.Fatal(err)
 	}
 	return o
+}
+
+// PutPolicy replaces whatever policy the test's cluster has, as an administrator of the API could. No owner's folder has it.
+func PutPolicy(ctx context.Context, kube *clusterapi.Client, signed *attestv1.SignedPolicy) error {
+	have, err := kube.Policy(ctx)
+	if clusterapi.Absent(err) {
+		have, err = &v1alpha1.AttestationPolicy{}, nil
+	}
+	if err != nil {
+		return err
+	}
+	return kube.PutPolicy(ctx, have.Spec, signed)
 }
 
 // Services makes Muster's DaemonSets look ready, as their controller reports them.

@@ -74,7 +74,7 @@ func (a *approval) send(t *testing.T) {
 	t.Helper()
 	_, signed, err := SignedPolicy(a.Dir)
 	if err == nil {
-		err = a.kube.PutPolicy(t.Context(), signed)
+		err = ownertest.PutPolicy(t.Context(), a.kube, signed)
 	}
 	if err != nil {
 		t.Fatal(err)

@@ -82,7 +82,9 @@ type Application struct {
 	NoneAttests bool
 
 	signed *attestv1.SignedPolicy
-	kube   *clusterapi.Client
+	// have is the cluster's policy, with which Policy was compared.
+	have *v1alpha1.AttestationPolicy
+	kube *clusterapi.Client
 }
 
 // PlanPolicy makes the checks of [ApplyPolicy] and changes nothing. Running nodes that do not match are not an error.
@@ -121,7 +123,7 @@ func PlanPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, leaveOut ...s
 		return nil, err
 	}
 	refused, none, err := expels(ctx, kube, p)
-	return &Application{Policy: p, Refused: refused, NoneAttests: none, Opened: open, signed: signed, kube: kube}, err
+	return &Application{Policy: p, Refused: refused, NoneAttests: none, Opened: open, signed: signed, have: have, kube: kube}, err
 }
 
 // Consent names effects of a policy that the owner intends, and that [ApplyPolicy] otherwise refuses as likely mistakes.
@@ -156,8 +158,8 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, consent Cons
 			return nil, err
 		}
 	}
-	if err := plan.kube.PutPolicy(ctx, plan.signed); err != nil {
+	if err := Put(ctx, d, plan.kube, plan.have, plan.signed); err != nil {
 		return nil, err
 	}
-	return plan.kube.PolicyInForce(ctx)
+	return plan.kube.PolicyInForce(ctx, string(plan.signed.GetPolicy()))
 }

@@ -1,6 +1,7 @@
 package policies
 
 import (
+	"bytes"
 	"context"
 	"crypto/ed25519"
 	"errors"
@@ -9,9 +10,15 @@ import (
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
@@ -95,10 +102,69 @@ func TestAListThatBecameEmptyIsNoticedUnderAForeignPolicy(t *testing.T) {
 	}
 	a.Remembers(t, listed, key, nil)
 	opened := attesttest.Policy(t, a.ca, []*attesttest.Machine{attesttest.NewMachine(t, a.ca, attesttest.Options{})}, func(p *attestv1.Policy) { p.Serial = 2 })
-	if err := a.kube.PutPolicy(ctx, attest.SignPolicy(ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)), opened)); err != nil {
+	if err := ownertest.PutPolicy(ctx, a.kube, attest.SignPolicy(ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)), opened)); err != nil {
 		t.Fatal(err)
 	}
 	if plan, err := PlanPolicy(ctx, a.Dir, opened); err != nil || !slices.Equal(plan.Opened, []string{machineIDs}) {
 		t.Errorf("%+v, %v", plan, err)
+	}
+}
+
+// Of two administrators, the second one does not replace a policy that it has not seen, and a policy is signed into the folder before it is sent.
+func TestAPolicyThatSomebodyElseChangedMeanwhileIsNotReplaced(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	defer cancel()
+	a := newApproval(t)
+	key, err := a.OwnerKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := a.Read(ownerdir.PolicyFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	next := func(serial uint64) []byte {
+		out, err := policyfile.ListControlPlanes(text, serial, nil, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	sign := func(text []byte) *attestv1.SignedPolicy {
+		_, json, err := policyfile.Parse(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return attest.SignPolicy(key, json)
+	}
+	ours, err := PlanPolicy(ctx, a.Dir, next(2))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := ownertest.PutPolicy(ctx, a.kube, sign(next(3))); err != nil {
+		t.Fatal(err)
+	}
+	err = Put(ctx, a.Dir, a.kube, ours.have, ours.signed)
+	if !errors.Is(err, clusterapi.ErrPolicyChanged) || !strings.Contains(problem.Explain(err).Remedy, "repeat the command") {
+		t.Errorf("%v", err)
+	}
+	if have, err := a.kube.Policy(ctx); err != nil || have.Spec.Policy != string(sign(next(3)).GetPolicy()) {
+		t.Errorf("the cluster has %+v, %v", have, err)
+	}
+	if _, err := a.kube.PolicyInForce(ctx, string(ours.signed.GetPolicy())); !errors.Is(err, clusterapi.ErrPolicyChanged) {
+		t.Errorf("the other one is taken for ours: %v", err)
+	}
+	if last, err := a.Signed(); err != nil || last.JSON != string(ours.signed.GetPolicy()) {
+		t.Errorf("%+v, %v", last, err)
+	}
+	// It was signed here, and perhaps sent: the same one can be sent again, another one needs a higher serial, even if the cluster lost its policy.
+	if err := ownertest.Shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := PlanPolicy(ctx, a.Dir, next(2)); err != nil {
+		t.Errorf("the same again: %v", err)
+	}
+	if _, err := PlanPolicy(ctx, a.Dir, bytes.Replace(next(2), []byte(someone.String()), []byte(attest.MachineID{9}.String()), 1)); err == nil || !strings.Contains(problem.Explain(err).Remedy, "Set serial to 3") {
+		t.Errorf("another one of this serial: %v", err)
 	}
 }

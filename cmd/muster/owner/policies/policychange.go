@@ -2,6 +2,7 @@ package policies
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -18,24 +19,16 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
-// Current refuses a policy of the folder that is older than the cluster's last known one, or differs from it under
-// the same serial.
-func Current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []byte) error {
-	if known.Version == 0 {
-		return nil
-	}
-	public, err := d.OwnerKeys()
+// Current refuses a policy of the folder that is older than the last one that the owner has signed, or differs from it under the same serial.
+func Current(d *ownerdir.Dir, p *attest.Policy, json []byte) error {
+	last, signed, err := Newest(d)
 	if err != nil {
 		return err
 	}
-	last, err := known.Policy.Serial(public)
-	if err != nil {
-		return fmt.Errorf("known.json: %w", err)
-	}
-	if p.Serial() > last || p.Serial() == last && string(json) == known.Policy.JSON {
+	if p.Serial() > last || p.Serial() == last && string(json) == signed.JSON {
 		return nil
 	}
-	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the cluster's last known policy, of serial %d, has other contents", p.Serial(), last),
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the last policy that the owner has signed, of serial %d, has other contents", p.Serial(), last),
 		fmt.Sprintf("Machines are appraised only by the current policy. Restore %s from your newest copy, or, if you have edited it, set serial to %d or more.", d.File(ownerdir.PolicyFile), last+1))
 }
 
@@ -170,7 +163,7 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	if err := Higher(d, have, p, string(signed.GetPolicy()), d.File(ownerdir.PolicyFile)); err != nil {
 		return err
 	}
-	if err := kube.PutPolicy(ctx, signed); err != nil {
+	if err := Put(ctx, d, kube, have, signed); err != nil {
 		return err
 	}
 	report(fmt.Sprintf("policy of serial %d signed: %s", p.Serial(), c.what(p)))
@@ -179,7 +172,7 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	}
 	waiting, cancel := context.WithTimeout(ctx, InForceTimeout)
 	defer cancel()
-	if _, err := kube.PolicyInForce(waiting); err != nil && (waiting.Err() == nil || ctx.Err() != nil) {
+	if _, err := kube.PolicyInForce(waiting, string(signed.GetPolicy())); err != nil && (waiting.Err() == nil || ctx.Err() != nil) {
 		return err
 	} else if err != nil {
 		report("no joinservice applies it yet: muster status shows when one does")
@@ -205,7 +198,8 @@ func signsForServices(d *ownerdir.Dir, kube *clusterapi.Client) error {
 		"The cluster's policy was not changed. Use the folder of this cluster's owner, or put its owner.key back from your newest copy; then repeat the command.")
 }
 
-// Higher refuses a policy whose serial the services would refuse. It may equal the last one of known.json if another key has signed the cluster's.
+// Higher refuses a policy whose serial the services would refuse. It may be the last one that the owner has signed, if the cluster
+// lacks it or another key has signed the cluster's.
 // file is the file in which the owner sets the serial.
 func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json, file string) error {
 	if have.Spec.Policy == json {
@@ -215,22 +209,14 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 	if err != nil || signed < p.Serial() {
 		return err
 	}
-	public, err := d.OwnerKeys()
-	if err != nil {
+	if _, last, err := lastSigned(d, have); err != nil || last == json {
 		return err
 	}
-	known, err := d.Known()
-	if err != nil {
-		return err
-	}
-	if _, foreign := signedpolicy.Serial(have, public); foreign != nil && known.Policy.JSON == json {
-		return nil
-	}
-	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the cluster's policy of serial %d has other contents", p.Serial(), signed)
+	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the last policy that the owner has signed, of serial %d, has other contents", p.Serial(), signed)
 	return problem.WithRemedy(err, fmt.Sprintf("Set serial to %d or more in %s: a cluster never accepts an older policy.", signed+1, file))
 }
 
-// SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and known.json have it; 0 if there is none.
+// SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and the folder have it; 0 if there is none.
 // The status of the cluster's policy is unsigned, so its serial is not used: if it were the highest possible, no policy could follow.
 func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
 	serial, _, err := lastSigned(d, have)
@@ -258,24 +244,60 @@ func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*atte
 // RefusedPolicyRemedy is the remedy for a policy in the cluster that the owner has signed, and that this version of muster refuses.
 const RefusedPolicyRemedy = "Another version of muster has accepted this policy. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply."
 
-// lastSigned returns the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. It may be one that this version
+// lastSigned returns the newest policy that the owner has signed, as far as the cluster and the folder have it; 0: none. It may be one that this version
 // refuses. What another key has signed is none: no change of the owner's policy is compared with it.
 func lastSigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (serial uint64, json string, err error) {
 	public, err := d.OwnerKeys()
 	if err != nil {
 		return 0, "", err
 	}
-	known, err := d.Known()
-	if err != nil {
-		return 0, "", err
-	}
 	if n, err := signedpolicy.Serial(have, public); err == nil {
 		serial, json = n, have.Spec.Policy
 	}
-	if n, err := known.Policy.Serial(public); err == nil && n > serial {
-		serial, json = n, known.Policy.JSON
+	n, p, err := Newest(d)
+	if n > serial {
+		serial, json = n, p.JSON
 	}
-	return serial, json, nil
+	return serial, json, err
+}
+
+// Newest returns the newest policy that the owner has signed, as far as the folder has it; 0: none. known.json may lack one: a command that applied it was
+// interrupted, or could not record the cluster's state (B7).
+func Newest(d *ownerdir.Dir) (serial uint64, p ownerdir.KnownPolicy, err error) {
+	public, err := d.OwnerKeys()
+	if err != nil {
+		return 0, p, err
+	}
+	known, err := d.Known()
+	if err != nil {
+		return 0, p, err
+	}
+	signed, err := d.Signed()
+	if err != nil {
+		return 0, p, err
+	}
+	if known.Policy.JSON != "" {
+		if serial, err = known.Policy.Serial(public); err != nil {
+			return 0, p, fmt.Errorf("%s: %w", d.File(ownerdir.KnownFile), err)
+		}
+		p = known.Policy
+	}
+	if n, err := signed.Serial(public); err == nil && n > serial { // a key that is retired since may have signed it
+		serial, p = n, signed
+	}
+	return serial, p, nil
+}
+
+// Put records a signed policy in the owner's folder and sets it in the cluster, if the cluster still has the policy of have, which the caller compared it with.
+func Put(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, have *v1alpha1.AttestationPolicy, signed *attestv1.SignedPolicy) error {
+	if err := d.SetSigned(signed); err != nil { // B3, B7: before it is sent
+		return err
+	}
+	err := kube.PutPolicy(ctx, have.Spec, signed)
+	if errors.Is(err, clusterapi.ErrPolicyChanged) {
+		err = problem.WithRemedy(err, "This command did not change the cluster's policy. Find out who did (kubectl get attestationpolicy default -o yaml, audit log); then repeat the command: it compares with the new one.")
+	}
+	return err
 }
 
 // PolicyOf describes the policy of an epoch in words.

@@ -108,14 +108,15 @@ func resign(ctx context.Context, cfg OwnerKeyConfig, kube *clusterapi.Client) er
 		if err := policies.Higher(cfg.Dir, have, p, string(signed.GetPolicy()), cfg.Dir.File(ownerdir.PolicyFile)); err != nil { // B7
 			return err
 		}
-		if err := kube.PutPolicy(ctx, signed); err != nil {
+		if err := policies.Put(ctx, cfg.Dir, kube, have, signed); err != nil {
 			return err
 		}
+		have.Spec.Policy = string(signed.GetPolicy())
 		cfg.Report(fmt.Sprintf("policy of serial %d signed with the new key", p.Serial()))
 	}
 	waiting, cancel := context.WithTimeout(ctx, policies.InForceTimeout)
 	defer cancel()
-	if _, err := kube.PolicyInForce(waiting); err != nil {
+	if _, err := kube.PolicyInForce(waiting, have.Spec.Policy); err != nil {
 		return fmt.Errorf("the services do not apply the policy: %w", err)
 	}
 	return nil

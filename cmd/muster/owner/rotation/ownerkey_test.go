@@ -344,7 +344,7 @@ func TestTheOldKeyBringsNothingBack(t *testing.T) {
 	}
 	put := func(text string, by ed25519.PrivateKey) {
 		t.Helper()
-		if err := kube.PutPolicy(k.ctx, attest.SignPolicy(by, []byte(text))); err != nil {
+		if err := ownertest.PutPolicy(k.ctx, kube, attest.SignPolicy(by, []byte(text))); err != nil {
 			t.Fatal(err)
 		}
 	}
