@@ -172,11 +172,13 @@ func TestABanThatIsLiftedByHandLeavesNothing(t *testing.T) {
 	servicetest.Serve(t, func(ctx context.Context) error { return e.Serve(ctx, func(attest.MachineID) {}) })
 	n := servicetest.Shared.Node(t, "w1")
 	n.Annotations[v1alpha1.KeepNode] = "true" // no joinservice ran when the ban was lifted
+	n.Annotations[v1alpha1.Removing] = "true"
 	if err := servicetest.Shared.Client.Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
 	membertest.Eventually(t, func() error {
-		return membertest.Want(servicetest.Shared.Node(t, "w1").Annotations[v1alpha1.KeepNode] == "", "the annotation is still there")
+		a := servicetest.Shared.Node(t, "w1").Annotations
+		return membertest.Want(a[v1alpha1.KeepNode] == "" && a[v1alpha1.Removing] == "", "an annotation is still there")
 	})
 	servicetest.Ban(t, true)
 	membertest.Eventually(t, func() error { return membertest.Want(!exists(t, object("w1")), "its Node is still there") })
