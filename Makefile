@@ -101,7 +101,7 @@ unit: deps kube ## Unit, property and integration tests, attacks and oracles wit
 
 # Those that `make test` runs; CONTRIBUTING.md says why the others are in E2E_LONG. Those of E2E_UNIT have no cluster, and long time limits: they run beside unit tests.
 E2E := ./e2e/demo ./e2e/attack/floods
-E2E_UNIT = ./e2e/attack ./e2e/tpmoracle
+E2E_UNIT = ./e2e/attack ./e2e/hardwareoracle ./e2e/tpmoracle
 E2E_LONG := ./e2e/controlplane ./e2e/crash ./e2e/lab ./e2e/leave ./e2e/observe ./e2e/operate ./e2e/token ./e2e/upgrade
 E2E_VM := ./e2e/vm ./e2e/statedisk ./lab/internal/vm
 # The files that these tests are made of: a test that has passed runs again after a change of one of them.

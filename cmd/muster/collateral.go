@@ -86,6 +86,7 @@ func (a *app) verifyCollateralCommand() *cobra.Command {
 // applyCollateral are the flags of muster collateral apply.
 type applyCollateral struct {
 	dry, worse    bool
+	expel         bool
 	policy        string
 	wait, timeout time.Duration
 }
@@ -93,11 +94,12 @@ type applyCollateral struct {
 func (a *app) applyCollateralCommand() *cobra.Command {
 	var f applyCollateral
 	cmd := &cobra.Command{
-		Use:   "apply FILE [--dry-run] [--allow-worse] [--policy FILE]",
+		Use:   "apply FILE [--dry-run] [--expel] [--allow-worse] [--policy FILE]",
 		Short: "Put collateral into the policy of the owner's folder, sign it, and put it in force",
-		Long: `The policy of the owner's folder gets the collateral, and its serial is incremented. A vendor may have raised a TCB level, so run
-it with --dry-run first. Then nothing comes into force: the joinservices also appraise each running node by the new policy at its
-next attestation, within five minutes. The output names the nodes that would be refused; if there are any, the exit code is 1.
+		Long: `The policy of the owner's folder gets the collateral, and its serial is incremented. A vendor may have raised a TCB level. So before
+the policy comes into force, the joinservices also appraise each running node by it, at the node's next attestation, within five minutes.
+If one would be refused or does not attest, nothing comes into force, unless --expel is given. With --dry-run nothing comes into force in
+any case; the exit code is 1 if there is such a node.
 
 The file replaces all collateral in the policy. The command refuses a file that lacks data which the policy's rules need, or
 that has a document older than the policy's: a mirror can serve old signed documents that have not expired. --allow-worse
@@ -106,16 +108,20 @@ applies it with a warning, for instance when a model of processors is no longer 
 Before there is a cluster, --policy names the policy that muster init will get. Then only that file changes.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if f.policy != "" && (f.dry || cmd.Flags().Changed("timeout")) {
-				return usagef("--policy changes only that file, so it can't be combined with --dry-run or --timeout")
+			if f.policy != "" && (f.dry || f.expel || cmd.Flags().Changed("timeout")) {
+				return usagef("--policy changes only that file, so it can't be combined with --dry-run, --expel or --timeout")
+			}
+			if f.wait <= 0 && !f.dry && f.policy == "" {
+				return usagef("--wait 0 goes with --dry-run; --expel applies the collateral without asking the nodes")
 			}
 			return a.applyCollateral(cmd.Context(), args[0], f, time.Now())
 		},
 	}
 	cmd.Flags().BoolVar(&f.dry, "dry-run", false, "only show which running nodes would be refused")
+	cmd.Flags().BoolVar(&f.expel, "expel", false, "don't ask the running nodes: those that the new data refuse get no key and no certificate from then on")
 	cmd.Flags().BoolVar(&f.worse, "allow-worse", false, "apply it even if it lacks data that the rules need, or has data older than the policy's")
 	cmd.Flags().StringVar(&f.policy, "policy", "", "change only this policy, before there is a cluster (default: that of the owner's folder, which is put in force)")
-	cmd.Flags().DurationVar(&f.wait, "wait", 6*time.Minute, "with --dry-run: how long to wait for the nodes; 0 to show only the difference")
+	cmd.Flags().DurationVar(&f.wait, "wait", 6*time.Minute, "how long to wait for the nodes; with --dry-run, 0 shows only the difference")
 	cmd.Flags().DurationVar(&f.timeout, "timeout", time.Minute, "how long to wait for the services")
 	return cmd
 }
@@ -167,9 +173,17 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	if f.dry {
 		return a.policyDiff(ctx, dir, policy, f.wait)
 	}
+	if !f.expel {
+		fmt.Fprintf(a.stderr, "Running nodes are appraised by the new data at their next attestation, within five minutes.\n")
+		waiting, cancel := context.WithTimeout(ctx, f.wait)
+		defer cancel()
+		if err := policies.CheckPreview(waiting, dir, policy, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
+			return err
+		}
+	}
 	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("the services did not apply or refuse the policy within %s: %w", f.timeout, context.DeadlineExceeded))
 	defer cancel()
-	p, err := policies.ApplyPolicy(ctx, dir, policy, policies.Consent{})
+	p, err := policies.ApplyPolicy(ctx, dir, policy, policies.Consent{Expel: f.expel})
 	if err != nil {
 		return err
 	}

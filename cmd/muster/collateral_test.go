@@ -138,7 +138,7 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	if err := a.applyCollateral(t.Context(), file, applyCollateral{dry: true}, june); err != nil || !strings.Contains(out.String(), "collateral") || policy() != string(testPolicy(t, tdxRules)) {
 		t.Errorf("--dry-run: %v\n%s", err, out.String())
 	}
-	if err := a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june); err == nil || !strings.Contains(err.Error(), "is in use by ") {
+	if err := a.applyCollateral(t.Context(), file, applyCollateral{wait: time.Minute, timeout: time.Minute}, june); err == nil || !strings.Contains(err.Error(), "is in use by ") {
 		t.Errorf("while another muster works with the folder: %v", err)
 	}
 	if err := dir.Close(); err != nil {
@@ -148,7 +148,7 @@ func TestCollateralIsPutInForce(t *testing.T) {
 	out.Reset()
 	done := make(chan error, 1)
 	go func() {
-		done <- a.applyCollateral(t.Context(), file, applyCollateral{timeout: time.Minute}, june)
+		done <- a.applyCollateral(t.Context(), file, applyCollateral{wait: time.Minute, timeout: time.Minute}, june)
 	}()
 	accepts(t, api, 2, done)
 	if err := <-done; err != nil {
@@ -173,7 +173,6 @@ func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = dir.Close() }()
 	kube, err := access.Connect(dir)
 	if err != nil {
 		t.Fatal(err)
@@ -191,6 +190,10 @@ func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.Now()}
+	n.Status.PCRs = map[string]string{}
+	for _, v := range regexp.MustCompile(`index: (\d+), value: "([0-9a-f]+)"`).FindAllStringSubmatch(string(testPolicy(t, "")), -1) {
+		n.Status.PCRs[v[1]] = v[2]
+	}
 	if err := api.Client.Status().Update(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
@@ -201,17 +204,31 @@ func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
 		}
 		return p
 	}
-	for _, v := range []v1alpha1.Verdict{{Reason: "HARDWARE_TCB", Message: "the platform's TCB is OutOfDate"}, {Accepted: true, Reason: "ACCEPTED"}} {
+	if err := dir.Close(); err != nil { // muster collateral apply opens it
+		t.Fatal(err)
+	}
+	low, fine := v1alpha1.Verdict{Reason: "HARDWARE_TCB", Message: "the platform's TCB is OutOfDate"}, v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED"}
+	asked := applyCollateral{wait: time.Minute, timeout: time.Minute}
+	for _, tt := range []struct {
+		name    string
+		f       applyCollateral
+		verdict v1alpha1.Verdict
+		code    int // of the exit; 0: none
+	}{
+		{"--dry-run, refused", applyCollateral{dry: true, wait: time.Minute}, low, exitFailed},
+		{"--dry-run, accepted", applyCollateral{dry: true, wait: time.Minute}, fine, 0},
+		{"refused", asked, low, exitRefused},
+		{"accepted", asked, fine, 0},
+	} {
 		var out strings.Builder
-		a := &app{stdout: &out, stderr: io.Discard, directory: path}
+		a := &app{stdout: &out, stderr: &out, directory: path}
 		done := make(chan error, 1)
-		go func() {
-			done <- a.applyCollateral(t.Context(), file, applyCollateral{dry: true, wait: time.Minute}, june)
-		}()
+		go func() { done <- a.applyCollateral(t.Context(), file, tt.f, june) }()
+		v := tt.verdict
 		membertest.Eventually(t, func() error {
 			select {
 			case err := <-done:
-				t.Fatalf("the command has ended: %v\n%s", err, out.String())
+				t.Fatalf("%s: the command has ended: %v\n%s", tt.name, err, out.String())
 			default:
 			}
 			_, text, found := strings.Cut(inForce().Annotations[v1alpha1.PolicyCandidate], " ")
@@ -219,7 +236,7 @@ func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
 				return errors.New("no candidate")
 			}
 			if !strings.Contains(text, "tcbInfos") || !strings.Contains(text, `"serial":2`) {
-				t.Fatalf("the candidate is %s", text)
+				t.Fatalf("%s: the candidate is %s", tt.name, text)
 			}
 			if err := api.Client.Get(t.Context(), types.NamespacedName{Name: "w1"}, n); err != nil {
 				return err
@@ -229,20 +246,48 @@ func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
 			n.Status.Candidate = &v1alpha1.CandidateVerdict{Digest: hex.EncodeToString(sum[:]), Verdict: v}
 			return api.Client.Status().Update(t.Context(), n)
 		})
+		applies := v.Accepted && !tt.f.dry
+		if applies {
+			accepts(t, api, 2, done)
+		}
 		err := <-done
-		if (err == nil) != v.Accepted || err != nil && exitCode(err) != exitFailed || !strings.Contains(out.String(), "w1") || strings.Contains(out.String(), "HARDWARE_TCB") == v.Accepted {
-			t.Errorf("%s: %v\n%s", v.Reason, err, out.String())
+		if (err == nil) != v.Accepted || err != nil && exitCode(err) != tt.code || !strings.Contains(out.String(), "w1") || strings.Contains(out.String(), "HARDWARE_TCB") == v.Accepted {
+			t.Errorf("%s: %v\n%s", tt.name, err, out.String())
 		}
-		if p := inForce(); strings.Contains(p.Spec.Policy, "tcbInfos") || p.Annotations[v1alpha1.PolicyCandidate] != "" {
-			t.Errorf("%s: something stays: %+v", v.Reason, p)
+		if p := inForce(); strings.Contains(p.Spec.Policy, "tcbInfos") != applies || p.Annotations[v1alpha1.PolicyCandidate] != "" {
+			t.Errorf("%s: in force is %+v", tt.name, p)
 		}
-		if had, err := dir.Read(ownerdir.PolicyFile); err != nil || string(had) != string(testPolicy(t, tdxRules)) {
-			t.Errorf("%s: the folder's policy is another, %v", v.Reason, err)
+		if had, err := os.ReadFile(filepath.Join(path, ownerdir.PolicyFile)); err != nil || (string(had) == string(testPolicy(t, tdxRules))) == applies {
+			t.Errorf("%s: the folder's policy is %s, %v", tt.name, had, err)
 		}
 		n.Status.Candidate = nil // an answer about the same candidate would be taken
 		if err := api.Client.Status().Update(t.Context(), n); err != nil {
 			t.Fatal(err)
 		}
+	}
+	// Nobody answers for the node now.
+	a := &app{stdout: io.Discard, stderr: io.Discard, directory: path}
+	silent := applyCollateral{wait: 100 * time.Millisecond, timeout: time.Minute}
+	if err := a.applyCollateral(t.Context(), file, silent, june); exitCode(err) != exitRefused || !strings.Contains(err.Error(), "w1: unknown") || strings.Contains(inForce().Spec.Policy, `"serial":3`) {
+		t.Errorf("of a node that does not attest: %v", err)
+	}
+	silent.expel = true
+	done := make(chan error, 1)
+	go func() { done <- a.applyCollateral(t.Context(), file, silent, june) }()
+	accepts(t, api, 3, done)
+	if err := <-done; err != nil {
+		t.Errorf("--expel: %v", err)
+	}
+	// A node that is refused already keeps no new data from the others.
+	n.Status.LastVerdict = &v1alpha1.Verdict{Reason: "HARDWARE_COLLATERAL", Time: metav1.Now()}
+	if err := api.Client.Status().Update(t.Context(), n); err != nil {
+		t.Fatal(err)
+	}
+	silent.expel = false
+	go func() { done <- a.applyCollateral(t.Context(), file, silent, june) }()
+	accepts(t, api, 4, done)
+	if err := <-done; err != nil {
+		t.Errorf("if the policy in force refuses it: %v", err)
 	}
 }
 

@@ -291,7 +291,12 @@ func TestAMachineIsExplainedByItsIDAndByItsNode(t *testing.T) {
 // serveMachine serves a machine's port 9000, and returns its address.
 func serveMachine(t *testing.T, m *attesttest.Machine) string {
 	t.Helper()
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	return serveMachineAt(t, m, "127.0.0.1:0")
+}
+
+func serveMachineAt(t *testing.T, m *attesttest.Machine, address string) string {
+	t.Helper()
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", address)
 	if err != nil {
 		t.Fatal(err)
 	}

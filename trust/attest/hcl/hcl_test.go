@@ -346,6 +346,17 @@ func capturedVectors(t *testing.T, i *hardwaretest.Intel) (all []hardwaretest.Ve
 	add("captured older-samples: VCEK of another chip", hardware.Untrusted, with("azure/older-samples/hcl-report-snp.bin", pemOf("azure/older-samples/certs.pem")), rv2)
 	add("captured redacted: CHIP_ID set to zero", hardware.Untrusted, with("azure/redacted/hcl-report.bin", pemOf("azure/snp-milan-rv2/vcek-chain.pem")), rv2)
 
+	least := func(tcb snp.TCB) func(testing.TB) error {
+		return func(t testing.TB) error {
+			r, err := verifySNP(t, "snp-milan-rv2")
+			if err != nil {
+				return err
+			}
+			return hcl.Rules{SNP: snp.Rules{MinTCB: map[snp.Product]snp.TCB{snp.Milan: tcb}, Keys: []snp.Key{snp.VCEK}, AnyChip: true, AllowPolicy: snp.PolicySMT, IDKeys: [][48]byte{r.SNP.IDKeyDigest}}}.Check(r)
+		}
+	}
+	add("captured snp-milan-rv2: TCB below the minimum", hardware.TCB, least(snp.TCB{BootLoader: 4, SNP: 24, Microcode: 0xD9}), least(snp.TCB{}))
+
 	rules := hcl.Rules{TDX: tdx.Rules{Statuses: []tdx.Status{tdx.UpToDate}, MinModule: map[uint8]uint8{1: 6}, MRTDs: [][48]byte{[48]byte(bytes.Repeat([]byte{0x4D}, 48))}, RequireAttributes: tdx.AttributeSEPTVEDisable}}
 	insecure := func(allow bool) func(testing.TB) error {
 		return func(t testing.TB) error { // its quote was not captured: one of the test's vendor is bound to it

@@ -385,6 +385,7 @@ func capturedVectors() (all []hardwaretest.Vector) {
 	add("captured milan-v2-vcek with vcek-tampered-a: its signature, HWID and TCB", hardware.Untrusted, verdict("milan-v2-vcek/report.bin", "milan-v2-vcek/vcek-tampered-a.der", "2026-03-01", open), v2)
 	add("captured milan-v2-vcek with vcek-tampered-b: HWID in an OCTET STRING", hardware.Untrusted, verdict("milan-v2-vcek/report.bin", "milan-v2-vcek/vcek-tampered-b.der", "2026-03-01", open), v2)
 	add("captured milan-v2-vcek: TCB below the minimum", hardware.TCB, verdict("milan-v2-vcek/report.bin", "milan-v2-vcek/vcek.der", "2026-03-01", recent), v2)
+	add("captured milan-v2-gosevguest: TCB below the minimum", hardware.TCB, verdict("milan-v2-gosevguest/report.bin", "milan-v2-gosevguest/vcek.der", "2026-03-01", recent), verdict("gcp-v5/report-reportdata.bin", "gcp-v5/vcek.pem", "2026-03-01", recent))
 	add("captured milan-v3-vlek after the end of its VLEK", hardware.Untrusted, verdict("milan-v3-vlek/report.bin", "milan-v3-vlek/vlek.der", "2026-01-01", open), vlek)
 	add("captured milan-v3-vlek where VMPL 0 is required", hardware.Policy, verdict("milan-v3-vlek/report.bin", "milan-v3-vlek/vlek.der", "2025-06-01", vmpl0), vlek)
 	add("captured gcp-v5, report-reportdata: VMPL 1", hardware.Policy, verdict("gcp-v5/report-reportdata.bin", "gcp-v5/vcek.pem", "2026-03-01", vmpl0), gcp1)

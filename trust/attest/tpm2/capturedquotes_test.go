@@ -5,6 +5,7 @@ import (
 	"crypto"
 	"crypto/ecdsa"
 	"crypto/elliptic"
+	"crypto/rsa"
 	"crypto/sha256"
 	"crypto/x509"
 	"encoding/asn1"
@@ -16,6 +17,7 @@ import (
 	"slices"
 	"strconv"
 	"testing"
+	"time"
 
 	gotpm "github.com/google/go-tpm/tpm2"
 	"google.golang.org/protobuf/encoding/protowire"
@@ -24,9 +26,11 @@ import (
 	"github.com/muster-k8s/muster/trust/attest"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 	"github.com/muster-k8s/muster/trust/attest/hardwaretest"
+	"github.com/muster-k8s/muster/trust/attest/hcl"
 	"github.com/muster-k8s/muster/trust/attest/tpm2"
 	"github.com/muster-k8s/muster/trust/attest/tpm2/eventlog"
 	"github.com/muster-k8s/muster/trust/internal/endorsement"
+	"github.com/muster-k8s/muster/trust/internal/endorsement/nitrotpm"
 	"github.com/muster-k8s/muster/trust/internal/endorsement/platformak"
 	"github.com/muster-k8s/muster/trust/tpm"
 )
@@ -172,6 +176,52 @@ func trustedLaunch(t testing.TB, certified bool) quoteOf {
 	return q
 }
 
+// confidential returns the quote of a confidential virtual machine of Azure, and the public area of its key: the name of the key with
+// these attributes, in the hierarchy of endorsement, is in the quote.
+func confidential(t testing.TB, name string) (q quoteOf, public []byte) {
+	t.Helper()
+	dir := "../../../hardware/testdata/azure/" + name + "/"
+	var key *rsa.PublicKey
+	if name == "tdx-2026-full" {
+		q.message, q.signature = file(t, dir+"tpm-quote.msg"), file(t, dir+"tpm-quote.sig")
+		key = parsed(t, dir+"ak-cert.der")[0].PublicKey.(*rsa.PublicKey)
+	} else {
+		var doc struct {
+			Evidence struct {
+				Report string                              `json:"hcl_report"`
+				Quote  struct{ Message, Signature string } `json:"tpm_quote"`
+			}
+		}
+		if err := json.Unmarshal(file(t, dir+"evidence.json"), &doc); err != nil {
+			t.Fatal(err)
+		}
+		q.message, q.signature = unhex(t, doc.Evidence.Quote.Message), rawRSA(unhex(t, doc.Evidence.Quote.Signature))
+		b, err := base64.RawURLEncoding.DecodeString(doc.Evidence.Report)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _, runtime, err := hcl.Split(b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var text struct{ Keys []struct{ KID, N string } }
+		if err := json.Unmarshal(runtime, &text); err != nil || text.Keys[0].KID != "HCLAkPub" {
+			t.Fatalf("%+v, %v", text, err)
+		}
+		n, err := base64.RawURLEncoding.DecodeString(text.Keys[0].N)
+		if err != nil {
+			t.Fatal(err)
+		}
+		key = &rsa.PublicKey{N: new(big.Int).SetBytes(n), E: 65537}
+	}
+	q.key = key
+	area := tpm.AKTemplate(true)
+	area.AuthPolicy.Buffer = nil
+	area.ObjectAttributes = gotpm.TPMAObject{FixedTPM: true, FixedParent: true, SensitiveDataOrigin: true, UserWithAuth: true, NoDA: true, Restricted: true, SignEncrypt: true}
+	area.Unique = gotpm.NewTPMUPublicID(gotpm.TPMAlgRSA, &gotpm.TPM2BPublicKeyRSA{Buffer: key.N.Bytes()})
+	return q, gotpm.Marshal(area)
+}
+
 // azureChain returns certificates that package platformak has captured.
 func azureChain(t testing.TB, name string) []*x509.Certificate {
 	return parsed(t, "../../../../internal/endorsement/platformak/testdata/"+name+".pem")
@@ -292,13 +342,43 @@ func capturedQuotes(testing.TB) (all []hardwaretest.Vector) {
 	add("windows_gcp_shielded_vm: an attestation key that is not Muster's", badAK, func(t testing.TB) error { read(t); return parse(windows.AK.Public) }, ours)
 	add("shielded-cos85: an attestation key that is not Muster's", badAK, func(t testing.TB) error { return parse(file(t, "gcp/shielded-cos85/ak-pub.tpmt")) }, ours)
 
-	quote := func(t testing.TB, q quoteOf) error {
-		name := sha256.Sum256(file(t, "gcp/shielded-cos85/ak-pub.tpmt"))
+	quote := func(t testing.TB, q quoteOf, public []byte) error {
+		name := sha256.Sum256(public)
 		_, err := tpm2.VerifyQuote(tpm2.AttestationKey{Key: q.key, Name: append([]byte{0x00, 0x0B}, name[:]...)}, &attestv1.Tpm2Evidence{Attest: q.message, Signature: q.signature, Bank: uint32(tpm.SHA256)}, [32]byte{0x90, 0x09})
 		return err
 	}
-	add("shielded-cos85: a nonce of two bytes", badBinding, func(t testing.TB) error { return quote(t, cos85(t)[1]) }, func(t testing.TB) error { return cos85(t)[1].signed() })
-	add("gce-cos-85-no-nonce: an empty nonce", badBinding, func(t testing.TB) error { return quote(t, noNonce(t)[1]) }, func(t testing.TB) error { return noNonce(t)[1].signed() })
+	google := func(t testing.TB) []byte { return file(t, "gcp/shielded-cos85/ak-pub.tpmt") }
+	add("shielded-cos85: a nonce of two bytes", badBinding, func(t testing.TB) error { return quote(t, cos85(t)[1], google(t)) }, func(t testing.TB) error { return cos85(t)[1].signed() })
+	add("gce-cos-85-no-nonce: an empty nonce", badBinding, func(t testing.TB) error { return quote(t, noNonce(t)[1], google(t)) }, func(t testing.TB) error { return noNonce(t)[1].signed() })
+	for _, v := range [][2]string{{"snp-milan-rv3-nononce", "an empty nonce"}, {"tdx-2026-full", "a nonce of zeros"}} {
+		add("azure/"+v[0]+": "+v[1], badBinding, func(t testing.TB) error { q, public := confidential(t, v[0]); return quote(t, q, public) }, func(t testing.TB) error { q, _ := confidential(t, v[0]); return q.signed() })
+	}
+	return all
+}
+
+// capturedDocuments are documents by AWS's authorities that endorse no machine of Muster. Enclaves have certificates of the same
+// authorities, so nothing else would refuse their documents.
+func capturedDocuments(ours func(testing.TB) error) (all []hardwaretest.Vector) {
+	const dir = "../../../../internal/endorsement/nitrotpm/testdata/"
+	for _, v := range []struct {
+		name, file string
+		now        time.Time
+		want       attestv1.Reason
+	}{
+		{"enclave: a Nitro Enclave's", "enclave.cbor", time.Date(2025, 12, 25, 13, 15, 37, 0, time.UTC), badEK},
+		{"enclave-debug: a debugged Nitro Enclave's", "enclave-debug.cbor", time.Date(2025, 12, 25, 8, 20, 46, 0, time.UTC), badEK},
+		{"nitrotpm: another program's, without user data", "nitrotpm.cbor", time.Date(2026, 2, 3, 10, 12, 2, 0, time.UTC), badBinding},
+	} {
+		all = append(all, hardwaretest.Vector{Name: "captured " + v.name, Want: v.want, Right: ours, Wrong: func(t testing.TB) error {
+			q, _ := vaportpm(t, "aws/nitrotpm/evidence.json", "sha384")
+			e := &attestv1.Tpm2Evidence{NitroDocument: file(t, dir+v.file), Bank: uint32(tpm.SHA384)}
+			for value := range slices.Chunk(q.values[:tpm.PCRCount*tpm.SHA384.Size()], tpm.SHA384.Size()) {
+				e.Pcrs = append(e.Pcrs, value)
+			}
+			_, err := nitrotpm.Endorsement{}.Verify(endorsement.Input{Evidence: e, AK: q.key, Signed: [32]byte(q.nonce), Roots: parsed(t, dir+"root-g1.pem"), Now: v.now})
+			return err
+		}})
+	}
 	return all
 }
 

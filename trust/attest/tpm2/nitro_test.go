@@ -248,7 +248,11 @@ func TestNitroDocumentsThatAreRefused(t *testing.T) {
 		"an EK certificate beside it":                {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkCertificates = ek.Certificates }), malformed},
 		"a bare EK beside it":                        {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.EkPublic = []byte{1} }), malformed},
 		"a platform key beside it":                   {nitroEvidence(func(e *attestv1.Tpm2Evidence) { e.PlatformKey = &attestv1.PlatformKey{} }), malformed},
-	}, nitro(nil))
+	}, nitro(nil), capturedDocuments(func(t testing.TB) error {
+		ev := &attestv1.Evidence{Format: tpmFormat, Body: &attestv1.Evidence_Tpm2{Tpm2: proto.CloneOf(theirs)}}
+		_, err := attesttest.Verifier(t, ca).Verify(t.Context(), ev, attest.NewStatement(attest.PurposeMachine, b), b)
+		return err
+	})...)
 	t.Run("evidence of an old session", func(t *testing.T) {
 		fresh := attest.Binding{2}
 		v := attesttest.Verifier(t, ca)

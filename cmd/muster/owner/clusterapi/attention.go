@@ -26,7 +26,7 @@ type Attention struct {
 const RenewRemedy = "The administrator's certificate, also after its expiry: muster kubeconfig renew. An expiring CA: docs/certificates.md#rotate-the-clusters-ca."
 
 // CollateralRemedy is the remedy for missing or expired vendors' data in the policy.
-const CollateralRemedy = "Run muster collateral fetch -o FILE, with --product or --fmspc, then muster collateral apply FILE --dry-run, then muster collateral apply FILE."
+const CollateralRemedy = "Run muster collateral fetch -o FILE, with --product or --fmspc, then muster collateral apply FILE."
 
 // collateral is the reason of refusals for such data.
 var collateral = attest.ReasonName(attestv1.Reason_REASON_HARDWARE_COLLATERAL)

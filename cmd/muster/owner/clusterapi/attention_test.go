@@ -173,7 +173,7 @@ func TestCollateralThatHasEndedIsOneProblem(t *testing.T) {
 		{Machine: strings.Repeat("cd", 32), Node: "cp2", Reason: "HARDWARE_COLLATERAL", Remedy: "Fetch.", Since: now.Add(-time.Hour)},
 	}
 	got := s.attention(now)
-	if len(got) != 1 || got[0].About != "nodes" || !strings.Contains(got[0].Problem, "3 machines are refused with HARDWARE_COLLATERAL, since the policy lacks current data of their processors' vendor: node1, node2, cp2") || !strings.Contains(got[0].Remedy, "muster collateral apply FILE --dry-run") || strings.Contains(got[0].Remedy, "trust the machine") {
+	if len(got) != 1 || got[0].About != "nodes" || !strings.Contains(got[0].Problem, "3 machines are refused with HARDWARE_COLLATERAL, since the policy lacks current data of their processors' vendor: node1, node2, cp2") || !strings.Contains(got[0].Remedy, "muster collateral apply FILE") || strings.Contains(got[0].Remedy, "trust the machine") {
 		t.Errorf("%+v", got)
 	}
 }

@@ -202,6 +202,26 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
 }
 
+// CheckPreview refuses a policy by [PreviewPolicy] for nodes that it would refuse, or that do not attest until ctx ends. Nodes that the policy in
+// force refuses do not count: for them nothing would change for the worse.
+func CheckPreview(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) error {
+	nodes, err := PreviewPolicy(ctx, d, text, report)
+	if err != nil {
+		return err
+	}
+	var named []string
+	for _, n := range nodes {
+		if !n.Accepted && n.InForce == "" {
+			named = append(named, n.Node+": "+n.String())
+		}
+	}
+	if len(named) == 0 {
+		return nil
+	}
+	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_REFUSED, "%s would not be accepted: %s", problem.Count(len(named), "running node"), strings.Join(named[:min(len(named), maxNamedNodes)], "; ")),
+		"The policy in force is unchanged. Update the firmware of the machines first, or have the cloud do it; muster status shows a node that does not attest. To shut these nodes out, repeat the command with --expel.")
+}
+
 // PreviewPolicy lets the cluster appraise its running nodes by a policy that is not in force, also nodes that the policy in force refuses. It ends
 // when each node has attested, or ctx ends. It reports each node to report. It changes no verdict and leaves nothing in the cluster: the signature is
 // valid only for a preview.

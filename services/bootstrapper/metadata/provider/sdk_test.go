@@ -13,7 +13,8 @@ import (
 )
 
 // The providers' own SDKs read the services of these tests, and the same values: so the services answer as the providers document it, and not only as this
-// package expects it. Azure and OpenStack have no such client in Go.
+// package expects it. The SDKs of Azure and OpenStack for Go have no client of the metadata service. Kubernetes' cloud providers for the two have one each, in
+// modules with too many dependencies for a test (sigs.k8s.io/cloud-provider-azure, k8s.io/cloud-provider-openstack).
 
 func TestAWSsOwnClientReadsTheSameFromTheSameService(t *testing.T) {
 	s := httptest.NewServer(awsPlatform(t))

@@ -19,7 +19,6 @@ import (
 	"go.uber.org/goleak"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
-	"github.com/muster-k8s/muster/trust/internal/endorsement"
 	"github.com/muster-k8s/muster/trust/internal/refusal"
 )
 
@@ -75,7 +74,6 @@ var (
 	debugAt      = time.Date(2025, 12, 25, 8, 20, 46, 0, time.UTC)
 	untrusted    = attestv1.Reason_REASON_EK_UNTRUSTED
 	badSig       = attestv1.Reason_REASON_SIGNATURE_INVALID
-	badBinding   = attestv1.Reason_REASON_BINDING_MISMATCH
 	instanceSeen = "i-01cfb383223e42522"
 )
 
@@ -137,29 +135,6 @@ func TestCapturedDocumentsAreRefusedAtOtherTimesAndBelowOtherRoots(t *testing.T)
 		_, err = authenticate(s, d, tt.roots, tt.now)
 		if tt.want == "" && err != nil || tt.want != "" && (refusal.ReasonOf(err) != untrusted || !strings.Contains(err.Error(), tt.want)) {
 			t.Errorf("%s: %v, want an error about %q", name, err, tt.want)
-		}
-	}
-}
-
-// Enclaves have certificates of the same authorities, so nothing else would refuse their documents.
-func TestDocumentsOfOthersEndorseNoMachine(t *testing.T) {
-	nonce, _, pcrs := quoted(t)
-	for name, tt := range map[string]struct {
-		file string
-		now  time.Time
-		want attestv1.Reason
-		text string
-	}{
-		"an enclave's":         {"enclave.cbor", enclaveAt, untrusted, "Nitro Enclave"},
-		"a debugged enclave's": {"enclave-debug.cbor", debugAt, untrusted, "Nitro Enclave"},
-		"another program's":    {"nitrotpm.cbor", madeAt, badBinding, "another program"},
-	} {
-		in := endorsement.Input{
-			Evidence: &attestv1.Tpm2Evidence{NitroDocument: read(t, tt.file), Bank: 0x0C, Pcrs: pcrs},
-			Signed:   [32]byte(nonce), Roots: rootG1(t), Now: tt.now,
-		}
-		if _, err := (Endorsement{}).Verify(in); refusal.ReasonOf(err) != tt.want || !strings.Contains(err.Error(), tt.text) {
-			t.Errorf("%s: %v", name, err)
 		}
 	}
 }

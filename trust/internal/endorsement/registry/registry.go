@@ -1,4 +1,5 @@
-// Package registry lists the endorsements. A new one is a package beside the others, and a line here.
+// Package registry lists the endorsements. For verifiers, a new one is a package beside the others and a
+// line here; what else it takes is in docs/endorsements.md, and why in docs/decisions/0022.
 package registry
 
 import (
