@@ -17,6 +17,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
+	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -89,7 +90,7 @@ func TestMachinesOfANetworkAreApproved(t *testing.T) {
 	}
 	_, signed, err := policies.SignedPolicy(dir)
 	if err == nil {
-		err = kube.PutPolicy(t.Context(), signed)
+		err = ownertest.PutPolicy(t.Context(), kube, signed)
 	}
 	if err != nil {
 		t.Fatal(err)
