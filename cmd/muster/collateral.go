@@ -175,9 +175,7 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 	}
 	if !f.expel {
 		fmt.Fprintf(a.stderr, "Running nodes are appraised by the new data at their next attestation, within five minutes.\n")
-		waiting, cancel := context.WithTimeout(ctx, f.wait)
-		defer cancel()
-		if err := policies.CheckPreview(waiting, dir, policy, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
+		if err := policies.CheckPreview(ctx, dir, policy, f.wait, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
 			return err
 		}
 	}

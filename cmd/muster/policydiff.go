@@ -56,9 +56,7 @@ func (a *app) policyDiff(ctx context.Context, dir *ownerdir.Dir, text []byte, wa
 	var nodes []policies.Preview
 	if wait > 0 {
 		fmt.Fprintf(a.stderr, "Running nodes are appraised at their next attestation, within five minutes.\n")
-		waiting, cancel := context.WithTimeout(ctx, wait)
-		defer cancel()
-		if nodes, err = policies.PreviewPolicy(waiting, dir, text, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
+		if nodes, err = policies.PreviewPolicy(ctx, dir, text, wait, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
 			return err
 		}
 	}

@@ -285,17 +285,7 @@ func (w *fixture) runs(t *testing.T, name string) string {
 // When it comes back no joinservice runs, and its owner opens its disk.
 func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	t.Parallel() // it mostly waits
-	w := prepare(t)
-	w.image = w.closedImage(t, append(versions.ImageNames(), "podnet", "joinservice", "kms", "echo")...)
-	w.policy(t, 1, "policy.yaml", w.image)
-	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
-	if _, err := w.AddVM(t.Context(), v); err != nil {
-		t.Fatal(err)
-	}
-	w.says(t, "node5", "can make it the first of a new one", 2*joinTime)
-	w.reachable(t, "node5", node5, "waiting for init")
-	w.addClass(t, "vm", node5, "--policy", "policy.yaml")
-	w.initialize(t, node5, "--timeout", "40m")
+	w := loneControlPlane(t)
 	marker := w.mark(t, "node5")
 	until(t, joinTime, func(ctx context.Context) error { // its disk has the state of the cluster
 		known, err := w.epoch(ctx)
@@ -336,6 +326,23 @@ func TestALoneControlPlaneIsRecovered(t *testing.T) {
 	t.Logf("joinservice and kms are ready %.0f s after the power came back", time.Since(start).Seconds())
 	w.reachable(t, "node5", node5, "control plane")
 	w.revived(t, earlier)
+}
+
+// loneControlPlane makes node5, of the product's image, the first machine of a cluster.
+func loneControlPlane(t *testing.T) *fixture {
+	t.Helper()
+	w := prepare(t)
+	w.image = w.closedImage(t, append(versions.ImageNames(), "podnet", "joinservice", "kms", "echo")...)
+	w.policy(t, 1, "policy.yaml", w.image)
+	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
+	if _, err := w.AddVM(t.Context(), v); err != nil {
+		t.Fatal(err)
+	}
+	w.says(t, "node5", "can make it the first of a new one", 2*joinTime)
+	w.reachable(t, "node5", node5, "waiting for init")
+	w.addClass(t, "vm", node5, "--policy", "policy.yaml")
+	w.initialize(t, node5, "--timeout", "40m")
+	return w
 }
 
 // epoch is the number of the newest epoch of the cluster that node5's TPM knows.

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/muster-k8s/muster/internal/checkup"
+	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/lab/driver"
 )
 
@@ -58,6 +59,23 @@ func TestAMachineExecutesItsOwnersOrders(t *testing.T) {
 			t.Errorf("the old disk: %q, %v", out, err)
 		}
 	})
+}
+
+// B11: the units of a control plane that execute what only it is ordered to do.
+func TestAControlPlaneExecutesItsOwnersOrders(t *testing.T) {
+	w := loneControlPlane(t)
+	for _, command := range [][]string{
+		{"verify", "node5", "--timeout", orderTime.String()},
+		{"backup", "--timeout", orderTime.String()},
+		{"rotate", string(clusterinfo.ServiceAccountKey), "--yes", "--wait", "40m"},
+		{"rotate", string(clusterinfo.ServiceAccountKey), "--finish", "--early", "--yes", "--wait", "40m"},
+	} {
+		start := time.Now()
+		if err := w.orders(t, command...)(t.Context()); err != nil {
+			t.Errorf("muster %s: %v", strings.Join(command, " "), err)
+		}
+		t.Logf("muster %s: %.0f s", strings.Join(command, " "), time.Since(start).Seconds())
+	}
 }
 
 // orders is a command of the owner.

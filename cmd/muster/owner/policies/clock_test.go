@@ -47,7 +47,7 @@ func TestAWrongClockHidesNoRunningNode(t *testing.T) {
 		t.Errorf("%+v, %v", plan, err)
 	}
 	stop := answersPreview(ctx, t, "old1")
-	got, err := PreviewPolicy(ctx, o.Dir, policy(2, next), func(Preview) {})
+	got, err := PreviewPolicy(ctx, o.Dir, policy(2, next), ownertest.Patience, func(Preview) {})
 	stop()
 	if err != nil || len(got) != 1 || got[0].Node != "old1" || !got[0].Answered {
 		t.Errorf("%+v, %v", got, err)
@@ -110,7 +110,7 @@ func TestClocksOfControlPlanesHideNoRunningNode(t *testing.T) {
 		t.Fatal(err)
 	}
 	stop1, stop3 := answersPreview(ctx, t, "n1"), answersPreview(ctx, t, "n3")
-	got, err := PreviewPolicy(ctx, o.Dir, policy(2, next), func(Preview) {})
+	got, err := PreviewPolicy(ctx, o.Dir, policy(2, next), ownertest.Patience, func(Preview) {})
 	stop1()
 	stop3()
 	if err != nil || len(got) != 2 || !got[0].Answered || !got[1].Answered {
@@ -177,11 +177,17 @@ func TestOfTwoPreviewsTheFirstEnds(t *testing.T) {
 		return ""
 	}
 	first, second := make(chan error, 1), make(chan error, 1)
-	go func() { _, err := PreviewPolicy(ctx, o.Dir, policy(2, old), func(Preview) {}); first <- err }()
+	go func() {
+		_, err := PreviewPolicy(ctx, o.Dir, policy(2, old), ownertest.Patience, func(Preview) {})
+		first <- err
+	}()
 	one := changes("")
 	waiting, stop := context.WithCancel(ctx)
 	defer stop()
-	go func() { _, err := PreviewPolicy(waiting, o.Dir, policy(3, next), func(Preview) {}); second <- err }()
+	go func() {
+		_, err := PreviewPolicy(waiting, o.Dir, policy(3, next), ownertest.Patience, func(Preview) {})
+		second <- err
+	}()
 	two := changes(one)
 	if err := <-first; err == nil || !strings.Contains(err.Error(), "another muster policy diff") {
 		t.Errorf("the first one: %v", err)

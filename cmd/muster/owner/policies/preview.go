@@ -202,10 +202,10 @@ func DiffPolicy(ctx context.Context, d *ownerdir.Dir, text []byte) (string, erro
 	return clusterapi.DiffJSON([]byte(have.Spec.Policy), next)
 }
 
-// CheckPreview refuses a policy by [PreviewPolicy] for nodes that it would refuse, or that do not attest until ctx ends. Nodes that the policy in
+// CheckPreview refuses a policy by [PreviewPolicy] for nodes that it would refuse, or that do not attest within wait. Nodes that the policy in
 // force refuses do not count: for them nothing would change for the worse.
-func CheckPreview(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) error {
-	nodes, err := PreviewPolicy(ctx, d, text, report)
+func CheckPreview(ctx context.Context, d *ownerdir.Dir, text []byte, wait time.Duration, report func(Preview)) error {
+	nodes, err := PreviewPolicy(ctx, d, text, wait, report)
 	if err != nil {
 		return err
 	}
@@ -223,9 +223,9 @@ func CheckPreview(ctx context.Context, d *ownerdir.Dir, text []byte, report func
 }
 
 // PreviewPolicy lets the cluster appraise its running nodes by a policy that is not in force, also nodes that the policy in force refuses. It ends
-// when each node has attested, or ctx ends. It reports each node to report. It changes no verdict and leaves nothing in the cluster: the signature is
+// when each node has attested, after wait, or when ctx ends. It reports each node to report. It changes no verdict and leaves nothing in the cluster: the signature is
 // valid only for a preview.
-func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report func(Preview)) (out []Preview, err error) {
+func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, wait time.Duration, report func(Preview)) (out []Preview, err error) {
 	_, json, err := policyfile.Parse(text)
 	if err != nil {
 		return nil, err
@@ -254,6 +254,8 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 		defer cancel()
 		err = errors.Join(err, kube.DropCandidate(ctx, note))
 	}()
+	waiting, cancel := context.WithTimeout(ctx, wait) // from now on, so that a slow API server takes none of it
+	defer cancel()
 	seen, pause := map[string]bool{}, retry.Backoff{Min: orders.FirstPoll, Max: orders.ReportPoll}
 	for {
 		have, err := kube.Policy(ctx)
@@ -290,7 +292,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, report fun
 		if len(waits) == 0 {
 			return out, nil
 		}
-		if retry.Wait(ctx, pause.Next(0)) != nil {
+		if retry.Wait(waiting, pause.Next(0)) != nil {
 			slices.SortFunc(waits, func(a, b Preview) int { return strings.Compare(a.Node, b.Node) })
 			for _, p := range waits {
 				out = append(out, p)

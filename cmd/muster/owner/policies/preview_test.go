@@ -207,7 +207,7 @@ func TestAPreviewShowsEachRunningNodeAndLeavesNothing(t *testing.T) {
 		}
 	}()
 	answered := 0
-	got, err := PreviewPolicy(waiting, o.Dir, next, func(Preview) {
+	got, err := PreviewPolicy(waiting, o.Dir, next, ownertest.Patience, func(Preview) {
 		if answered++; answered == 3 {
 			stop()
 		}
