@@ -174,6 +174,11 @@ func (a *app) applyCollateral(ctx context.Context, file string, f applyCollatera
 		return a.policyDiff(ctx, dir, policy, f.wait)
 	}
 	if !f.expel {
+		look, stop := context.WithTimeout(ctx, time.Minute)
+		defer stop()
+		if _, err := policies.PlanPolicy(look, dir, policy); err != nil { // what does not need the nodes comes first
+			return err
+		}
 		fmt.Fprintf(a.stderr, "Running nodes are appraised by the new data at their next attestation, within five minutes.\n")
 		if err := policies.CheckPreview(ctx, dir, policy, f.wait, func(p policies.Preview) { fmt.Fprintf(a.stderr, "%s: %s\n", p.Node, p) }); err != nil {
 			return err

@@ -19,8 +19,11 @@ import (
 // errBannedAgain is returned for an enrollment that was banned after the owner was shown the plan: its owner does not want the machine back.
 var errBannedAgain = errors.New("muster ban has banned it meanwhile, and the ban would end with this: if you want that, run the same command again")
 
-// errUnbanned is returned by a command whose own ban was lifted before its last write.
-var errUnbanned = errors.New("its ban was lifted meanwhile, so its machine may have new certificates: run the same command again")
+// ErrUnbanned is returned by a command whose own ban was lifted before its last write.
+var ErrUnbanned = errors.New("its ban was lifted meanwhile, so its machine may have new certificates: run the same command again")
+
+// ErrOwnBan is returned by [Client.SetBanned] for a ban of a replacement or removal, which only that command ends.
+var ErrOwnBan = errors.New("muster forget, reset or replace has banned it, and was interrupted or still runs")
 
 // The annotations of bans that a command ends itself. Without one, the owner has banned the machine.
 var ownBans = []string{v1alpha1.KeepNode, v1alpha1.Removing}
@@ -34,7 +37,7 @@ func bannedByOwner(n *v1alpha1.AttestedNode) bool {
 func stillOwn(n *v1alpha1.AttestedNode, annotation string) error {
 	switch {
 	case !n.Spec.Banned:
-		return errUnbanned
+		return ErrUnbanned
 	case n.Annotations[annotation] == "":
 		return errBannedAgain
 	}
@@ -43,17 +46,12 @@ func stillOwn(n *v1alpha1.AttestedNode, annotation string) error {
 
 // banPlanned bans the enrollment that a plan has found, with one annotation of ownBans. It refuses one that the owner has banned after the plan.
 func (c *Client) banPlanned(ctx context.Context, p *Presence, annotation string) error {
-	written := false
 	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
-		if bannedByOwner(n) && !bannedByOwner(p.Enrollment) && !written {
+		if bannedByOwner(n) && !bannedByOwner(p.Enrollment) {
 			return false, errBannedAgain
 		}
 		return setBan(n, annotation), nil
-	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error {
-		err := c.client.Update(ctx, n)
-		written = written || err != nil && !apierrors.IsConflict(err) // perhaps: then the ban that the next attempt finds is this one
-		return err
-	})
+	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })
 	if err != nil {
 		return fmt.Errorf("ban AttestedNode %s: %w", p.Name, err)
 	}
@@ -92,6 +90,9 @@ func (c *Client) SetBanned(ctx context.Context, p *Presence, banned bool) error 
 	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
 		if banned {
 			return setBan(n, ""), nil
+		}
+		if n.Spec.Banned && !bannedByOwner(n) {
+			return false, ErrOwnBan
 		}
 		changed := setBan(n, "") || n.Spec.Banned
 		n.Spec.Banned = false

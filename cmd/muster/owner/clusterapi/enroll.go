@@ -215,6 +215,9 @@ func (c *Client) PutPolicy(ctx context.Context, instead v1alpha1.AttestationPoli
 	return once(ctx, func(ctx context.Context) error {
 		var p v1alpha1.AttestationPolicy
 		err := c.client.Get(ctx, types.NamespacedName{Name: v1alpha1.PolicyName}, &p)
+		if apierrors.IsNotFound(err) && instead != (v1alpha1.AttestationPolicySpec{}) {
+			return ErrPolicyChanged
+		}
 		if apierrors.IsNotFound(err) {
 			p = v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}, Spec: want}
 			if err = c.client.Create(ctx, &p); apierrors.IsAlreadyExists(err) {

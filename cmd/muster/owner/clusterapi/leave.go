@@ -254,7 +254,7 @@ func (c *Client) Replace(ctx context.Context, p *Presence, to Replacement, now t
 	}
 	err = c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
 		n.Status = v1alpha1.AttestedNodeStatus{} // it describes the old machine, and its reset counter would refuse the new one
-		return true, nil
+		return true, stillOwn(n, v1alpha1.KeepNode)
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Status().Update(ctx, n) })
 	if err != nil {
 		return retired, fmt.Errorf("clear the status of AttestedNode %s: %w", p.Name, err)

@@ -35,7 +35,11 @@ func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read
 		}
 	}
 	if gone {
-		return false, policies.Current(i.Dir, i.policy, i.json)
+		known, err := i.Dir.Known()
+		if err != nil {
+			return false, err
+		}
+		return false, policies.Current(i.Dir, known, i.policy, i.json)
 	}
 	owner, err := i.Dir.OwnerKeys()
 	if err != nil {
@@ -48,21 +52,29 @@ func (i *initializer) compare(ctx context.Context, kube *clusterapi.Client, read
 	return true, nil
 }
 
-// putBack puts the last policy of an installed cluster back, as the folder has it with the owner's signature, and reports whether it has one. policy.yaml may
-// have edits, which only muster policy apply compares with the running nodes.
+// putBack puts the last policy of an installed cluster back, as known.json has it with the owner's signature, and reports whether it has one. The folder's
+// policy may have edits, and what was signed after that may never have been sent: only muster policy apply compares these with the running nodes.
 func (i *initializer) putBack(ctx context.Context, kube *clusterapi.Client) (is bool, err error) {
-	_, newest, err := policies.Newest(i.Dir)
-	if err != nil || newest.JSON == "" {
+	known, err := i.Dir.Known()
+	if err != nil || known.Policy.JSON == "" {
 		return false, err
+	}
+	serial, newest, err := policies.NewestSigned(i.Dir, &v1alpha1.AttestationPolicy{})
+	if err != nil {
+		return false, err
+	}
+	if newest != known.Policy.JSON { // B7
+		i.Report.Update(fmt.Sprintf("a policy of serial %d was signed in %s after the one in %s, which is not set again", serial, i.Dir.Path(), ownerdir.KnownFile))
+		return false, nil
 	}
 	owner, err := i.Dir.OwnerKeys()
 	if err != nil {
 		return false, err
 	}
-	last := &attestv1.SignedPolicy{Policy: []byte(newest.JSON), Signature: newest.Signature}
+	last := &attestv1.SignedPolicy{Policy: []byte(known.Policy.JSON), Signature: known.Policy.Signature}
 	p, err := attest.OpenPolicy(owner, last)
 	if err != nil {
-		return false, problem.WithRemedy(fmt.Errorf("the cluster's last policy, in %s: %w", i.Dir.Path(), err), "No policy was set. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply; then run this command again.")
+		return false, problem.WithRemedy(fmt.Errorf("the cluster's last policy, in %s: %w", i.Dir.File(ownerdir.KnownFile), err), "No policy was set. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply; then run this command again.")
 	}
 	nodes, err := kube.Enrollments(ctx)
 	if err != nil {
@@ -74,7 +86,7 @@ func (i *initializer) putBack(ctx context.Context, kube *clusterapi.Client) (is 
 			return false, nil
 		}
 	}
-	if string(i.json) != newest.JSON {
+	if string(i.json) != newest {
 		i.Report.Update(fmt.Sprintf("%s, of serial %d, differs from the cluster's last policy, which is set again: muster policy apply puts yours in force", i.Dir.File(ownerdir.PolicyFile), i.policy.Serial()))
 	}
 	i.policy, i.json = p, last.GetPolicy() // the joinservice has this one

@@ -213,10 +213,17 @@ func (a *repeated) noPolicy(t *testing.T) {
 		t.Errorf("the policy before the last one: %v", err)
 	}
 	a.examined(t, 1)
-	a.Remembers(t, old, key, nil) // whoever applied the last policy was interrupted before its record
+	a.Remembers(t, old, key, nil) // whoever signed the last policy was interrupted before its record
 	if err := a.SetSigned(attest.SignPolicy(key, []byte(was.Spec.Policy))); err != nil {
 		t.Fatal(err)
 	}
+	if err := a.init(t); err == nil || !strings.Contains(problem.Explain(err).Remedy, "muster policy apply") || !strings.Contains(a.Out.String(), "was signed in") {
+		t.Errorf("with a record of an earlier policy than the signed one: %v\n%s", err, a.Out)
+	}
+	if _, err := a.kube.Policy(t.Context()); !clusterapi.Absent(err) {
+		t.Errorf("the policy before the signed one: %v", err)
+	}
+	a.Remembers(t, a.policy, key, nil)
 	if err := a.init(t); err != nil {
 		t.Fatalf("%v\n%s", err, a.Out)
 	}

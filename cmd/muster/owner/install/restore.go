@@ -65,7 +65,7 @@ func Restore(ctx context.Context, cfg RestoreConfig) error {
 	if err != nil {
 		return err
 	}
-	if err := policies.Current(i.Dir, i.policy, i.json); err != nil {
+	if err := policies.Current(i.Dir, known, i.policy, i.json); err != nil {
 		return err
 	}
 	if err := policies.NotOpened(i.Dir, &v1alpha1.AttestationPolicy{}, i.json); err != nil {

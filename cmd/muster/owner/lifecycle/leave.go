@@ -3,6 +3,7 @@ package lifecycle
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -350,6 +351,9 @@ func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error)
 		if d.to.MachineID != "" {
 			out.MachineID = d.to.MachineID
 		}
+	}
+	if errors.Is(err, clusterapi.ErrUnbanned) {
+		return nil, problem.WithRemedy(err, "The machine is not shut out. Find out who lifted the ban (audit log: writes of the AttestedNode). Then run the same command again, and read its plan.")
 	}
 	if err != nil {
 		return nil, problem.WithRemedy(err, "The machine is shut out. Run the same command again to continue where it stopped.")

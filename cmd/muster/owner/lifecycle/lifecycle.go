@@ -104,11 +104,12 @@ func Unban(ctx context.Context, d *ownerdir.Dir, name string) error {
 			return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_DISK_ERASED, "the disk %s of %s was erased: muster forget or reset was interrupted", disk, name), "Run muster forget "+name+": it completes the removal. Then the name is free.")
 		}
 	}
-	if p.Enrollment.Annotations[v1alpha1.Removing] != "" {
-		return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "muster forget or reset of %s has banned it, and was interrupted or still runs", name),
-			"Run muster forget "+name+" (or the interrupted command) again: it completes the removal. To keep the machine: muster ban "+name+" cancels the removal; then run muster unban "+name+" again.")
+	err = kube.SetBanned(ctx, p, false)
+	if errors.Is(err, clusterapi.ErrOwnBan) {
+		err = problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_BANNED, "%s: %w", name, clusterapi.ErrOwnBan),
+			"To complete the removal: muster forget "+name+", with --erase if the disk was to be erased. To keep the machine: muster ban "+name+" cancels the removal; then run muster unban "+name+" again.")
 	}
-	return kube.SetBanned(ctx, p, false)
+	return err
 }
 
 // BudgetRemedy is the remedy if a PodDisruptionBudget prevents an eviction.
@@ -224,7 +225,7 @@ func mayOrderReset(d *ownerdir.Dir, n *v1alpha1.AttestedNode) error {
 	}
 	before, err := orders.PendingOrder(d, public, n, time.Now())
 	if attest.ReasonOf(err) == attestv1.Reason_REASON_BANNED {
-		return problem.WithRemedy(err, "If you trust the machine, lift the ban first: muster unban "+n.Name+". Otherwise power it off, erase its disk, and run muster forget "+n.Name+" --erase.")
+		return problem.WithRemedy(err, "If you trust the machine, lift the ban first: muster unban "+n.Name+" (after an interrupted reset, first muster ban "+n.Name+"). Otherwise power it off, erase its disk, and run muster forget "+n.Name+" --erase.")
 	}
 	if err != nil || before == nil {
 		return err

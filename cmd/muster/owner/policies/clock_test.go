@@ -18,6 +18,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
@@ -50,6 +51,26 @@ func TestAWrongClockHidesNoRunningNode(t *testing.T) {
 	got, err := PreviewPolicy(ctx, o.Dir, policy(2, next), ownertest.Patience, func(Preview) {})
 	stop()
 	if err != nil || len(got) != 1 || got[0].Node != "old1" || !got[0].Answered {
+		t.Errorf("%+v, %v", got, err)
+	}
+}
+
+// A node that answered an earlier preview of the same policy may not attest any more.
+func TestAnAnswerToAnEarlierPreviewIsNone(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	o, old, next, policy := otherImages(ctx, t)
+	ownertest.Runs(t, "old1", old, time.Minute)
+	text := policy(2, next)
+	_, json, err := policyfile.Parse(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n, sum := &v1alpha1.AttestedNode{}, sha256.Sum256(json)
+	ownertest.Change(ctx, t, true, types.NamespacedName{Name: "old1"}, n, func() {
+		n.Status.Candidate = &v1alpha1.CandidateVerdict{Digest: hex.EncodeToString(sum[:]), Verdict: v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: metav1.NewTime(time.Now().Add(-time.Hour))}}
+	})
+	if got, err := PreviewPolicy(ctx, o.Dir, text, 100*time.Millisecond, func(Preview) {}); err != nil || len(got) != 1 || got[0].Answered {
 		t.Errorf("%+v, %v", got, err)
 	}
 }

@@ -161,5 +161,6 @@ func ApplyPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, consent Cons
 	if err := Put(ctx, d, plan.kube, plan.have, plan.signed); err != nil {
 		return nil, err
 	}
-	return plan.kube.PolicyInForce(ctx, string(plan.signed.GetPolicy()))
+	p, err := plan.kube.PolicyInForce(ctx, string(plan.signed.GetPolicy()))
+	return p, changed(err)
 }

@@ -145,7 +145,7 @@ func TestAPolicyThatSomebodyElseChangedMeanwhileIsNotReplaced(t *testing.T) {
 		t.Fatal(err)
 	}
 	err = Put(ctx, a.Dir, a.kube, ours.have, ours.signed)
-	if !errors.Is(err, clusterapi.ErrPolicyChanged) || !strings.Contains(problem.Explain(err).Remedy, "repeat the command") {
+	if !errors.Is(err, clusterapi.ErrPolicyChanged) || !strings.Contains(problem.Explain(err).Remedy, "muster policy diff") {
 		t.Errorf("%v", err)
 	}
 	if have, err := a.kube.Policy(ctx); err != nil || have.Spec.Policy != string(sign(next(3)).GetPolicy()) {
@@ -156,6 +156,24 @@ func TestAPolicyThatSomebodyElseChangedMeanwhileIsNotReplaced(t *testing.T) {
 	}
 	if last, err := a.Signed(); err != nil || last.JSON != string(ours.signed.GetPolicy()) {
 		t.Errorf("%+v, %v", last, err)
+	}
+	// It was signed and not put in force, so no other command puts it in force, which would not compare it with the nodes.
+	if err := a.Write(ownerdir.PolicyFile, next(4)); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.SetSigned(sign(next(4))); err != nil {
+		t.Fatal(err)
+	}
+	_, err = Enroll(ctx, a.Dir, "cp9", v1alpha1.AttestedNodeSpec{MachineID: attest.MachineID{9}.String(), Role: v1alpha1.RoleControlPlane}, func(string) {})
+	if p := problem.Explain(err); !strings.Contains(p.Message, "differs from the cluster's policy") || !strings.Contains(p.Remedy, "Run muster policy apply first") {
+		t.Errorf("a change of a policy that was not sent: %+v", p)
+	}
+	// Nor does an earlier one replace its record.
+	if _, err := PlanPolicy(ctx, a.Dir, next(3)); err == nil || !strings.Contains(problem.Explain(err).Remedy, "Set serial to 5") {
+		t.Errorf("the cluster's own, after a later one was signed: %v", err)
+	}
+	if err := errors.Join(a.Write(ownerdir.PolicyFile, text), a.SetSigned(ours.signed)); err != nil {
+		t.Fatal(err)
 	}
 	// It was signed here, and perhaps sent: the same one can be sent again, another one needs a higher serial, even if the cluster lost its policy.
 	if err := ownertest.Shared.Client.Delete(ctx, &v1alpha1.AttestationPolicy{ObjectMeta: metav1.ObjectMeta{Name: v1alpha1.PolicyName}}); err != nil {

@@ -20,12 +20,21 @@ import (
 )
 
 // Current refuses a policy of the folder that is older than the last one that the owner has signed, or differs from it under the same serial.
-func Current(d *ownerdir.Dir, p *attest.Policy, json []byte) error {
-	last, signed, err := Newest(d)
+func Current(d *ownerdir.Dir, known *ownerdir.Known, p *attest.Policy, json []byte) error {
+	if known.Version != 0 {
+		public, err := d.OwnerKeys()
+		if err != nil {
+			return err
+		}
+		if _, err := known.Policy.Serial(public); err != nil {
+			return fmt.Errorf("%s: %w", ownerdir.KnownFile, err)
+		}
+	}
+	last, signed, err := NewestSigned(d, &v1alpha1.AttestationPolicy{})
 	if err != nil {
 		return err
 	}
-	if p.Serial() > last || p.Serial() == last && string(json) == signed.JSON {
+	if p.Serial() > last || p.Serial() == last && string(json) == signed {
 		return nil
 	}
 	return problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the folder's policy has the serial %d, and the last policy that the owner has signed, of serial %d, has other contents", p.Serial(), last),
@@ -173,7 +182,7 @@ func (c policyChange) apply(ctx context.Context, d *ownerdir.Dir, kube *clustera
 	waiting, cancel := context.WithTimeout(ctx, InForceTimeout)
 	defer cancel()
 	if _, err := kube.PolicyInForce(waiting, string(signed.GetPolicy())); err != nil && (waiting.Err() == nil || ctx.Err() != nil) {
-		return err
+		return changed(err)
 	} else if err != nil {
 		report("no joinservice applies it yet: muster status shows when one does")
 	}
@@ -202,14 +211,12 @@ func signsForServices(d *ownerdir.Dir, kube *clusterapi.Client) error {
 // lacks it or another key has signed the cluster's.
 // file is the file in which the owner sets the serial.
 func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy, json, file string) error {
-	if have.Spec.Policy == json {
-		return nil
+	_, last, err := NewestSigned(d, have)
+	if err != nil || last == json {
+		return err
 	}
 	signed, err := SignedSerial(d, have)
 	if err != nil || signed < p.Serial() {
-		return err
-	}
-	if _, last, err := lastSigned(d, have); err != nil || last == json {
 		return err
 	}
 	err = attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "its serial is %d, and the last policy that the owner has signed, of serial %d, has other contents", p.Serial(), signed)
@@ -219,13 +226,13 @@ func Higher(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy, p *attest.Policy,
 // SignedSerial returns the serial of the newest policy that the owner has signed, as far as the cluster and the folder have it; 0 if there is none.
 // The status of the cluster's policy is unsigned, so its serial is not used: if it were the highest possible, no policy could follow.
 func SignedSerial(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (uint64, error) {
-	serial, _, err := lastSigned(d, have)
+	serial, _, err := NewestSigned(d, have)
 	if err != nil {
 		return 0, err
 	}
 	if status := have.Status.Serial; status > 0 && uint64(status) > serial {
 		return 0, problem.WithRemedy(attest.Refuse(attestv1.Reason_REASON_POLICY_INVALID, "the cluster's status reports that a policy of serial %d was in force, but the newest one that the owner has signed, in the cluster and in %s, has %d", status, d.File(ownerdir.KnownFile), serial),
-			fmt.Sprintf("If there is a newer copy of this folder, use that one: compare the serial in policy.yaml and known.json of every copy, and lowestPolicySerial of your images. Only if none is above %[1]d, the status was forged: correct it (kubectl edit attestationpolicy default --subresource status, serial: %[1]d), and restart the services, which then accept the owner's policy again: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
+			fmt.Sprintf("If there is a newer copy of this folder, use that one: compare the serial in policy.yaml, signed-policy.json and known.json of every copy, and lowestPolicySerial of your images. Only if none is above %[1]d, the status was forged: correct it (kubectl edit attestationpolicy default --subresource status, serial: %[1]d), and restart the services, which then accept the owner's policy again: kubectl -n muster-system rollout restart daemonset muster-joinservice muster-kms.", serial))
 	}
 	return serial, nil
 }
@@ -244,48 +251,45 @@ func OpenPolicy(have *v1alpha1.AttestationPolicy, owner attest.OwnerKeys) (*atte
 // RefusedPolicyRemedy is the remedy for a policy in the cluster that the owner has signed, and that this version of muster refuses.
 const RefusedPolicyRemedy = "Another version of muster has accepted this policy. Correct policy.yaml of the owner's folder, increase serial, and run muster policy apply."
 
-// lastSigned returns the newest policy that the owner has signed, as far as the cluster and the folder have it; 0: none. It may be one that this version
-// refuses. What another key has signed is none: no change of the owner's policy is compared with it.
+// lastSigned returns the newest policy that the owner has signed, as far as the cluster and known.json have it; 0: none. It may be one that this version
+// refuses. What another key has signed is none: no change of the owner's policy is compared with it. Nor is what the cluster may never have had
+// ([ownerdir.Dir.Signed]): it was not compared with the running nodes, or failed there.
 func lastSigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (serial uint64, json string, err error) {
 	public, err := d.OwnerKeys()
+	if err != nil {
+		return 0, "", err
+	}
+	known, err := d.Known()
 	if err != nil {
 		return 0, "", err
 	}
 	if n, err := signedpolicy.Serial(have, public); err == nil {
 		serial, json = n, have.Spec.Policy
 	}
-	n, p, err := Newest(d)
-	if n > serial {
-		serial, json = n, p.JSON
+	if n, err := known.Policy.Serial(public); err == nil && n > serial {
+		serial, json = n, known.Policy.JSON
 	}
-	return serial, json, err
+	return serial, json, nil
 }
 
-// Newest returns the newest policy that the owner has signed, as far as the folder has it; 0: none. known.json may lack one: a command that applied it was
-// interrupted, or could not record the cluster's state (B7).
-func Newest(d *ownerdir.Dir) (serial uint64, p ownerdir.KnownPolicy, err error) {
+// NewestSigned is lastSigned with the policy that was signed in the folder and perhaps sent. known.json may lack it: a command that applied it was interrupted,
+// or could not record the cluster's state. Another policy needs a higher serial (B7).
+func NewestSigned(d *ownerdir.Dir, have *v1alpha1.AttestationPolicy) (serial uint64, json string, err error) {
+	if serial, json, err = lastSigned(d, have); err != nil {
+		return 0, "", err
+	}
 	public, err := d.OwnerKeys()
 	if err != nil {
-		return 0, p, err
-	}
-	known, err := d.Known()
-	if err != nil {
-		return 0, p, err
+		return 0, "", err
 	}
 	signed, err := d.Signed()
 	if err != nil {
-		return 0, p, err
-	}
-	if known.Policy.JSON != "" {
-		if serial, err = known.Policy.Serial(public); err != nil {
-			return 0, p, fmt.Errorf("%s: %w", d.File(ownerdir.KnownFile), err)
-		}
-		p = known.Policy
+		return 0, "", problem.WithRemedy(err, "Take this file from the newest copy of the folder. If there is none, move it away, and set serial in "+d.File(ownerdir.PolicyFile)+" above that of every copy.")
 	}
 	if n, err := signed.Serial(public); err == nil && n > serial { // a key that is retired since may have signed it
-		serial, p = n, signed
+		serial, json = n, signed.JSON
 	}
-	return serial, p, nil
+	return serial, json, nil
 }
 
 // Put records a signed policy in the owner's folder and sets it in the cluster, if the cluster still has the policy of have, which the caller compared it with.
@@ -293,9 +297,13 @@ func Put(ctx context.Context, d *ownerdir.Dir, kube *clusterapi.Client, have *v1
 	if err := d.SetSigned(signed); err != nil { // B3, B7: before it is sent
 		return err
 	}
-	err := kube.PutPolicy(ctx, have.Spec, signed)
+	return changed(kube.PutPolicy(ctx, have.Spec, signed))
+}
+
+// changed adds the remedy for [clusterapi.ErrPolicyChanged].
+func changed(err error) error {
 	if errors.Is(err, clusterapi.ErrPolicyChanged) {
-		err = problem.WithRemedy(err, "This command did not change the cluster's policy. Find out who did (kubectl get attestationpolicy default -o yaml, audit log); then repeat the command: it compares with the new one.")
+		err = problem.WithRemedy(err, "The cluster's policy is not that of this command. Find out who changed it (kubectl get attestationpolicy default -o yaml, audit log). If it was another copy of this folder, continue with that copy, or put its policy.yaml here; muster policy diff shows the difference.")
 	}
 	return err
 }

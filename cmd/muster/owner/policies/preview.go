@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
@@ -222,6 +224,12 @@ func CheckPreview(ctx context.Context, d *ownerdir.Dir, text []byte, wait time.D
 		"The policy in force is unchanged. Update the firmware of the machines first, or have the cloud do it; muster status shows a node that does not attest. To shut these nodes out, repeat the command with --expel.")
 }
 
+// old reports whether a node's answer has the time of its answer before.
+func old(before map[string]metav1.Time, node string, at metav1.Time) bool {
+	was, had := before[node]
+	return had && was.Equal(&at)
+}
+
 // PreviewPolicy lets the cluster appraise its running nodes by a policy that is not in force, also nodes that the policy in force refuses. It ends
 // when each node has attested, after wait, or when ctx ends. It reports each node to report. It changes no verdict and leaves nothing in the cluster: the signature is
 // valid only for a preview.
@@ -244,6 +252,17 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, wait time.
 	signs, err := ReadSigns(ctx, kube)
 	if err != nil {
 		return nil, err
+	}
+	// What a node answered to the same policy in an earlier preview says nothing about whether it still attests.
+	all, err := kube.Enrollments(ctx)
+	if err != nil {
+		return nil, err
+	}
+	before := map[string]metav1.Time{}
+	for _, n := range all {
+		if c := n.Status.Candidate; c != nil && c.Digest == digest {
+			before[n.Name] = c.Time
+		}
 	}
 	note := base64.StdEncoding.EncodeToString(signed.GetSignature()) + " " + string(signed.GetPolicy())
 	if err := kube.SetCandidate(ctx, note); err != nil {
@@ -280,7 +299,7 @@ func PreviewPolicy(ctx context.Context, d *ownerdir.Dir, text []byte, wait time.
 				p.InForce = problem.Printable(v.Reason)
 			}
 			switch c := n.Status.Candidate; {
-			case c == nil || c.Digest != digest:
+			case c == nil || c.Digest != digest || old(before, n.Name, c.Time):
 				waits = append(waits, p)
 			default:
 				seen[n.Name] = true

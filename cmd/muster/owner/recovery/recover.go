@@ -135,7 +135,7 @@ func (r *recoverer) load() error {
 	if r.known, err = r.Dir.Known(); err != nil {
 		return err
 	}
-	if err := policies.Current(r.Dir, policy, json); err != nil {
+	if err := policies.Current(r.Dir, r.known, policy, json); err != nil {
 		return err
 	}
 	if err := mayRecover(c, policy, *r.Machine); err != nil {

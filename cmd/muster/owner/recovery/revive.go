@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/peerdial"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
@@ -145,12 +146,9 @@ func (r *recoverer) compare(d *recoverv1.DescribeEpochResponse) (*Revival, error
 		}
 	}
 	if r.known.Version != 0 {
-		public, err := r.Dir.OwnerKeys()
-		if err != nil {
+		var err error
+		if v.KnownSerial, _, err = policies.NewestSigned(r.Dir, &v1alpha1.AttestationPolicy{}); err != nil {
 			return nil, err
-		}
-		if v.KnownSerial, err = r.known.Policy.Serial(public); err != nil {
-			return nil, fmt.Errorf("known.json: %w", err)
 		}
 	}
 	v.undone(r.known)
