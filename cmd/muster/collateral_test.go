@@ -265,7 +265,7 @@ func TestARaisedTCBIsAnnouncedBeforeItRefuses(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Nobody answers for the node now.
+	// The node does not attest any more.
 	a := &app{stdout: io.Discard, stderr: io.Discard, directory: path}
 	silent := applyCollateral{wait: 100 * time.Millisecond, timeout: time.Minute}
 	if err := a.applyCollateral(t.Context(), file, silent, june); exitCode(err) != exitRefused || !strings.Contains(err.Error(), "w1: unknown") || strings.Contains(inForce().Spec.Policy, `"serial":3`) {

@@ -156,7 +156,7 @@ func TestQuotesOfTDX(t *testing.T) {
 	}
 }
 
-// compare has both sides judge the evidence, and a copy with another byte of its measurement, which nobody accepts.
+// compare appraises the evidence by Muster and by the library, and then a copy with one changed byte of its measurement, which both must refuse.
 func compare(t *testing.T, want attestv1.Reason, theyAccept bool, why string, evidence []byte, measurement int, ours, theirs func([]byte) error) {
 	t.Helper()
 	if (want == accepted) != theyAccept && why == "" {

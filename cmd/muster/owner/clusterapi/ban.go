@@ -19,13 +19,13 @@ import (
 // errBannedAgain is returned for an enrollment that was banned after the owner was shown the plan: its owner does not want the machine back.
 var errBannedAgain = errors.New("muster ban has banned it meanwhile, and the ban would end with this: if you want that, run the same command again")
 
-// ErrUnbanned is returned by a command whose own ban was lifted before its last write.
+// ErrUnbanned is returned if the ban of forget, reset or replace was lifted before the last write of that command.
 var ErrUnbanned = errors.New("its ban was lifted meanwhile, so its machine may have new certificates: run the same command again")
 
 // ErrOwnBan is returned by [Client.SetBanned] for a ban of a replacement or removal, which only that command ends.
 var ErrOwnBan = errors.New("muster forget, reset or replace has banned it, and was interrupted or still runs")
 
-// The annotations of bans that a command ends itself. Without one, the owner has banned the machine.
+// ownBans are the annotations of bans that forget, reset and replace set, and end themselves. A ban without one is the owner's.
 var ownBans = []string{v1alpha1.KeepNode, v1alpha1.Removing}
 
 // bannedByOwner reports whether muster ban has banned an enrollment, and not a replacement or removal that is not at its end.
@@ -33,7 +33,7 @@ func bannedByOwner(n *v1alpha1.AttestedNode) bool {
 	return n.Spec.Banned && !slices.ContainsFunc(ownBans, func(a string) bool { return n.Annotations[a] != "" })
 }
 
-// stillOwn returns an error if the ban of an enrollment is not that of the command which is at its end: the ban of [Client.banPlanned] with that annotation.
+// stillOwn returns an error unless an enrollment still has the ban of [Client.banPlanned] with that annotation.
 func stillOwn(n *v1alpha1.AttestedNode, annotation string) error {
 	switch {
 	case !n.Spec.Banned:

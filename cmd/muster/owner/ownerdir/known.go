@@ -126,8 +126,8 @@ func (d *Dir) Signed() (p KnownPolicy, err error) {
 	return p, nil
 }
 
-// SetSigned writes the policy that [Dir.Signed] returns. It is stored before it is sent (B3): a later command must not take the one before for the last one,
-// even if this one cannot be read back from the cluster (B7).
+// SetSigned writes the policy that [Dir.Signed] returns. It is stored before it is sent (B3), so that no other policy gets its serial, even if it is never
+// read back from the cluster (B7).
 func (d *Dir) SetSigned(p *attestv1.SignedPolicy) error {
 	b, err := json.MarshalIndent(KnownPolicy{JSON: string(p.GetPolicy()), Signature: p.GetSignature()}, "", "  ")
 	if err != nil {
