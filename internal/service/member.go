@@ -13,6 +13,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/muster-k8s/muster/internal/apiserver"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/required"
 	"github.com/muster-k8s/muster/internal/rpc"
@@ -203,7 +204,12 @@ func API(kubeconfig string) (*rest.Config, error) {
 		if err != nil {
 			return nil, fmt.Errorf("no pod of a cluster, and no --kubeconfig: %w", err)
 		}
+		c.Wrap(apiserver.Only)
 		return c, nil
 	}
-	return clientcmd.BuildConfigFromFlags("", kubeconfig)
+	c, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+	if err == nil {
+		c.Wrap(apiserver.Only)
+	}
+	return c, err
 }

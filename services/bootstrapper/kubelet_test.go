@@ -10,6 +10,7 @@ import (
 	"encoding/pem"
 	"math/big"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -160,6 +161,7 @@ func TestAControlPlaneSignsItsKubeletsCertificates(t *testing.T) {
 	}{{time.Hour, false}, {30 * time.Hour, true}, {31 * time.Hour, false}, {700 * time.Hour, true}} {
 		before := w.kubeletPair(t, clientFile)
 		w.later(tt.off)
+		w.meta.Addresses = append(w.meta.Addresses[:1:1], netip.MustParseAddr("192.168.77.100")) // as the machine's host has it from now on
 		calls := len(w.machine.Calls())
 		if err := w.boot().end(t); err != nil {
 			t.Fatal(err)
@@ -186,6 +188,9 @@ func TestAControlPlaneSignsItsKubeletsCertificates(t *testing.T) {
 			if c.Subject.String() != "CN=system:node:node1,O=system:nodes" || c.IsCA || c.NotAfter.After(now.Add(24*time.Hour)) {
 				t.Errorf("%s, until %s", c.Subject, c.NotAfter)
 			}
+		}
+		if serving.VerifyHostname("192.168.77.100") == nil {
+			t.Errorf("after %s its kubelet has a certificate for an address that nobody has checked", tt.off)
 		}
 		if err := serving.VerifyHostname("192.168.77.11"); err != nil || len(client.DNSNames)+len(client.IPAddresses) > 0 {
 			t.Errorf("%v, %v", err, client.IPAddresses)

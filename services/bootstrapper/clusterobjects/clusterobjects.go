@@ -23,6 +23,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/muster-k8s/muster/internal/apiserver"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/retry"
 )
@@ -58,6 +59,7 @@ func Write(ctx context.Context, kubeconfig []byte, s State) error {
 	config.Timeout = requestTimeout
 	config.UserAgent = "muster-bootstrapper"
 	config.ContentType = "application/json"
+	config.Wrap(apiserver.Only)
 	client, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return err

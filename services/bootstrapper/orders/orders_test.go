@@ -297,17 +297,23 @@ func TestARefusedOrderStaysRefused(t *testing.T) {
 	n.reports(dance, joinv1.OrderState_ORDER_STATE_REFUSED, "")
 }
 
-// An order from the future waits for its time, which a wrong clock may only seem to have.
-func TestAnOrderFromTheFutureWaits(t *testing.T) {
+// B11: a machine whose clock is slow does not keep an order until its clock shows the order's time: by then its owner may have withdrawn it.
+func TestAnOrderFromTheFutureIsRefused(t *testing.T) {
 	n := newNode(t)
 	s := n.order(20 * 60)
 	n.deliver(s)
 	n.look()
-	n.did()
-	if r, err := Report(n.root); r != nil || err != nil {
-		t.Errorf("it reports %v, %v", r, err)
+	n.reports(s, joinv1.OrderState_ORDER_STATE_REFUSED, "was signed at 2026-11-26T12:20:00Z by the owner's clock, and here it is 2026-11-26T12:00:00Z")
+	n.now, n.boot = n.now.Add(20*time.Minute), "boot 2"
+	n.look()
+	junk := n.order(30 * 60)
+	junk.Signature = make([]byte, ed25519.SignatureSize)
+	for _, again := range []ownerorder.SignedMachineOrder{junk, s} {
+		n.deliver(again)
+		n.look()
 	}
-	n.now = n.now.Add(20 * time.Minute)
+	n.did()
+	n.deliver(n.order(1))
 	n.look()
 	n.did("doctor")
 }

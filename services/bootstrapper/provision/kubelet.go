@@ -4,7 +4,9 @@ import (
 	"context"
 	"crypto/x509"
 	"fmt"
+	"net"
 	"net/netip"
+	"slices"
 	"time"
 
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
@@ -81,15 +83,34 @@ func (n *Node) renewByAuthority(ctx context.Context, node, why string) error {
 	if err != nil {
 		return attest.Refuse(attestv1.Reason_REASON_MACHINE_CONFIG, "machine metadata: %w", err)
 	}
-	client, serving, err := n.SignKubelet(authority, node, meta.Addresses)
+	addrs, refused := certified(n.Root, meta.Addresses)
+	client, serving, err := n.SignKubelet(authority, node, addrs)
 	if err != nil {
 		return err
+	}
+	if len(refused) > 0 {
+		n.Log.WarnContext(ctx, "this control plane does not sign its kubelet's certificate for new addresses of its metadata: the kubelet requests one with them, which joinservice checks", "node", node, "addresses", refused)
 	}
 	if err := n.replaceKubelet(ctx, client, serving); err != nil {
 		return err
 	}
 	n.Log.WarnContext(ctx, "this control plane has signed its kubelet's certificates", "node", node, "why", why, "hours", nodeaccess.CertificateLife.Hours())
 	return nil
+}
+
+// certified divides addresses of the machine's metadata into those of the kubelet's present serving certificate, which init or a joinservice has checked, and
+// the others. The metadata comes from the machine's host. With a certificate for the address of the API endpoint, or of another node, this kubelet could be
+// taken for their servers (J7).
+func certified(root string, addrs []netip.Addr) (is, not []netip.Addr) {
+	leaf, err := kubelet.Certificate(root, kubelet.ServingFile)
+	for _, a := range addrs {
+		if err == nil && slices.ContainsFunc(leaf.IPAddresses, net.IP(a.AsSlice()).Equal) {
+			is = append(is, a)
+		} else {
+			not = append(not, a)
+		}
+	}
+	return is, not
 }
 
 // SignKubelet returns new keys with certificates like those of a ticket: each certificate with its key, in PEM.

@@ -28,6 +28,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/apiserver"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/services/bootstrapper/epoch"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -106,6 +107,7 @@ func connect(root, node string, owner attest.OwnerKeys, log *slog.Logger) (*clus
 	if at, err := url.Parse(own.Host); err == nil && at.Host != "" {
 		config.Dial = ownFirst(at.Host)
 	}
+	config.Wrap(apiserver.Only)
 	client, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, err

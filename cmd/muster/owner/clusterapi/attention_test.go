@@ -110,6 +110,7 @@ func TestWhatNeedsAttentionIsSaid(t *testing.T) {
 		"a Node that Muster let not in":         {func(s *Status) { s.Nodes[0].Enrolled = false }, "node node1", "AttestedNode"},
 		"a banned Node":                         {func(s *Status) { s.Nodes[0].Banned = true }, "node node1", "banned"},
 		"a node whose Node is gone":             {func(s *Status) { s.Nodes[0].Joined = false }, "node node1", "it has no Node object"},
+		"a removal that was interrupted":        {func(s *Status) { s.Nodes[0].Banned, s.Nodes[0].Removing = true, true }, "node node1", "muster forget or reset has banned it"},
 		"a replacement that was interrupted":    {func(s *Status) { s.Nodes[0].Banned, s.Nodes[0].Replacing = true, true }, "node node1", "muster replace has banned it"},
 		"a node that is not ready":              {func(s *Status) { s.Nodes[0].Ready = false }, "node node1", "not Ready"},
 		"a node whose certificates are revoked": {func(s *Status) { s.Nodes[0].Ready, s.Nodes[0].RevokedUntil = false, before(-time.Hour) }, "node node1", "muster replace or forget has revoked its certificates, and it has no newer ones: until 2026-11-21T13:00:00Z"},

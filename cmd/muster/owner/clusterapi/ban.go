@@ -1,6 +1,7 @@
 package clusterapi
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,11 +45,15 @@ func stillOwn(n *v1alpha1.AttestedNode, annotation string) error {
 	return nil
 }
 
-// banPlanned bans the enrollment that a plan has found, with one annotation of ownBans. It refuses one that the owner has banned after the plan.
+// banPlanned bans the enrollment that a plan has found, with one annotation of ownBans. It refuses one that the owner has banned after the plan, and one
+// that has another disk.
 func (c *Client) banPlanned(ctx context.Context, p *Presence, annotation string) error {
 	err := c.changeEnrollment(ctx, p, func(n *v1alpha1.AttestedNode) (bool, error) {
 		if bannedByOwner(n) && !bannedByOwner(p.Enrollment) {
 			return false, errBannedAgain
+		}
+		if n.Spec.DiskID != p.Enrollment.Spec.DiskID { // K4: erasing a disk can't be undone
+			return false, fmt.Errorf("its disk is %s meanwhile, not %s: run the same command again, and read its plan", cmp.Or(n.Spec.DiskID, "not recorded"), cmp.Or(p.Enrollment.Spec.DiskID, "unknown"))
 		}
 		return setBan(n, annotation), nil
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })

@@ -33,6 +33,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/muster-k8s/muster/api/v1alpha1"
+	"github.com/muster-k8s/muster/internal/apiserver"
 )
 
 // Namespace is the namespace of Muster's services.
@@ -86,6 +87,7 @@ func newClient(cfg *rest.Config, kubeconfig []byte, most int64) (*Client, error)
 			return nil, err
 		}
 	}
+	cfg.Wrap(apiserver.Only)
 	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return dialed{bounded{rt, most}, cfg.Host} })
 	// The mapper queries the cluster at its first use, and again for an unknown kind.
 	c, err := client.New(cfg, client.Options{Scheme: scheme})

@@ -148,6 +148,7 @@ type NodeStatus struct {
 	Banned      bool       `json:"banned,omitempty"`
 	Deleting    bool       `json:"deleting,omitempty"`
 	Replacing   bool       `json:"replacing,omitempty"` // muster replace has banned it, and is unfinished
+	Removing    bool       `json:"removing,omitempty"`  // muster forget or reset has banned it, and is unfinished
 	Accepted    *bool      `json:"accepted,omitempty"`
 	Reason      string     `json:"reason,omitempty"`
 	AppraisedAt *time.Time `json:"appraisedAt,omitempty"`
@@ -286,6 +287,7 @@ func (c *Client) nodes(ctx context.Context) ([]NodeStatus, error) {
 		s.Enrolled, s.Role, s.MachineID = true, string(n.Spec.Role), n.Spec.MachineID
 		s.DiskMode, s.Banned, s.Deleting = string(n.Spec.DiskMode), n.Spec.Banned, n.Leaving()
 		_, s.Replacing = n.Annotations[v1alpha1.KeepNode]
+		_, s.Removing = n.Annotations[v1alpha1.Removing]
 		s.Serial, s.Generation = n.Status.PolicySerial, n.Status.PolicyGeneration
 		if c := n.Status.Certificates; c != nil {
 			s.ClientExpires, s.ServingExpires = timeOf(c.ClientExpiresAt), timeOf(c.ServingExpiresAt)

@@ -21,6 +21,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/policies"
+	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/checkup"
@@ -309,18 +310,36 @@ func (d *doctor) signature(p *v1alpha1.AttestationPolicy, public attest.OwnerKey
 		return
 	}
 	d.collateral(inForce.CollateralEnds())
+	d.folderPolicy(p, inForce.Serial())
+	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
+		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
+	}
+}
+
+// folderPolicy compares the folder's policies with the cluster's: policy.yaml, and the one that was last signed here.
+func (d *doctor) folderPolicy(p *v1alpha1.AttestationPolicy, inForce uint64) {
+	known, err := d.dir.Known()
+	if err != nil {
+		return // another check reports it
+	}
+	last, newest, err := policies.NewestSigned(d.dir, p)
+	if err != nil {
+		d.Err(CheckPolicy, problem.Remedy(err), err)
+		return
+	}
 	if own, signed, err := policies.SignedPolicy(d.dir); err == nil && string(signed.GetPolicy()) != p.Spec.Policy {
 		level, remedy := checkup.Warn, "Run muster policy apply, if you have finished editing it."
-		if own.Serial() <= inForce.Serial() {
-			remedy = fmt.Sprintf("With it, a recovery is refused (POLICY_INVALID). Restore %s from your newest copy, or, if you have edited it, set serial to %d or more and run muster policy apply.", d.dir.File(ownerdir.PolicyFile), inForce.Serial()+1)
+		if own.Serial() <= last && string(signed.GetPolicy()) != newest {
+			remedy = fmt.Sprintf("With it, a recovery is refused (POLICY_INVALID). Restore %s from your newest copy, or, if you have edited it, set serial to %d or more and run muster policy apply.", d.dir.File(ownerdir.PolicyFile), last+1)
 			if d.drill {
 				level = checkup.Fail
 			}
 		}
-		d.Add(CheckPolicy, level, remedy, "the folder's policy (serial %d) differs from the cluster's (serial %d)", own.Serial(), inForce.Serial())
+		d.Add(CheckPolicy, level, remedy, "the folder's policy (serial %d) differs from the cluster's (serial %d)", own.Serial(), inForce)
 	}
-	if !p.Status.Accepted || p.Status.ObservedGeneration != p.Generation {
-		d.Add(CheckPolicy, checkup.Fail, "Correct it, increase serial, and run muster policy apply.", "the services have not accepted generation %d: %s %s", p.Generation, p.Status.Reason, p.Status.Message)
+	if newest != p.Spec.Policy && newest != known.Policy.JSON { // B7; with known.json's, the cluster was restored to an earlier state
+		d.Add(CheckPolicy, checkup.Warn, fmt.Sprintf("The command that signed it was interrupted, or its policy was replaced since. Run it again, or put policy.yaml in force with a serial of %d or more: muster policy apply.", last+1),
+			"the owner has signed a policy of serial %d, and the cluster has one of serial %d", last, inForce)
 	}
 }
 

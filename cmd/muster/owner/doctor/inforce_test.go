@@ -2,9 +2,11 @@ package doctor
 
 import (
 	"encoding/base64"
+	"encoding/json"
 	"log/slog"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -67,6 +69,34 @@ func (p *patient) hidden(t *testing.T) func(*testing.T) {
 	}
 }
 
+// unsent signs a policy of serial 3 in the folder, as a command does that is interrupted before it sends it.
+func (p *patient) unsent(t *testing.T) func(*testing.T) {
+	t.Helper()
+	key, err := p.dir.OwnerKey()
+	try(t, err)
+	text, err := p.dir.Read(ownerdir.PolicyFile)
+	try(t, err)
+	policy, err := policyfile.ToJSON(text)
+	try(t, err)
+	signed := attest.SignPolicy(key, []byte(strings.Replace(string(policy), `"serial":"1"`, `"serial":"3"`, 1)))
+	content, err := json.Marshal(ownerdir.KnownPolicy{JSON: string(signed.GetPolicy()), Signature: signed.GetSignature()})
+	try(t, err, os.WriteFile(p.dir.File(ownerdir.SignedFile), content, 0o600))
+	return p.withoutSigned
+}
+
+// damaged writes a file that is not a signed policy.
+func (p *patient) damaged(t *testing.T) func(*testing.T) {
+	t.Helper()
+	try(t, os.WriteFile(p.dir.File(ownerdir.SignedFile), []byte("{"), 0o600))
+	return p.withoutSigned
+}
+
+func (p *patient) withoutSigned(t *testing.T) {
+	t.Helper()
+	try(t, os.Remove(p.dir.File(ownerdir.SignedFile)))
+	p.healthy(t)
+}
+
 // inForce are faults that only the status of objects shows.
 func (p *patient) inForce() []harm {
 	release := ownertest.ListOf(ownertest.After, "3.6.6-0", "2")
@@ -81,6 +111,8 @@ func (p *patient) inForce() []harm {
 			})
 			return p.healthy
 		}},
+		{CheckPolicy, checkup.Warn, "signed a policy of serial 3, and the cluster has one of serial 1", "", p.unsent},
+		{CheckPolicy, checkup.Fail, ownerdir.SignedFile, "", p.damaged},
 		{CheckPolicy, checkup.Warn, "insecure.anyFirmware is on in the policy in force", "", p.hidden},
 		{CheckPolicy, checkup.Fail, "the cluster's policy: POLICY_INVALID: policy: controlPlanes lists machine", "", func(t *testing.T) func(*testing.T) {
 			t.Helper()

@@ -252,6 +252,33 @@ func TestABanAfterThePlanStays(t *testing.T) {
 	}
 }
 
+// Another administrator has replaced the disk after the plan was shown.
+func TestADiskThatThePlanDidNotNameIsNotErased(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)
+	defer cancel()
+	l := ownertest.NewLifecycle(t)
+	on := l.Node(t, "exchanged", 54, v1alpha1.RoleWorker)
+	d, err := PlanForget(ctx, l.Dir, "exchanged", false, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := strings.Replace(on.Disk, "5f0c", "6f0c", 1)
+	now, err := d.kube.Presence(ctx, "exchanged")
+	if err == nil {
+		_, err = d.kube.Replace(ctx, now, clusterapi.Replacement{DiskID: other}, time.Now(), func(string) {})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = d.Do(ctx, func(string) {})
+	if n := ownertest.EnrollmentOf(t, "exchanged"); err == nil || !strings.Contains(err.Error(), "its disk is "+other+" meanwhile") || n.Spec.Banned {
+		t.Errorf("%v; %+v", err, n.Spec)
+	}
+	if have, err := d.kube.Disk(ctx, on.Disk); err != nil || have == nil || have.Spec.Erased || have.Spec.Salt == "" {
+		t.Errorf("the salt of disk %s: %+v, %v", on.Disk, have, err)
+	}
+}
+
 // The ban that precedes an erasure is the command's own.
 func TestANodeWhoseDiskIsErasedIsForgotten(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), ownertest.Patience)

@@ -170,7 +170,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Reques
 		case n.Annotations[v1alpha1.OwnerOrder] != signed.Note():
 			if ctx.Err() == nil {
 				return last, problem.WithRemedy(fmt.Errorf("%s: its order %q was replaced or removed while this command waited", name, action),
-					fmt.Sprintf("Another run of muster, or an administrator of the API, did that (audit log: writes of the AttestedNode). If the machine has received the order, it may still start it up to %s after it was signed: muster status shows what it reports. Then run the same command again.", Validity))
+					fmt.Sprintf("Another run of muster, or an administrator of the API, did that (audit log: writes of the AttestedNode). If the machine has received the order, it may still start it up to %s after it was signed, by its own clock: muster status shows what it reports. Then run the same command again.", Validity))
 			}
 		default:
 			if r := n.Status.Order; r != nil && r.Digest == signed.Digest() {
@@ -213,7 +213,7 @@ func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action 
 	case begun:
 		return problem.WithRemedy(fmt.Errorf("%s has already started the order %q, and does not stop: %w", name, action, cause), noReport(name, true))
 	}
-	remedy := fmt.Sprintf("If the machine has already received the order, or an administrator of the API puts it back, the machine may still start it up to %s after it was signed: muster status shows what it reports.", Validity)
+	remedy := fmt.Sprintf("If the machine has already received the order, or an administrator of the API puts it back, the machine may still start it up to %s after it was signed, by its own clock: muster status shows what it reports.", Validity)
 	if errors.Is(cause, context.DeadlineExceeded) {
 		remedy += " " + getsOrders(name)
 	}
