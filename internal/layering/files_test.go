@@ -99,3 +99,32 @@ func text(f *ast.File) []string {
 	}
 	return []string{strings.TrimSpace(f.Doc.Text())}
 }
+
+// Each program that makes a configuration for the API server refuses the answers of kubelets: internal/apiserver.
+func TestEachClientOfTheAPIServerRefusesKubelets(t *testing.T) {
+	found := 0
+	for _, path := range sources(t) {
+		rel, err := filepath.Rel(root(t), path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if folder, _, _ := strings.Cut(rel, "/"); strings.HasSuffix(rel, "_test.go") || !slices.Contains([]string{"cmd", "internal", "services"}, folder) {
+			continue
+		}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		made := 0
+		for _, f := range []string{"RESTConfigFromKubeConfig(", "BuildConfigFromFlags(", "InClusterConfig("} {
+			made += bytes.Count(b, []byte(f))
+		}
+		found += made
+		if made > 0 && bytes.Count(b, []byte("Wrap(apiserver.Only)")) < made {
+			t.Errorf("%s: %d configurations, not all with apiserver.Only", rel, made)
+		}
+	}
+	if found < 5 {
+		t.Errorf("only %d configurations found", found)
+	}
+}

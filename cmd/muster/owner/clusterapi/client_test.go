@@ -1,7 +1,11 @@
 package clusterapi
 
 import (
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"net/http/httptest"
 	"testing"
@@ -10,6 +14,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
+
+	"github.com/muster-k8s/muster/internal/apiserver"
 )
 
 // answers is a transport that gives one answer after another, and the last again and again.
@@ -53,5 +59,32 @@ func TestAnAPIServerThatHasJustStartedIsWaitedFor(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// kubelet answers as one to which somebody has forwarded the connection.
+type kubelet struct{}
+
+func (kubelet) RoundTrip(*http.Request) (*http.Response, error) {
+	w := httptest.NewRecorder()
+	http.NotFound(w, nil)
+	resp := w.Result()
+	resp.TLS = &tls.ConnectionState{PeerCertificates: []*x509.Certificate{{Subject: pkix.Name{CommonName: "system:node:cp1", Organization: []string{"system:nodes"}}}}}
+	return resp, nil
+}
+
+// K4: what a kubelet does not know counts neither as deleted nor as erased.
+func TestAKubeletsAnswerIsNoObjectThatIsGone(t *testing.T) {
+	c, err := newClient(&rest.Config{Host: "https://192.0.2.1:6443", Transport: kubelet{}, QPS: -1}, nil, maxAnswer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, do := range map[string]func() error{
+		"erase": func() error { return c.EraseDisk(t.Context(), "5f0c95b6-2a3d-4c7e-9f10-000000000001") },
+		"read":  func() error { _, err := c.Presence(t.Context(), "w1"); return err },
+	} {
+		if err := do(); Absent(err) || !errors.As(err, new(*apiserver.NodeError)) {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }
