@@ -300,7 +300,9 @@ func (e *Executor) once(ctx context.Context) error {
 	next := entry{Order: in, Action: o.Action, BeganAt: e.now()}
 	if err == nil {
 		err = e.may(o, rec.Begun)
-		if o.SignedAt.After(rec.Begun) { // B11: a genuine order is decided on once, also one from the future: by a slow clock it would outlive its expiry and its withdrawal
+		// B11: a genuine order is decided on once, also one from the future: by a slow clock it would outlive its expiry and its withdrawal. An order of a
+		// workstation that was days ahead must not refuse all others until then.
+		if o.SignedAt.After(rec.Begun) && o.SignedAt.Sub(e.cfg.Now()) <= ownerorder.MaxMachineLife {
 			rec.Begun = o.SignedAt
 		}
 	}

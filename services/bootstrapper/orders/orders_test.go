@@ -316,6 +316,15 @@ func TestAnOrderFromTheFutureIsRefused(t *testing.T) {
 	n.deliver(n.order(1))
 	n.look()
 	n.did("doctor")
+
+	far := n.order(0, func(o *ownerorder.MachineOrder) {
+		o.SignedAt, o.NotAfter = n.now.AddDate(1, 0, 0), n.now.AddDate(1, 0, 0).Add(time.Minute)
+	})
+	for _, s := range []ownerorder.SignedMachineOrder{far, n.order(2)} { // of a workstation whose clock was a year ahead, and right again
+		n.deliver(s)
+		n.look()
+	}
+	n.did("doctor", "doctor")
 }
 
 // Whoever writes the annotation can put another order into the place of one that has ended. The result stays, for when the order

@@ -98,7 +98,7 @@ func (n *Node) renewByAuthority(ctx context.Context, node, why string) error {
 	return nil
 }
 
-// certified divides addresses of the machine's metadata into those of the kubelet's present serving certificate, which init or a joinservice has checked, and
+// certified divides addresses of the machine's metadata into those of the kubelet's present serving certificate, which it got at init, or a joinservice has checked, and
 // the others. The metadata comes from the machine's host. With a certificate for the address of the API endpoint, or of another node, this kubelet could be
 // taken for their servers (J7).
 func certified(root string, addrs []netip.Addr) (is, not []netip.Addr) {

@@ -185,7 +185,7 @@ func (s *Status) nodeAttention(n NodeStatus, now time.Time, add func(about, reme
 		add(about, "If it does not run in another terminal, run it again with the same flags. If you don't trust the machine any more, muster ban "+n.Name+" evicts it.", "muster replace has banned it, and is unfinished")
 		return
 	case n.Banned && n.Removing:
-		add(about, "If it does not run in another terminal: muster forget "+n.Name+", with --erase if the disk was to be erased, completes the removal. If you want to keep the machine: muster ban "+n.Name+", then muster unban "+n.Name+".", "muster forget or reset has banned it, and is unfinished")
+		add(about, "If it does not run in another terminal: muster forget "+n.Name+", with --erase if the disk was to be erased, completes the removal. muster ban "+n.Name+" cancels it; after that, muster unban "+n.Name+" works only if its certificates were not revoked and its disk was not erased.", "muster forget or reset has banned it, and is unfinished")
 		return
 	case n.Banned && n.Joined:
 		add(about, "joinservice deletes it within seconds. If it stays, "+whatKeeps(n.Name), "it is banned, but its Node object still exists")

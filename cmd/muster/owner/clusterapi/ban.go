@@ -23,6 +23,9 @@ var errBannedAgain = errors.New("muster ban has banned it meanwhile, and the ban
 // ErrUnbanned is returned if the ban of forget, reset or replace was lifted before the last write of that command.
 var ErrUnbanned = errors.New("its ban was lifted meanwhile, so its machine may have new certificates: run the same command again")
 
+// ErrOtherDisk is returned by forget, reset and replace for an enrollment whose disk is not that of the plan.
+var ErrOtherDisk = errors.New("it has another disk meanwhile")
+
 // ErrOwnBan is returned by [Client.SetBanned] for a ban of a replacement or removal, which only that command ends.
 var ErrOwnBan = errors.New("muster forget, reset or replace has banned it, and was interrupted or still runs")
 
@@ -53,7 +56,7 @@ func (c *Client) banPlanned(ctx context.Context, p *Presence, annotation string)
 			return false, errBannedAgain
 		}
 		if n.Spec.DiskID != p.Enrollment.Spec.DiskID { // K4: erasing a disk can't be undone
-			return false, fmt.Errorf("its disk is %s meanwhile, not %s: run the same command again, and read its plan", cmp.Or(n.Spec.DiskID, "not recorded"), cmp.Or(p.Enrollment.Spec.DiskID, "unknown"))
+			return false, fmt.Errorf("%w: %s, and not %s", ErrOtherDisk, cmp.Or(n.Spec.DiskID, "none is recorded"), cmp.Or(p.Enrollment.Spec.DiskID, "unrecorded"))
 		}
 		return setBan(n, annotation), nil
 	}, func(ctx context.Context, n *v1alpha1.AttestedNode) error { return c.client.Update(ctx, n) })

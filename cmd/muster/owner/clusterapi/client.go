@@ -186,7 +186,7 @@ func passes(err error) bool {
 var errPending = errors.New("not there yet")
 
 // Answers returns nil as soon as an API server answers, also with a refusal. It returns an error that wraps [tls.CertificateVerificationError] if a
-// server with another certificate answers. Otherwise it returns the last error when ctx ends.
+// server with another certificate answers, and one that wraps [apiserver.NodeError] if a kubelet does. Otherwise it returns the last error when ctx ends.
 func (c *Client) Answers(ctx context.Context) error {
 	d, err := discovery.NewDiscoveryClientForConfig(c.rest)
 	if err != nil {
@@ -198,6 +198,9 @@ func (c *Client) Answers(ctx context.Context) error {
 			return nil
 		}
 		if _, foreign := errors.AsType[*tls.CertificateVerificationError](err); foreign {
+			return err
+		}
+		if _, node := errors.AsType[*apiserver.NodeError](err); node {
 			return err
 		}
 		select {

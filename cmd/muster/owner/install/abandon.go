@@ -10,6 +10,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/access"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	"github.com/muster-k8s/muster/internal/apiserver"
 )
 
 // lost returns an error if an API server answers, unless it is that of the machine on which this restore runs. Restoring a running cluster would
@@ -46,6 +47,9 @@ func (i *initializer) lost(ctx context.Context) error {
 	if _, foreign := errors.AsType[*tls.CertificateVerificationError](err); foreign {
 		return problem.WithRemedy(fmt.Errorf("the API server at %s answers with a certificate that %s does not verify, so the cluster may not be lost: %w", kube.Server(), i.Dir.File(ownerdir.AdminConf), err), "If the cluster's CA was rotated since this copy of the folder, use the newest copy, or muster kubeconfig renew --joinservice ADDRESS. If another cluster answers there, direct the name elsewhere.")
 	}
+	if _, node := errors.AsType[*apiserver.NodeError](err); node {
+		return problem.WithRemedy(fmt.Errorf("a node of the cluster answers at the address of its API server, so the cluster may not be lost: %w", err), "Find out why this address leads to a kubelet. If the cluster is lost: power all of its old machines off, and run the same command again."+open)
+	}
 	return nil
 }
 
@@ -68,6 +72,9 @@ func Abandon(ctx context.Context, d *ownerdir.Dir) ([]ownerdir.Asked, error) {
 		alive, cancel := context.WithTimeout(ctx, access.ProbeTimeout)
 		defer cancel()
 		names, err := kube.NodeNames(alive)
+		if _, node := errors.AsType[*apiserver.NodeError](err); node {
+			return nil, problem.WithRemedy(fmt.Errorf("it is not known whether the cluster is restored: %w", err), "Nothing was changed. Find out why the address of the API server leads to a kubelet, and run the same command again.")
+		}
 		if err != nil {
 			break // it does not answer
 		}

@@ -2,9 +2,11 @@ package install
 
 import (
 	"context"
+	"crypto/x509/pkix"
 	"encoding/json"
 	"errors"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -19,7 +21,9 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/cmd/muster/owner/recovery"
 	initv1 "github.com/muster-k8s/muster/gen/muster/init/v1"
+	"github.com/muster-k8s/muster/internal/apiserver"
 	"github.com/muster-k8s/muster/internal/backup"
+	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/policyfile"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -131,6 +135,22 @@ func TestARestoreWithAMachineIsAbandonedOnlyWithoutItsCluster(t *testing.T) {
 	i := &initializer{InitConfig: config(l.Owned)}
 	if err := i.lost(ctx); err == nil || !strings.Contains(err.Error(), "does not have the node restored1") {
 		t.Errorf("an old control plane answers: %v", err)
+	}
+	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig") // whose API server's connections are forwarded to a kubelet
+	err := kubetest.WriteKubeconfig(kubeconfig, kubetest.Forwarded(t, pkix.Name{CommonName: "system:node:cp1", Organization: []string{"system:nodes"}}))
+	forwarded, read := os.ReadFile(kubeconfig)
+	present, had := l.Read(ownerdir.AdminConf)
+	if err := errors.Join(err, read, had, l.Write(ownerdir.AdminConf, forwarded)); err != nil {
+		t.Fatal(err)
+	}
+	if err := i.lost(ctx); !errors.As(err, new(*apiserver.NodeError)) {
+		t.Errorf("a node answers: %v", err)
+	}
+	if _, err := Abandon(ctx, l.Dir); !errors.As(err, new(*apiserver.NodeError)) || l.Cluster().Restore == nil {
+		t.Errorf("a node answers: %v", err)
+	}
+	if err := l.Write(ownerdir.AdminConf, present); err != nil {
+		t.Fatal(err)
 	}
 	if err := ownertest.Shared.Client.Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "restored1"}}); err != nil {
 		t.Fatal(err)

@@ -352,6 +352,9 @@ func (d *Removal) Do(ctx context.Context, report func(string)) (*Removed, error)
 			out.MachineID = d.to.MachineID
 		}
 	}
+	if errors.Is(err, clusterapi.ErrOtherDisk) {
+		return nil, problem.WithRemedy(err, "The enrollment was not changed. Run the same command again, and read its plan.")
+	}
 	if errors.Is(err, clusterapi.ErrUnbanned) {
 		return nil, problem.WithRemedy(err, "The machine is not shut out. Find out who lifted the ban (audit log: writes of the AttestedNode). Then run the same command again, and read its plan.")
 	}

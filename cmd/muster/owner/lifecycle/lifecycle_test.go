@@ -271,7 +271,7 @@ func TestADiskThatThePlanDidNotNameIsNotErased(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = d.Do(ctx, func(string) {})
-	if n := ownertest.EnrollmentOf(t, "exchanged"); err == nil || !strings.Contains(err.Error(), "its disk is "+other+" meanwhile") || n.Spec.Banned {
+	if n := ownertest.EnrollmentOf(t, "exchanged"); err == nil || !strings.Contains(err.Error(), "another disk meanwhile: "+other) || n.Spec.Banned {
 		t.Errorf("%v; %+v", err, n.Spec)
 	}
 	if have, err := d.kube.Disk(ctx, on.Disk); err != nil || have == nil || have.Spec.Erased || have.Spec.Salt == "" {

@@ -209,7 +209,7 @@ func withdraw(ctx context.Context, kube *clusterapi.Client, name string, action 
 	defer cancel()
 	switch begun, err := kube.WithdrawOrder(ctx, name, func(note string) bool { return own.notes[note] }, own.over); {
 	case err != nil:
-		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may start it up to %s after it was signed. To withdraw it: kubectl annotate attestednode %s %s-", Validity, name, v1alpha1.OwnerOrder))
+		return problem.WithRemedy(fmt.Errorf("the order %q to %s could not be withdrawn: %w", action, name, errors.Join(cause, err)), fmt.Sprintf("The machine may start it up to %s after it was signed, by its own clock. To withdraw it: kubectl annotate attestednode %s %s-", Validity, name, v1alpha1.OwnerOrder))
 	case begun:
 		return problem.WithRemedy(fmt.Errorf("%s has already started the order %q, and does not stop: %w", name, action, cause), noReport(name, true))
 	}
@@ -321,6 +321,9 @@ func outcome(name string, action ownerorder.Action, r *v1alpha1.OrderReport) err
 		if attest.ReasonOf(err) == attestv1.Reason_REASON_STATE_DISK {
 			remedy = "Nothing is erased. Power the machine off, erase its disk from a rescue system, and run muster forget " + name + "."
 		}
+		if attest.ReasonOf(err) == attestv1.Reason_REASON_CLOCK_SKEW {
+			remedy = "Nothing was done. Set the clock that is wrong: the message has both times. Then run the same command again."
+		}
 		return problem.WithRemedy(fmt.Errorf("%s refused the order %q: %w", name, action, err), remedy)
 	default:
 		return problem.WithRemedy(fmt.Errorf("%s: %s failed: %s", name, action, r.Message), "muster doctor --node "+name+" shows what is wrong on the machine.")
@@ -341,7 +344,7 @@ func noReport(name string, begun bool) string {
 	if begun {
 		return "The machine has started the order. `muster status` shows when it attested last. Run the same command again to continue waiting."
 	}
-	return fmt.Sprintf("Another run of muster has given the order: the machine may start it up to %s after it was signed. To withdraw it: kubectl annotate attestednode %s %s- (the same command, run again, continues waiting). %s", Validity, name, v1alpha1.OwnerOrder, getsOrders(name))
+	return fmt.Sprintf("Another run of muster has given the order: the machine may start it up to %s after it was signed, by its own clock. To withdraw it: kubectl annotate attestednode %s %s- (the same command, run again, continues waiting). %s", Validity, name, v1alpha1.OwnerOrder, getsOrders(name))
 }
 
 func getsOrders(name string) string {

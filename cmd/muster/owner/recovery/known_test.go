@@ -25,11 +25,17 @@ import (
 // serial sets the serial of a policy.
 func serial(n uint64) func(*attestv1.Policy) { return func(p *attestv1.Policy) { p.Serial = n } }
 
+// policyOf returns a policy that accepts the machines, and lists them as control planes.
+func policyOf(t testing.TB, ca *attesttest.CA, machines []*attesttest.Machine, changes ...func(*attestv1.Policy)) []byte {
+	t.Helper()
+	return attesttest.Policy(t, ca, machines, append([]func(*attestv1.Policy){attesttest.ControlPlanes(machines...)}, changes...)...)
+}
+
 // J2: before a key is derived, the disk that the machine claims is compared with the cluster's last known state.
 func TestADiskThatIsNotTheMachinesGetsNoKey(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
-	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first, second})
+	policy := policyOf(t, ca, []*attesttest.Machine{first, second})
 	node := func(m *attesttest.Machine, disk string) ownerdir.KnownNode {
 		return ownerdir.KnownNode{MachineID: m.ID().String(), Role: "control-plane", Disk: ownerdir.KnownDisk{ID: disk, Salt: keys.DiskSalt{3}.String(), RootVersion: 1}}
 	}
@@ -99,7 +105,7 @@ func TestAPolicyThatIsNotCurrentRecoversNothing(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	policy := func(n uint64, changes ...func(*attestv1.Policy)) []byte {
-		return attesttest.Policy(t, ca, []*attesttest.Machine{m}, append(changes, serial(n))...)
+		return policyOf(t, ca, []*attesttest.Machine{m}, append(changes, serial(n))...)
 	}
 	other := func(p *attestv1.Policy) { p.Insecure = &attestv1.InsecureSwitches{AllowPlainState: true} }
 	twice := func(p *attestv1.Policy) {
@@ -151,11 +157,11 @@ func TestAMachineOfAnotherClassOrImageGetsNoKey(t *testing.T) {
 			m := attesttest.NewMachine(t, ca, opts)
 			w := serveWaiting(t, m, opens)
 			now := attesttest.NewMachine(t, ca, attesttest.Options{})
-			o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{now}))
+			o := knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{now}, attesttest.ControlPlanes(now, m)))
 			if _, err := recoverFrom(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_POLICY_REFUSED || w.calls() != 0 || w.described != 0 {
 				t.Errorf("%v, asked %d times", err, w.calls())
 			}
-			o = knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{now, m}))
+			o = knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{now, m}))
 			if _, err := recoverFrom(t, o, w, nil); err != nil {
 				t.Errorf("the policy has both: %v", err)
 			}
@@ -170,7 +176,7 @@ func TestAnOlderClusterIsNoticed(t *testing.T) {
 	key := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
 	public := key.Public().(ed25519.PublicKey)
 	of := func(n uint64) ownerdir.KnownPolicy {
-		_, json, err := policyfile.Parse(attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(n)))
+		_, json, err := policyfile.Parse(policyOf(t, ca, []*attesttest.Machine{m}, serial(n)))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -241,7 +247,7 @@ func TestAClusterThatCaughtUpWithItsNumbersIsNoticed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	key := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
-	_, json, err := policyfile.Parse(attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(4)))
+	_, json, err := policyfile.Parse(policyOf(t, ca, []*attesttest.Machine{m}, serial(4)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -280,7 +286,7 @@ func TestAClusterThatCaughtUpWithItsNumbersIsNoticed(t *testing.T) {
 func TestADiskOfANodeThatHasGoneIsNotRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
-	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first, second})
+	policy := policyOf(t, ca, []*attesttest.Machine{first, second})
 	for name, tt := range map[string]struct {
 		gone   *attesttest.Machine
 		banned bool
@@ -353,7 +359,7 @@ func TestAMachineThatThePolicyDoesNotListGetsNoKey(t *testing.T) {
 	}{
 		"listed":                             {both, ownerdir.StageInstalled, attestv1.Reason_REASON_UNSPECIFIED},
 		"not listed":                         {both[1:], ownerdir.StageInstalled, attestv1.Reason_REASON_SERVER_NOT_LISTED},
-		"of a policy without a list":         {nil, ownerdir.StageInstalled, attestv1.Reason_REASON_UNSPECIFIED},
+		"of a policy without a list":         {nil, ownerdir.StageInstalled, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 		"not listed yet, during its init":    {both[1:], ownerdir.StageInitialized, attestv1.Reason_REASON_UNSPECIFIED},
 		"not listed, during another's init ": {both[:1], ownerdir.StageInitialized, attestv1.Reason_REASON_SERVER_NOT_LISTED},
 	} {
@@ -390,7 +396,7 @@ func TestAMachineThatThePolicyDoesNotListGetsNoKey(t *testing.T) {
 func TestAnErasedDiskIsNotRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
-	policy := attesttest.Policy(t, ca, []*attesttest.Machine{m})
+	policy := policyOf(t, ca, []*attesttest.Machine{m})
 	w := serveWaiting(t, m, opens)
 	o := knows(t, w, m, waitingDisk, policy)
 	key, err := o.OwnerKey()

@@ -165,10 +165,10 @@ func (r *recoverer) load() error {
 }
 
 // mayRecover refuses a machine that the policy does not list as a control plane (A7): the cluster's keys are on its disk. During an init or a
-// restore, its machine may not be listed yet. A policy that lists no control planes is from a version of Muster without these lists.
+// restore, its machine may not be listed yet.
 func mayRecover(c ownerdir.Cluster, policy *attest.Policy, machine attest.MachineID) error {
 	begun := c.Stage != ownerdir.StageInstalled && c.FirstMachine != nil && c.FirstMachine.ID == machine
-	if begun || len(policy.ControlPlanes()) == 0 {
+	if begun {
 		return nil
 	}
 	if err := policy.MayServe(machine); err != nil { // A7

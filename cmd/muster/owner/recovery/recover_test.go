@@ -168,7 +168,7 @@ func TestRecoverNamesEachStateAndWhoseDiskIsOpen(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m, opens, func(send func(recoverv1.State) error) error { return send(recoverv1.State_STATE_OPEN_ALREADY) })
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	o := knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{m}))
 	r, err := recoverFrom(t, o, w, nil)
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func TestAMachineThatIsNotTheExpectedOneGetsNoSecrets(t *testing.T) {
 	first, second := attesttest.NewMachine(t, ca, attesttest.Options{}), attesttest.NewMachine(t, ca, attesttest.Options{})
 	booted := attesttest.NewMachine(t, ca, attesttest.Options{})
 	booted.LockTo([32]byte{9})
-	policy := attesttest.Policy(t, ca, []*attesttest.Machine{first})
+	policy := policyOf(t, ca, []*attesttest.Machine{first}, attesttest.ControlPlanes(first, second, booted))
 	for name, tt := range map[string]struct {
 		there    *attesttest.Machine
 		expected *attesttest.Machine // by --machine-id; nil: the first one
@@ -240,7 +240,7 @@ func TestAMachineThatIsNotTheExpectedOneGetsNoSecrets(t *testing.T) {
 func TestWhatAWaitingMachineRefusesSaysWhatToDo(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
-	policy := attesttest.Policy(t, ca, []*attesttest.Machine{m})
+	policy := policyOf(t, ca, []*attesttest.Machine{m})
 	for name, tt := range map[string]struct {
 		known  string
 		answer reaction
@@ -277,7 +277,7 @@ func TestRecoverComesBack(t *testing.T) {
 		w.l.Drop()
 		return err
 	}, opens)
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	o := knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{m}))
 	if _, err := recoverFrom(t, o, w, nil); err != nil {
 		t.Fatal(err)
 	}
@@ -291,7 +291,7 @@ func TestAMachineThatIsGoneAfterTryingWasProbablyRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m)
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	o := knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{m}))
 	w.reactions = []reaction{func(send func(recoverv1.State) error) error {
 		err := send(recoverv1.State_STATE_TRYING)
 		o.Out.Await(t, "trying") // that it was sent does not mean that it was received
@@ -310,7 +310,7 @@ func TestAMachineThatSaysNonsenseIsNotBelieved(t *testing.T) {
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m, opens)
 	w.disk = "\x1b[2J not a disk"
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	o := knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{m}))
 	refused := func() {
 		t.Helper()
 		if _, err := recoverFrom(t, o, w, nil); rpc.ReasonFrom(err) != attestv1.Reason_REASON_REQUEST_INVALID || w.calls() != 0 {
@@ -330,7 +330,7 @@ func TestAFolderThatKnowsNoMachineRecoversNoneUnnamed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m, opens)
-	o := ownertest.Own(t, &ownertest.FirstMachine{Addr: w.addr}, "192.0.2.1:6443", attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	o := ownertest.Own(t, &ownertest.FirstMachine{Addr: w.addr}, "192.0.2.1:6443", policyOf(t, ca, []*attesttest.Machine{m}))
 	if _, err := recoverFrom(t, o, w, nil); err == nil || w.calls() != 0 {
 		t.Errorf("%v, asked %d times", err, w.calls())
 	}
@@ -357,7 +357,7 @@ func TestARecoveryHasTheListsOfTheFolder(t *testing.T) {
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	opened := func(send func(recoverv1.State) error) error { return send(recoverv1.State_STATE_OPENED) }
 	w := serveWaiting(t, m, opened, opened, opened, opened, opened)
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	o := knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{m}))
 	var got *recoverv1.Software
 	w.fits = func(r *recoverv1.RecoverRequest) bool { got = r.GetSoftware(); return true }
 	release := func(name string) clusterinfo.Release {
@@ -413,7 +413,7 @@ func TestAMachineOfAnEarlierImageIsRecovered(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
 	w := serveWaiting(t, m)
-	o := knows(t, w, m, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m}))
+	o := knows(t, w, m, waitingDisk, policyOf(t, ca, []*attesttest.Machine{m}))
 	own, err := o.OwnerKey()
 	if err != nil {
 		t.Fatal(err)

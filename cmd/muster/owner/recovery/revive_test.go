@@ -61,7 +61,7 @@ func TestAnOlderControlPlaneIsRevivedByItsOwnerAlone(t *testing.T) {
 	l := ownertest.Listen(t)
 	ownertest.Serve(t, l, m.Attester(attest.PurposeMachine), rpc.Serve(recoverv1connect.EpochServiceName, recoverv1connect.EpochServiceHandler(m), recoverv1connect.NewEpochServiceHandler))
 	w := &waitingMachine{Machine: m.Machine, addr: l.Addr().String(), disk: waitingDisk}
-	o := knows(t, w, m.Machine, waitingDisk, attesttest.Policy(t, ca, []*attesttest.Machine{m.Machine}))
+	o := knows(t, w, m.Machine, waitingDisk, policyOf(t, ca, []*attesttest.Machine{m.Machine}))
 	key, err := o.OwnerKey()
 	if err != nil {
 		t.Fatal(err)
@@ -170,7 +170,7 @@ func TestABanIsThatOfItsMachine(t *testing.T) {
 func TestWhatAnOlderControlPlaneWouldUndoIsNamed(t *testing.T) {
 	ca := attesttest.NewCA(t)
 	m := attesttest.NewMachine(t, ca, attesttest.Options{})
-	text := attesttest.Policy(t, ca, []*attesttest.Machine{m}, serial(9))
+	text := policyOf(t, ca, []*attesttest.Machine{m}, serial(9))
 	o := ownertest.Own(t, &ownertest.FirstMachine{Addr: "192.0.2.11:9000"}, "192.0.2.1:6443", text)
 	key, err := o.OwnerKey()
 	if err != nil {
