@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	ownerrecovery "github.com/muster-k8s/muster/cmd/muster/owner/recovery"
+	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/services/bootstrapper/component"
 	"github.com/muster-k8s/muster/services/bootstrapper/machine/machinetest"
@@ -117,12 +119,13 @@ func serveWaiting(t *testing.T, m *attesttest.Machine) *waitingMachine {
 func (w *waitingMachine) folder(t *testing.T, ca *attesttest.CA, first *attesttest.Machine) (string, ownerdir.Secrets) {
 	t.Helper()
 	path, secrets := filepath.Join(t.TempDir(), "muster-prod"), ownerdir.NewSecrets([32]byte{7})
+	planes := []string{w.tpm.ID().String(), first.ID().String(), strings.Repeat("ab", 32)}
 	d, err := ownerdir.Create(path, ownerdir.New{
 		Cluster: ownerdir.Cluster{
 			Name: "prod", Endpoint: "192.0.2.1:9000", KubernetesVersion: "1.36.1", ControlPlaneEndpoint: "192.0.2.1:6443", PodCIDRs: []string{"10.244.0.0/16"}, ServiceCIDRs: []string{"10.96.0.0/16"},
 			Images: machinetest.Images().References(), Stage: ownerdir.StageInstalled, FirstMachine: &ownerdir.Machine{ID: first.ID(), DiskID: w.disk.String(), DiskSalt: keys.DiskSalt{3}.String()},
 		},
-		Secrets: secrets, OwnerKey: w.owner, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{w.tpm}),
+		Secrets: secrets, OwnerKey: w.owner, Policy: attesttest.Policy(t, ca, []*attesttest.Machine{w.tpm}, func(p *attestv1.Policy) { p.ControlPlanes = slices.Compact(planes) }),
 	})
 	if err != nil {
 		t.Fatal(err)
