@@ -72,7 +72,7 @@ func Ban(ctx context.Context, d *ownerdir.Dir, name string, report func(string),
 	report("banned: its machine gets no ticket, no disk key and no certificate, and its writes are refused")
 	banned()
 	if err := kube.AwaitEviction(ctx, name); err != nil {
-		return problem.WithRemedy(fmt.Errorf("%s is banned, but its Node or its pods are still there: %w", name, err), "joinservice deletes them: muster status shows whether one runs. An event of the AttestedNode names what keeps a pod: kubectl -n default get events --field-selector involvedObject.name="+name+".")
+		return problem.WithRemedy(fmt.Errorf("%s is banned, but the end of its Node and its pods was not seen: %w", name, err), "joinservice deletes them: muster status shows whether one runs. An event of the AttestedNode names what keeps a pod: kubectl -n default get events --field-selector involvedObject.name="+name+".")
 	}
 	report("Node and pods deleted")
 	return nil
@@ -131,7 +131,7 @@ func Drain(ctx context.Context, d *ownerdir.Dir, name string, o clusterapi.Drain
 	case is:
 		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Wait until the pods are Ready elsewhere (kubectl get poddisruptionbudgets -A shows ALLOWED DISRUPTIONS), and run the same command again. If they don't become Ready: "+BudgetRemedy)
 	case err != nil:
-		err = problem.WithRemedy(err, "The node takes no new pods until kubectl uncordon "+name+". Pods without a controller need --force, pods with emptyDir volumes --delete-emptydir-data: what the error names is lost. A PodDisruptionBudget has to allow each eviction.")
+		err = problem.WithRemedy(err, "The node may be unschedulable (kubectl get node "+name+"): until kubectl uncordon "+name+", it then takes no new pods. Pods without a controller need --force, pods with emptyDir volumes --delete-emptydir-data: what the error names is lost. A PodDisruptionBudget has to allow each eviction.")
 	}
 	return cordoned, err
 }
