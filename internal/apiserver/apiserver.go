@@ -20,7 +20,7 @@ type NodeError struct {
 }
 
 func (e *NodeError) Error() string {
-	return fmt.Sprintf("%s answered with the certificate of the kubelet %q, not with that of the API server: somebody has forwarded the connection, or the port is wrong", e.Host, e.Node)
+	return fmt.Sprintf("%s answered with the certificate of the kubelet %q, not with that of the API server", e.Host, e.Node)
 }
 
 // Only returns a transport that fails with a [NodeError] if the server's certificate has the organization of nodes (system:nodes), see

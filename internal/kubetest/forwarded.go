@@ -18,8 +18,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Forwarded returns the configuration of an API server whose connections somebody has forwarded to another server: it has a certificate of the cluster's
-// authority with that subject, and answers 404.
+// Forwarded returns the configuration of an API server whose connections an attacker has forwarded to another server. That one has a certificate of
+// the cluster's authority with that subject, and answers 404.
 func Forwarded(t testing.TB, subject pkix.Name) *rest.Config {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

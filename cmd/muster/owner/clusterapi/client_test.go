@@ -62,7 +62,7 @@ func TestAnAPIServerThatHasJustStartedIsWaitedFor(t *testing.T) {
 	}
 }
 
-// kubelet answers as one to which somebody has forwarded the connection.
+// kubelet answers as one to which an attacker on the network has forwarded the connection.
 type kubelet struct{}
 
 func (kubelet) RoundTrip(*http.Request) (*http.Response, error) {

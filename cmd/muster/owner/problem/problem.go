@@ -14,6 +14,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/clusterapi"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
+	"github.com/muster-k8s/muster/internal/apiserver"
 	"github.com/muster-k8s/muster/internal/rpc"
 	"github.com/muster-k8s/muster/trust/attest"
 )
@@ -55,6 +56,9 @@ func Remedy(err error) string {
 	}
 	if n, ok := errors.AsType[*clusterapi.NoConnection](err); ok {
 		return ServerRemedy + " It is the address in admin.conf of the owner's folder: " + n.Server + "."
+	}
+	if _, node := errors.AsType[*apiserver.NodeError](err); node {
+		return "Nothing of this answer was used. Check address and port of the API server in admin.conf of the owner's folder, and what leads there (load balancer, name server). If they are right, an attacker on the network may have forwarded the connection: use another network. Then run the same command again."
 	}
 	_, path := errors.AsType[*fs.PathError](err)
 	op, dial := errors.AsType[*net.OpError](err)

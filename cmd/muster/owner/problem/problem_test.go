@@ -15,6 +15,7 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownerdir"
 	"github.com/muster-k8s/muster/cmd/muster/owner/ownertest"
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
+	"github.com/muster-k8s/muster/internal/apiserver"
 	"github.com/muster-k8s/muster/trust/attest/attesttest"
 )
 
@@ -25,6 +26,9 @@ func TestCommonErrorsHaveRemedies(t *testing.T) {
 	}
 	busy := fmt.Errorf("owner's folder muster-prod is %w by muster rotate", ownerdir.ErrInUse)
 	if p := problem.Explain(busy); !strings.Contains(p.Remedy, "Ctrl-C") || !problem.Unreachable(busy) {
+		t.Errorf("%+v", p)
+	}
+	if p := problem.Explain(fmt.Errorf("read: %w", &apiserver.NodeError{Host: "192.0.2.11:6443", Node: "system:node:cp1"})); !strings.Contains(p.Message, "kubelet") || !strings.Contains(p.Remedy, "admin.conf") {
 		t.Errorf("%+v", p)
 	}
 	if p := problem.Explain(errors.New("proto:\u00a0(line 1:2)")); p.Message != "proto: (line 1:2)" {
