@@ -215,9 +215,25 @@ func TestADriversTokenBreaksNothing(t *testing.T) {
 		}, "chooses the addresses of one's pods"},
 		"addresses of a node that has none yet": {ofNode(driver, `{"spec":{"podCIDR":"203.0.113.0/24","podCIDRs":["203.0.113.0/24"]}}`), "chooses the addresses of one's pods"},
 		"kube-controller-manager allots them":   {ofNode(s.Client, `{"spec":{"podCIDR":"10.244.9.0/24","podCIDRs":["10.244.9.0/24"]}}`), ""},
-		"a control plane's certificates":        {ofNode(driver, `{"metadata":{"annotations":{"`+clusterinfo.CertificatesAnnotation+`":"[]"}}}`), "only an administrator changes annotations"},
-		"as muster-renewal.service does":        {ofNode(s.Client, `{"metadata":{"annotations":{"`+clusterinfo.CertificatesAnnotation+`":"[]"}}}`), ""},
-		"an annotation of its own":              {ofNode(driver, `{"metadata":{"annotations":{"example.com/x":"y"}}}`), ""},
+		"where its kubelet is": {func() error {
+			return driver.Status().Patch(t.Context(), control.DeepCopy(), merge(`{"status":{"addresses":[{"type":"InternalIP","address":"192.168.77.11"}]}}`), client.DryRunAll)
+		}, "changes the addresses of one"},
+		"the port of its kubelet": {func() error {
+			return driver.Status().Patch(t.Context(), control.DeepCopy(), merge(`{"status":{"daemonEndpoints":{"kubeletEndpoint":{"Port":6443}}}}`), client.DryRunAll)
+		}, "changes the addresses of one"},
+		"a Node with addresses": {func() error {
+			n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n9"}, Status: corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: "c1"}}}}
+			return driver.Create(t.Context(), n, client.DryRunAll)
+		}, "changes the addresses of one"},
+		"a cloud's controller, which deletes Nodes, writes them": {func() error {
+			return s.Client.Status().Patch(t.Context(), control.DeepCopy(), merge(`{"status":{"addresses":[{"type":"ExternalIP","address":"192.0.2.1"}]}}`), client.DryRunAll)
+		}, ""},
+		"a condition of a Node": {func() error {
+			return driver.Status().Patch(t.Context(), control.DeepCopy(), merge(`{"status":{"conditions":[{"type":"NetworkUnavailable","status":"False"}]}}`), client.DryRunAll)
+		}, ""},
+		"a control plane's certificates": {ofNode(driver, `{"metadata":{"annotations":{"`+clusterinfo.CertificatesAnnotation+`":"[]"}}}`), "only an administrator changes annotations"},
+		"as muster-renewal.service does": {ofNode(s.Client, `{"metadata":{"annotations":{"`+clusterinfo.CertificatesAnnotation+`":"[]"}}}`), ""},
+		"an annotation of its own":       {ofNode(driver, `{"metadata":{"annotations":{"example.com/x":"y"}}}`), ""},
 
 		"labels of a pod":                     {ofPod(`{"metadata":{"labels":{"tier":"control-plane"}}}`), "only who may update all pods changes labels"},
 		"takes a pod's labels away":           {ofPod(`{"metadata":{"labels":{"component":null}}}`), "only who may update all pods changes labels"},

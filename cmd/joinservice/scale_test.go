@@ -234,7 +234,9 @@ func (s *fixture) fill(t *testing.T, machines []*newcomer) {
 			n.Status.Ticket = &v1alpha1.Ticket{ID: strings.Repeat("0", 32), IssuedAt: now}
 			n.Status.LastVerdict = &v1alpha1.Verdict{Accepted: true, Reason: "ACCEPTED", Time: now}
 			enrollment.SetConditions(n, nodeaccess.Entry{})
-			return errors.Join(s.Client.Status().Update(t.Context(), n), s.Client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.name}}))
+			addresses := []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: m.address}}
+			node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: m.name}, Status: corev1.NodeStatus{Addresses: addresses}}
+			return errors.Join(s.Client.Status().Update(t.Context(), n), s.Client.Create(t.Context(), node))
 		})
 	}
 	if err := all.Wait(); err != nil {

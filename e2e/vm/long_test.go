@@ -334,7 +334,7 @@ func loneControlPlane(t *testing.T) *fixture {
 	w := prepare(t)
 	w.image = w.closedImage(t, append(versions.ImageNames(), "podnet", "joinservice", "kms", "echo")...)
 	w.policy(t, 1, "policy.yaml", w.image)
-	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 2048, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
+	v := driver.VM{Name: "node5", Role: "control-plane", Image: w.image, StateMiB: 3072, MemoryMiB: 4096, InitSecretHash: w.hash, JoinEndpoints: []string{node5 + ":30090"}}
 	if _, err := w.AddVM(t.Context(), v); err != nil {
 		t.Fatal(err)
 	}

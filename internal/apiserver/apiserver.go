@@ -1,4 +1,4 @@
-// Package apiserver checks that an answer comes from the API server, and not from a kubelet.
+// Package apiserver checks answers of an API server: that they do not come from a kubelet, and that a refusal does not come from one that is starting.
 package apiserver
 
 import (

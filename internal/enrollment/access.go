@@ -6,6 +6,8 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -35,6 +37,20 @@ func Certified(n *v1alpha1.AttestedNode) bool {
 type Present struct {
 	// Is reports that the Node exists, ControlPlane that it has the label of control planes, which no kubelet can set.
 	Is, ControlPlane bool
+	// Addresses are its internal addresses: the API server connects to its kubelet at the first one.
+	Addresses []string
+}
+
+// PresentNode returns the state of a Node.
+func PresentNode(n *corev1.Node) Present {
+	p := Present{Is: true}
+	_, p.ControlPlane = n.Labels[clusterinfo.ControlPlaneLabel]
+	for _, a := range n.Status.Addresses {
+		if a.Type == corev1.NodeInternalIP {
+			p.Addresses = append(p.Addresses, a.Address)
+		}
+	}
+	return p
 }
 
 // Clock is the time by the clocks of the control planes: a wrong one neither ends a revocation early nor creates one that
@@ -72,7 +88,31 @@ func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, membe
 	if next.Revoked != nil && next.Revoked.Lapsed(clock.Earliest) {
 		next.Revoked = nil
 	}
+	// Once there, they stay: a kubelet that changes its Node's addresses back and forth causes one write of the list.
+	next.Addresses = ""
+	if n != nil && !next.Suspended && (have.Addresses != "" || node.Is && !next.Unattested && !node.reports(n.Spec.Addresses)) {
+		next.Addresses = strings.Join(slices.Sorted(slices.Values(n.Spec.Addresses)), " ")
+	}
 	return next
+}
+
+// reports reports whether the Node has the addresses that a kubelet reports of an enrollment's, the first one of each family, and no others.
+func (p Present) reports(enrolled []string) bool {
+	if len(p.Foreign(enrolled)) > 0 {
+		return false
+	}
+	for _, sep := range []string{".", ":"} {
+		of := func(a string) bool { return strings.Contains(a, sep) }
+		if i := slices.IndexFunc(enrolled, of); i >= 0 && !slices.Contains(p.Addresses, enrolled[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+// Foreign returns the addresses of the Node that its enrollment does not have.
+func (p Present) Foreign(enrolled []string) []string {
+	return slices.DeleteFunc(slices.Clone(p.Addresses), func(a string) bool { return slices.Contains(enrolled, a) })
 }
 
 // conflicts bounds the attempts of a compare-and-swap on the list: every replica and the owner write one object.

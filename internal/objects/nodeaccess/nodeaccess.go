@@ -43,6 +43,9 @@ const (
 	// KeyPaused lists nodes that file certificate requests faster than joinservice deletes them: admission refuses their
 	// requests for now.
 	KeyPaused = "requests-paused"
+	// KeyAddresses lists nodes whose Node does not have, or has not had, the internal addresses that its kubelet reports of the enrollment's, with those of the
+	// enrollment: NAME ADDRESS.... A node adds only these to its Node.
+	KeyAddresses = "addresses"
 )
 
 const (
@@ -82,6 +85,8 @@ func (r *Revocation) Allows(ids ...string) bool {
 // Entry is the list's data on one node. The zero value is that of a node that may write.
 type Entry struct {
 	Suspended, ControlPlane, Unattested, Member, Paused bool
+	// Addresses are the IP addresses that the node may add to its Node, separated by a space; empty: none.
+	Addresses string
 	// Revoked is nil unless older certificates of the name are revoked.
 	Revoked *Revocation
 }
@@ -169,6 +174,15 @@ func Parse(data map[string]string) (*List, error) {
 			l.entries[line] = e
 		}
 	}
+	for i, line := range lines(data[KeyAddresses]) {
+		name, addresses, found := strings.Cut(line, " ")
+		if !found {
+			return nil, fmt.Errorf("ConfigMap %s: key %s, line %d: want a name and addresses", ConfigMap, KeyAddresses, i+1)
+		}
+		e := l.entries[name]
+		e.Addresses = addresses
+		l.entries[name] = e
+	}
 	for i, line := range lines(data[KeyRevoked]) {
 		words := strings.Fields(line)
 		if len(words) < 2 {
@@ -229,15 +243,20 @@ func (l *List) Data() (map[string]string, error) {
 		}
 		put(kind.key, text)
 	}
-	var text []string
+	var revoked, addresses []string
 	for _, name := range names {
-		if r := l.entries[name].Revoked; r != nil {
-			text = append(text, strings.Join(append([]string{name, r.Until.UTC().Format(time.RFC3339)}, r.Allowed...), " "))
+		e := l.entries[name]
+		if r := e.Revoked; r != nil {
+			revoked = append(revoked, strings.Join(append([]string{name, r.Until.UTC().Format(time.RFC3339)}, r.Allowed...), " "))
+		}
+		if e.Addresses != "" {
+			addresses = append(addresses, name+" "+e.Addresses)
 		}
 	}
-	put(KeyRevoked, text)
+	put(KeyRevoked, revoked)
+	put(KeyAddresses, addresses)
 	if all-suspended > maxSize || all > maxSizeSuspended {
-		return nil, fmt.Errorf("%w: it would need %d KiB, because certificates of %d removed or banned nodes are still valid. Further removals are possible when the oldest entries have expired",
+		return nil, fmt.Errorf("%w: it would need %d KiB for %d nodes, most of them removed or banned with certificates that are still valid. Further removals are possible when the oldest entries have expired",
 			ErrFull, all>>10, len(l.entries))
 	}
 	return data, nil

@@ -18,7 +18,7 @@ var now = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 func TestWhatIsWrittenIsReadAgain(t *testing.T) {
 	l := New(true)
 	for i, e := range []Entry{
-		{Suspended: true}, {ControlPlane: true, Member: true}, {Unattested: true, Member: true}, {Paused: true},
+		{Suspended: true}, {ControlPlane: true, Member: true}, {Unattested: true, Member: true}, {Paused: true}, {Addresses: "192.0.2.1 2001:db8::1", Suspended: true},
 		{Revoked: &Revocation{Until: now}}, {Suspended: true, Revoked: &Revocation{Until: now, Allowed: []string{"X509SHA256=01", "X509SHA256=02"}}},
 	} {
 		l.Set(fmt.Sprintf("n%d", i), e)
@@ -83,6 +83,7 @@ func TestAListOfControlPlanesStaysOneWhenItIsEmpty(t *testing.T) {
 func TestALineThatIsNoneIsAnError(t *testing.T) {
 	for name, data := range map[string]map[string]string{
 		"a name with a space": {KeySuspended: "\nw1 w2\n"},
+		"no addresses":        {KeyAddresses: "\nw1\n"},
 		"no time":             {KeyRevoked: "\nw1\n"},
 		"a wrong time":        {KeyRevoked: "\nw1 tomorrow\n"},
 	} {

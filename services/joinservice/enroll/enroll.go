@@ -201,8 +201,8 @@ func (es *Enrollments) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip neti
 		}
 	}
 	for _, o := range es.state.AddressOwners(ip) {
-		if o.Kind == state.OwnerNode && (o.Name == c.Node || es.settledAddresses(o.Name)) {
-			continue
+		if o.Kind == state.OwnerNode && (o.Name == c.Node || own != nil && slices.Contains(own.Spec.Addresses, ip.String())) {
+			continue // no kubelet takes an address from a machine that has it
 		}
 		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s belongs to %s %q", ip, o.Kind, o.Name)
 	}
@@ -213,13 +213,6 @@ func (es *Enrollments) checkAddress(c Claim, own *v1alpha1.AttestedNode, ip neti
 		return attest.Refuse(attestv1.Reason_REASON_ADDRESS_REFUSED, "address %s is the control-plane endpoint", ip)
 	}
 	return nil
-}
-
-// settledAddresses reports whether the node's addresses are in its enrollment. Then addresses that its kubelet writes into
-// its Node are ignored: otherwise one node could block the addresses of all others.
-func (es *Enrollments) settledAddresses(node string) bool {
-	n := es.state.Cluster.Nodes.ByName(node)
-	return n != nil && !es.Expired(n) && len(n.Spec.Addresses) > 0
 }
 
 // PendingTicket is a claim that was written, and whose ticket is not issued yet.

@@ -20,7 +20,6 @@ import (
 	attestv1 "github.com/muster-k8s/muster/gen/muster/attest/v1"
 	"github.com/muster-k8s/muster/internal/audit"
 	"github.com/muster-k8s/muster/internal/enrollment"
-	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/internal/service/clusterview"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -88,8 +87,7 @@ type nodes struct {
 // Node is the known state of a Node; the zero value is that of one that does not exist.
 type Node struct {
 	UID types.UID
-	// ControlPlane is whether it is labeled as a control plane, which a kubelet may not do (NodeRestriction).
-	ControlPlane bool
+	enrollment.Present
 	// Serves is whether pods of joinservice can run there: it is Ready, and labeled as a control plane.
 	Serves bool
 }
@@ -100,8 +98,8 @@ func (n *nodes) put(o *corev1.Node) {
 	if n.set == nil {
 		n.set = map[string]Node{}
 	}
-	_, labeled := o.Labels[clusterinfo.ControlPlaneLabel]
-	n.set[o.Name] = Node{o.UID, labeled, labeled && slices.ContainsFunc(o.Status.Conditions, func(c corev1.NodeCondition) bool {
+	p := enrollment.PresentNode(o)
+	n.set[o.Name] = Node{o.UID, p, p.ControlPlane && slices.ContainsFunc(o.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 	})}
 }
@@ -113,7 +111,7 @@ func (n *nodes) remove(name string) {
 }
 
 // HasNode reports whether there is a Node of that name.
-func (s *State) HasNode(name string) bool { return s.Node(name) != Node{} }
+func (s *State) HasNode(name string) bool { return s.Node(name).Is }
 
 // Node returns what is known of a Node.
 func (s *State) Node(name string) Node {
@@ -123,10 +121,7 @@ func (s *State) Node(name string) Node {
 }
 
 // Present returns what is known of a Node, for [enrollment.Access].
-func (s *State) Present(name string) enrollment.Present {
-	n := s.Node(name)
-	return enrollment.Present{Is: n.UID != "", ControlPlane: n.ControlPlane}
-}
+func (s *State) Present(name string) enrollment.Present { return s.Node(name).Present }
 
 // Owner is the owner of an address outside of enrollments.
 type Owner struct {

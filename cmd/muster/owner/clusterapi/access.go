@@ -9,7 +9,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/muster-k8s/muster/internal/enrollment"
-	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
 
@@ -60,9 +59,8 @@ func (c *Client) reconcileAccess(ctx context.Context, names []string) error {
 		return err
 	}
 	there := map[string]enrollment.Present{}
-	for _, n := range nodes.Items {
-		_, control := n.Labels[clusterinfo.ControlPlaneLabel]
-		there[n.Name] = enrollment.Present{Is: true, ControlPlane: control}
+	for i := range nodes.Items {
+		there[nodes.Items[i].Name] = enrollment.PresentNode(&nodes.Items[i])
 	}
 	latest, err := c.serverTime(ctx)
 	if err != nil {

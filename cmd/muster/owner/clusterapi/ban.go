@@ -119,7 +119,10 @@ func (c *Client) suspend(ctx context.Context, p *Presence) error {
 		return err
 	}
 	present := func(string) enrollment.Present {
-		return enrollment.Present{Is: p.Node != nil, ControlPlane: p.ControlPlane}
+		if p.Node == nil {
+			return enrollment.Present{}
+		}
+		return enrollment.PresentNode(p.Node)
 	}
 	if _, err := enrollment.Reconcile(ctx, c.client, present, enrollment.Clock{Latest: now}, p.Name); err != nil && !apierrors.IsNotFound(err) { // without the list, no node can write
 		return err

@@ -21,6 +21,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/muster-k8s/muster/internal/apiserver"
 	"github.com/muster-k8s/muster/internal/kubetest"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 )
@@ -110,6 +111,7 @@ func TestWhichErrorsPass(t *testing.T) {
 		fmt.Errorf("unexpected error when reading response body: %w", io.ErrUnexpectedEOF):                            true,
 		errors.New(`helm: error validating "": error validating data: failed to download openapi: unexpected EOF`):    true,
 		&net.OpError{Op: "dial", Err: syscall.ECONNREFUSED}:                                                           true,
+		&url.Error{Op: "Get", URL: "https://x", Err: fmt.Errorf("%w (/readyz: 403)", apiserver.ErrStarting)}:          true,
 		apierrors.NewServiceUnavailable("etcd elects"):                                                                true,
 		errors.Join(errors.New("helm"), &url.Error{Op: "Patch", URL: "https://x", Err: io.EOF}):                       true,
 		apierrors.NewForbidden(corev1.Resource("secrets"), "x", errors.New("no")):                                     false,

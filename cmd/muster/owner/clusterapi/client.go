@@ -88,6 +88,7 @@ func newClient(cfg *rest.Config, kubeconfig []byte, most int64) (*Client, error)
 		}
 	}
 	cfg.Wrap(apiserver.Only)
+	cfg.Wrap(apiserver.Started)
 	cfg.Wrap(func(rt http.RoundTripper) http.RoundTripper { return dialed{bounded{rt, most}, cfg.Host} })
 	// The mapper queries the cluster at its first use, and again for an unknown kind.
 	c, err := client.New(cfg, client.Options{Scheme: scheme})
@@ -165,7 +166,7 @@ func once(ctx context.Context, try func(context.Context) error) error {
 // passes reports whether an error may be temporary: an API server that restarts, an etcd election, a kind whose
 // definition is not yet served.
 func passes(err error) bool {
-	if meta.IsNoMatchError(err) || errors.Is(err, errPending) {
+	if meta.IsNoMatchError(err) || errors.Is(err, errPending) || errors.Is(err, apiserver.ErrStarting) {
 		return true
 	}
 	if apierrors.IsServerTimeout(err) || apierrors.IsTimeout(err) || apierrors.IsTooManyRequests(err) ||

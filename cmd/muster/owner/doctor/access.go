@@ -25,7 +25,6 @@ import (
 	"github.com/muster-k8s/muster/cmd/muster/owner/problem"
 	"github.com/muster-k8s/muster/internal/checkup"
 	"github.com/muster-k8s/muster/internal/enrollment"
-	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
 	"github.com/muster-k8s/muster/internal/objects/jointoken"
 	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
@@ -56,9 +55,8 @@ func (d *doctor) access(ctx context.Context) error {
 		return err
 	}
 	there := map[string]enrollment.Present{}
-	for _, n := range nodes.Items {
-		_, control := n.Labels[clusterinfo.ControlPlaneLabel]
-		there[n.Name] = enrollment.Present{Is: true, ControlPlane: control}
+	for i := range nodes.Items {
+		there[nodes.Items[i].Name] = enrollment.PresentNode(&nodes.Items[i])
 	}
 	const remedy = "joinservice corrects that within two minutes. If it does not, check its pods: kubectl -n muster-system get pods."
 	known, refused := map[string]bool{}, 0
@@ -73,6 +71,10 @@ func (d *doctor) access(ctx context.Context) error {
 			d.Add(CheckAccess, checkup.Fail, remedy, "%s is enrolled, but %s refuses its writes", n.Name, nodeaccess.ConfigMap)
 		case !want.Equal(have):
 			d.Add(CheckAccess, checkup.Fail, remedy, "%s has another entry for %s than its AttestedNode requires", nodeaccess.ConfigMap, n.Name)
+		}
+		if foreign := there[n.Name].Foreign(n.Spec.Addresses); len(foreign) > 0 && !have.Unattested {
+			d.Add(CheckAccess, checkup.Warn, "If a cloud's controller has written them, they are right. If they were its machine's, restart that. If they are another machine's, root on "+n.Name+" may have written them, so that kubectl exec and logs for its pods reach that machine: muster ban "+n.Name+".",
+				"the Node %s has the addresses %q, which are not in its enrollment", n.Name, foreign)
 		}
 	}
 	for _, name := range list.Nodes() {
