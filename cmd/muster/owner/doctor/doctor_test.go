@@ -442,6 +442,7 @@ func (p *patient) harms() []harm {
 		{CheckRotation, checkup.Warn, "still accept the old one", "", p.rotates(clusterinfo.Rotation{Key: clusterinfo.EncryptionKey, Phase: clusterinfo.RotationSettled, ID: strings.Repeat("ab", 32)})},
 		{CheckAccess, checkup.Fail, "node9 is listed as a node that may write", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\nnode9\n", "data", "control-planes")},
 		{CheckAccess, checkup.Fail, "refuses its writes", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "suspended")},
+		{CheckAccess, checkup.Warn, `has the addresses ["192.168.77.66"]`, "", reports("192.168.77.66", "192.168.77.11")},
 		{CheckAccess, checkup.Fail, "want a name and a time", "", edited(namespaced(core.WithKind("ConfigMap"), "muster-node-access"), "\nnode1\n", "data", "revoked-certificates")},
 		{CheckTPMs, checkup.Fail, "w8, w9 have the same TPM", CheckNodes, func(t *testing.T) func(*testing.T) {
 			var repairs []func(*testing.T)

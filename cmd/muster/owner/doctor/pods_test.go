@@ -81,3 +81,21 @@ func TestNamespacesWithPodsThatAreRootOnTheirNode(t *testing.T) {
 		}
 	})
 }
+
+// reports is a harm: node1 has these addresses.
+func reports(addresses ...string) func(*testing.T) func(*testing.T) {
+	report := func(t *testing.T, addresses []string) {
+		t.Helper()
+		change(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node1"}}, true, func(n *corev1.Node) {
+			n.Status.Addresses = nil
+			for _, a := range addresses {
+				n.Status.Addresses = append(n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: a})
+			}
+		})
+	}
+	return func(t *testing.T) func(*testing.T) {
+		t.Helper()
+		report(t, addresses)
+		return func(t *testing.T) { t.Helper(); report(t, nil) }
+	}
+}
