@@ -26,6 +26,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -124,6 +125,10 @@ func setUp(t *testing.T, options ...option) *fixture {
 	}
 	s.listed = append([]*attesttest.Machine{s.cp1}, s.planned...)
 	s.Enroll(t, "cp1", v1alpha1.AttestedNodeSpec{MachineID: s.cp1.ID().String(), Role: v1alpha1.RoleControlPlane, Addresses: []string{"192.168.77.11"}})
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "cp1"}, Status: corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.168.77.11"}}}}
+	if err := s.Client.Create(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
 	s.policy(t)
 	s.writeFiles(t)
 	s.serveAttester(t)

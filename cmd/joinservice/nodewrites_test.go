@@ -22,7 +22,6 @@ import (
 	"github.com/muster-k8s/muster/api/v1alpha1"
 	"github.com/muster-k8s/muster/internal/membertest"
 	"github.com/muster-k8s/muster/internal/objects/clusterinfo"
-	"github.com/muster-k8s/muster/internal/objects/nodeaccess"
 	"github.com/muster-k8s/muster/trust/attest"
 )
 
@@ -224,113 +223,6 @@ func TestAWorkerIsNoControlPlane(t *testing.T) {
 	if err := says(kubelet.Create(t.Context(), static, client.DryRunAll), "ends in the node's name"); err != nil {
 		t.Error(err)
 	}
-}
-
-// With another node's address in its Node, `kubectl exec` and the API server's proxy would reach that node's kubelet for it, or an API server.
-func TestANodeAddsNoForeignAddressToItsNode(t *testing.T) {
-	s := setUp(t)
-	w := worker(t)
-	kubelet := s.asNode(t, w, s.ticketFor(t, s.machine(t), w))
-	internal := func(a ...string) (out []corev1.NodeAddress) {
-		for _, a := range a {
-			out = append(out, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: a})
-		}
-		return append(out, corev1.NodeAddress{Type: corev1.NodeHostName, Address: "w1"})
-	}
-	const own, later, foreign = "192.168.77.12", "192.168.77.13", "192.168.77.11"
-	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Status: corev1.NodeStatus{Addresses: internal(own)}}
-	membertest.Eventually(t, func() error { return kubelet.Create(t.Context(), node.DeepCopy()) })
-	report := func(addresses []corev1.NodeAddress, o ...client.SubResourceUpdateOption) func() error {
-		return func() error {
-			n := &corev1.Node{}
-			if err := s.Client.Get(t.Context(), client.ObjectKeyFromObject(node), n); err != nil {
-				return err
-			}
-			n.Status.Addresses = addresses
-			n.Status.NodeInfo.KubeletVersion = "v1.36.1"
-			return kubelet.Status().Update(t.Context(), n, o...)
-		}
-	}
-	dry := func(addresses ...corev1.NodeAddress) func() error { return report(addresses, client.DryRunAll) }
-	with := func(kind corev1.NodeAddressType, a string) func() error {
-		return dry(append(internal(own), corev1.NodeAddress{Type: kind, Address: a})...)
-	}
-	const no = "adds an address that its enrollment does not have"
-	var many []string
-	for i := range 3000 {
-		many = append(many, fmt.Sprintf("10.0.%d.%d", i/250, i%250))
-	}
-	s.try(t, map[string]write{
-		"another's":              {dry(internal(foreign)...), no},
-		"another's beside it":    {dry(internal(foreign, own)...), no},
-		"of another type":        {with(corev1.NodeExternalIP, foreign), no},
-		"its own as an external": {with(corev1.NodeExternalIP, own), no},
-		"another's name":         {with(corev1.NodeHostName, "cp1"), no},
-		"a name in DNS":          {with(corev1.NodeInternalDNS, "kubernetes.default"), no},
-		"many":                   {dry(internal(many...)...), no},
-		"the same":               {dry(internal(own)...), ""},
-		"fewer":                  {dry(), ""},
-	})
-	if s.Access(t).Entry("w1").Addresses != "" {
-		t.Error("a node with the addresses of its enrollment is listed")
-	}
-
-	// Its machine joined again with another address.
-	enrolled := s.Node(t, "w1")
-	enrolled.Spec.Addresses = []string{later}
-	if err := s.Client.Update(t.Context(), enrolled); err != nil {
-		t.Fatal(err)
-	}
-	membertest.Eventually(t, report(internal(later)))
-	s.try(t, map[string]write{
-		"the one of before, of another machine by now": {dry(internal(own)...), no},
-		"another's":                   {dry(internal(foreign)...), no},
-		"external":                    {with(corev1.NodeExternalIP, later), no},
-		"another's after that change": {dry(internal(later, foreign)...), no},
-	})
-
-	// A node may restore what it took away; its list entry stays, whatever it does.
-	entry := s.Access(t).Entry("w1")
-	if entry.Addresses != later {
-		t.Errorf("%+v", entry)
-	}
-	if err := report(nil)(); err != nil {
-		t.Fatal(err)
-	}
-	s.try(t, map[string]write{"itself again": {dry(internal(later)...), ""}, "another's": {dry(internal(foreign)...), no}})
-
-	// Somebody has deleted its Node: the kubelet that registers again has the same rights.
-	again := func(port int32, addresses ...corev1.NodeAddress) func() error {
-		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Status: corev1.NodeStatus{Addresses: addresses}}
-		n.Status.DaemonEndpoints.KubeletEndpoint.Port = port
-		return func() error { return kubelet.Create(t.Context(), n.DeepCopy(), client.DryRunAll) }
-	}
-	const where = "listens on port 10250"
-	s.try(t, map[string]write{"the port of an API server": {func() error {
-		p := client.RawPatch(types.MergePatchType, []byte(`{"status":{"daemonEndpoints":{"kubeletEndpoint":{"Port":6443}}}}`))
-		return kubelet.Status().Patch(t.Context(), node.DeepCopy(), p, client.DryRunAll)
-	}, where}, "another instance's ID": {func() error {
-		p := client.RawPatch(types.MergePatchType, []byte(`{"spec":{"providerID":"aws:///a/i-1"}}`))
-		return kubelet.Patch(t.Context(), node.DeepCopy(), p, client.DryRunAll)
-	}, "does not change its provider ID"}})
-	if err := s.Client.Delete(t.Context(), node.DeepCopy()); err != nil {
-		t.Fatal(err)
-	}
-	s.try(t, map[string]write{
-		"again":             {again(10250, internal(later)...), ""},
-		"with another's":    {again(10250, internal(foreign)...), no},
-		"with another port": {again(6443, internal(later)...), where},
-	})
-
-	// A node that is older than Muster has no enrollment that says its addresses.
-	before := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w0"}, Status: corev1.NodeStatus{Addresses: internal(own)}}
-	if err := s.Client.Create(t.Context(), before); err != nil {
-		t.Fatal(err)
-	}
-	s.SetAccess(t, "w0", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true} })
-	moved := before.DeepCopy()
-	moved.Status.Addresses = internal("192.168.77.30")
-	s.try(t, map[string]write{"a node of before Muster": {func() error { return s.as(t, "w0").Status().Update(t.Context(), moved.DeepCopy(), client.DryRunAll) }, ""}})
 }
 
 // An administrator of one namespace cannot make the API server send requests to an arbitrary address.

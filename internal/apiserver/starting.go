@@ -11,7 +11,7 @@ import (
 
 // ErrStarting is returned instead of an API server's answer 403 (Forbidden) from before it is ready: until it has read the RBAC objects, it refuses all requests
 // of all users but those of system:masters.
-var ErrStarting = errors.New("the API server is starting, and refuses all requests until it has read who may do what")
+var ErrStarting = errors.New("the API server is not ready")
 
 // maxRefusal bounds how much of an answer 403 is read, in bytes.
 const maxRefusal = 64 << 10
@@ -37,7 +37,7 @@ func (s started) RoundTrip(r *http.Request) (*http.Response, error) {
 			return resp, nil //nolint:nilerr // the answer of before is valid
 		}
 	}
-	_, _ = io.CopyN(io.Discard, resp.Body, maxRefusal) // so that the connection can be used again, which leads to the same API server
+	refusal, _ := io.ReadAll(io.LimitReader(resp.Body, maxRefusal)) // read, so that the connection can be used again, which leads to the same API server
 	_ = resp.Body.Close()
 	at := *r.URL
 	at.Path, at.RawPath, at.RawQuery = readyz, "", ""
@@ -50,7 +50,7 @@ func (s started) RoundTrip(r *http.Request) (*http.Response, error) {
 	_, _ = io.CopyN(io.Discard, ready.Body, maxRefusal)
 	_ = ready.Body.Close()
 	if ready.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("%w (%s: %s)", ErrStarting, readyz, ready.Status)
+		return nil, fmt.Errorf("%w: %s answers %q, and the request was refused with %.300q", ErrStarting, readyz, ready.Status, refusal)
 	}
 	return s.RoundTripper.RoundTrip(again)
 }

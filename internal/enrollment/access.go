@@ -88,9 +88,10 @@ func Access(have nodeaccess.Entry, n *v1alpha1.AttestedNode, node Present, membe
 	if next.Revoked != nil && next.Revoked.Lapsed(clock.Earliest) {
 		next.Revoked = nil
 	}
-	// Once there, they stay: a kubelet that changes its Node's addresses back and forth causes one write of the list.
+	// Once there, they stay: a kubelet that changes its Node's addresses back and forth causes one write of the list. A ban deletes the Node, which the same kubelet
+	// creates again after the ban.
 	next.Addresses = ""
-	if n != nil && !next.Suspended && (have.Addresses != "" || node.Is && !next.Unattested && !node.reports(n.Spec.Addresses)) {
+	if n != nil && (have.Addresses != "" || next.Suspended && Certified(n) || node.Is && !next.Unattested && !node.reports(n.Spec.Addresses)) {
 		next.Addresses = strings.Join(slices.Sorted(slices.Values(n.Spec.Addresses)), " ")
 	}
 	return next

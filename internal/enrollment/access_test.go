@@ -77,7 +77,7 @@ func TestAccessFollowsFromTheEnrollment(t *testing.T) {
 		"one that has fewer may":                                {n: node(v1alpha1.RoleWorker, at("192.0.2.1", "2001:db8::1")), present: Present{Is: true, Addresses: []string{"192.0.2.1"}}, want: nodeaccess.Entry{Addresses: "192.0.2.1 2001:db8::1"}},
 		"its entry stays":                                       {have: nodeaccess.Entry{Addresses: "192.0.2.1"}, n: node(v1alpha1.RoleWorker, at("192.0.2.1")), present: Present{Is: true, Addresses: []string{"192.0.2.1"}}, want: nodeaccess.Entry{Addresses: "192.0.2.1"}},
 		"and follows the enrollment":                            {have: nodeaccess.Entry{Addresses: "192.0.2.1"}, n: node(v1alpha1.RoleWorker, at("2001:db8::1")), want: nodeaccess.Entry{Addresses: "2001:db8::1"}},
-		"or a ban":                                              {have: nodeaccess.Entry{Addresses: "192.0.2.1"}, n: node(v1alpha1.RoleWorker, banned), want: nodeaccess.Entry{Suspended: true}},
+		"a ban deletes its Node":                                {n: node(v1alpha1.RoleWorker, func(n *v1alpha1.AttestedNode) { n.Spec.Banned, n.Spec.Addresses = true, []string{"192.0.2.1"} }), want: nodeaccess.Entry{Suspended: true, Addresses: "192.0.2.1"}},
 		"until that ends":                                       {have: nodeaccess.Entry{Addresses: "192.0.2.1"}, present: Present{Is: true, Addresses: []string{"192.0.2.1"}}},
 		"a node of before may add any": {
 			have: nodeaccess.Entry{Unattested: true}, n: node(v1alpha1.RoleWorker, func(n *v1alpha1.AttestedNode) { n.Status.Ticket = nil }), present: Present{Is: true, Addresses: []string{"192.0.2.1"}},

@@ -244,6 +244,7 @@ func (l *List) Data() (map[string]string, error) {
 		put(kind.key, text)
 	}
 	var revoked, addresses []string
+	ofSuspended := 0
 	for _, name := range names {
 		e := l.entries[name]
 		if r := e.Revoked; r != nil {
@@ -251,11 +252,14 @@ func (l *List) Data() (map[string]string, error) {
 		}
 		if e.Addresses != "" {
 			addresses = append(addresses, name+" "+e.Addresses)
+			if e.Suspended {
+				ofSuspended += len(name) + len(e.Addresses) + 2
+			}
 		}
 	}
 	put(KeyRevoked, revoked)
 	put(KeyAddresses, addresses)
-	if all-suspended > maxSize || all > maxSizeSuspended {
+	if all-suspended-ofSuspended > maxSize || all > maxSizeSuspended {
 		return nil, fmt.Errorf("%w: it would need %d KiB for %d nodes, most of them removed or banned with certificates that are still valid. Further removals are possible when the oldest entries have expired",
 			ErrFull, all>>10, len(l.entries))
 	}

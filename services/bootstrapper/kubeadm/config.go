@@ -38,6 +38,7 @@ import (
 
 const (
 	apiServerPort = 6443
+	kubeletPort   = 10250
 	// AuthzFolder holds the API server's configuration of authorization and admission, on the machine and in the API server's pod. It is a folder so
 	// that a file in it can be replaced by rename.
 	AuthzFolder = "/etc/kubernetes/authz"
@@ -84,6 +85,9 @@ func ParseImage(criSocket string, ignoreChecks []string, cluster, kubelet, proxy
 	}
 	if err := strict(kubelet, &img.kubelet); err != nil {
 		return nil, fmt.Errorf("kubeadm.kubeletConfiguration: %w", err)
+	}
+	if p := img.kubelet.Port; p != 0 && p != kubeletPort {
+		return nil, fmt.Errorf("kubeadm.kubeletConfiguration: port: leave it out, or set %d: admission refuses Nodes of kubelets with another port", kubeletPort)
 	}
 	if len(proxy) > 0 {
 		img.proxy = &kubeproxyv1.KubeProxyConfiguration{}

@@ -280,6 +280,14 @@ func TestJoinWithATokenIsReadByKubeadmItself(t *testing.T) {
 	}
 }
 
+func TestAnotherPortOfKubeletsIsRefused(t *testing.T) {
+	for port, ok := range map[string]bool{"10250": true, "0": true, "10260": false, "6443": false} {
+		if _, err := ParseImage("unix:///x", nil, nil, []byte(`{"port":`+port+`}`), nil); (err == nil) != ok {
+			t.Errorf("port %s: %v", port, err)
+		}
+	}
+}
+
 func TestAFragmentIsRefused(t *testing.T) {
 	for name, f := range map[string]string{
 		"an unknown field":  `{"apiServerr":{}}`,
