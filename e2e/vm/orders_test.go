@@ -64,6 +64,10 @@ func TestAMachineExecutesItsOwnersOrders(t *testing.T) {
 // B11: the units of a control plane that execute what only it is ordered to do.
 func TestAControlPlaneExecutesItsOwnersOrders(t *testing.T) {
 	w := loneControlPlane(t)
+	until(t, orderTime, func(ctx context.Context) error { // it attests every five minutes
+		_, err := w.Kubectl(ctx, "wait", "attestednode/node5", "--for=jsonpath={.status.ekPublic}", "--timeout=1s")
+		return err
+	})
 	for _, command := range [][]string{
 		{"verify", "node5", "--timeout", orderTime.String()},
 		{"backup", "--timeout", orderTime.String()},
