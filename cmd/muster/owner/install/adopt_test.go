@@ -57,9 +57,12 @@ func TestARefusedAdoptionSaysWhatTheMachineMustBe(t *testing.T) {
 }
 
 // add creates a Node, until the test ends.
-func add(t *testing.T, name string) {
+func add(t *testing.T, name string, addresses ...string) {
 	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	for _, a := range addresses {
+		n.Status.Addresses = append(n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: a})
+	}
 	if err := ownertest.Shared.Client.Create(t.Context(), n); err != nil {
 		t.Fatal(err)
 	}
@@ -122,7 +125,7 @@ func TestANodeThatComesBetweenTwoRunsIsNobodysFriend(t *testing.T) {
 				ownertest.Unenroll(context.WithoutCancel(t.Context()), "node1")
 				_ = ownertest.Shared.Client.DeleteAllOf(context.WithoutCancel(t.Context()), &v1alpha1.AttestedDisk{}) // the next machine has the same
 			})
-			add(t, "node1")
+			add(t, "node1", "192.168.77.11")
 			add(t, "before")
 			run := func(until string) {
 				t.Helper()

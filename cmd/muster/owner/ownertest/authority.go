@@ -145,6 +145,8 @@ func (s *APIServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		reply(http.StatusOK, metav1.Status{Status: metav1.StatusSuccess})
 	case r.Method == http.MethodGet && r.URL.Path == "/api/v1/namespaces" && s.Accepts && (s.Lags || r.TLS.PeerCertificates[0].CheckSignatureFrom(s.CA.Cert) == nil):
 		reply(http.StatusOK, corev1.NamespaceList{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "NamespaceList"}})
+	case r.Method == http.MethodGet && r.URL.Path == "/readyz":
+		w.WriteHeader(http.StatusOK)
 	default:
 		reply(http.StatusForbidden, metav1.Status{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Status"}, Status: metav1.StatusFailure, Reason: metav1.StatusReasonForbidden, Code: http.StatusForbidden, Message: r.URL.Path})
 	}
