@@ -205,8 +205,8 @@ func (c *release) checkBackup(t *testing.T, dir string) {
 // killed ends an upgrade to services that crash, where nothing can be cleaned up, and runs another.
 func (c *release) killed(t *testing.T, images string) {
 	crashes := t.TempDir()
-	for _, name := range []string{"joinservice", "kms"} { // a program that does not know their flags
-		if err := os.Symlink(filepath.Join(c.Root, "bin", "bootstrapper"), filepath.Join(crashes, name)); err != nil {
+	for name, program := range map[string]string{"joinservice": "bootstrapper", "kms": "bootstrapper", "probe": "probe"} { // bootstrapper does not know their flags
+		if err := os.Symlink(filepath.Join(c.Root, "bin", program), filepath.Join(crashes, name)); err != nil {
 			t.Fatal(err)
 		}
 	}
