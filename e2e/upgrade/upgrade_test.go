@@ -236,7 +236,7 @@ func (c *release) killed(t *testing.T, images string) {
 	c.Add(t, labtest.Worker("node5"))
 	c.Ready(t, "node5")
 	_, progress, err := c.Run(t.Context(), driver.Owner, "", "muster", "upgrade", "--images", images, "--wait", "10m", "--timeout", "30m")
-	if err != nil || !strings.Contains(progress, fmt.Sprintf("revision %d continues the interrupted revision", c.before+5)) {
+	if err != nil || !strings.Contains(progress, fmt.Sprintf("continues the interrupted revision %d", c.before+5)) {
 		t.Fatalf("it doesn't say so: %v\n%s", err, progress)
 	}
 	t.Logf("muster upgrade\n%s", progress)
