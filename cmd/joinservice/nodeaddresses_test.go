@@ -101,7 +101,7 @@ func TestANodeAddsNoForeignAddressToItsNode(t *testing.T) {
 	}
 	s.try(t, map[string]write{"itself again": {dry(internal(later)...), ""}, "another's": {dry(internal(foreign)...), no}})
 
-	// Somebody has deleted its Node: the kubelet that registers again has the same rights.
+	// An administrator deletes the Node. The same limits hold when the kubelet registers again.
 	again := func(port int32, addresses ...corev1.NodeAddress) func() error {
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1"}, Status: corev1.NodeStatus{Addresses: addresses}}
 		n.Status.DaemonEndpoints.KubeletEndpoint.Port = port

@@ -43,8 +43,8 @@ const (
 	// KeyPaused lists nodes that file certificate requests faster than joinservice deletes them: admission refuses their
 	// requests for now.
 	KeyPaused = "requests-paused"
-	// KeyAddresses lists nodes whose Node does not have, or has not had, the internal addresses that its kubelet reports of the enrollment's, with those of the
-	// enrollment: NAME ADDRESS.... A node adds only these to its Node.
+	// KeyAddresses lists nodes whose Node once had other internal addresses than the enrollment, and banned nodes: NAME ADDRESS.... The addresses are those of the
+	// enrollment. A kubelet may add only these to its Node.
 	KeyAddresses = "addresses"
 )
 
