@@ -3,7 +3,8 @@
 //
 // Every certificate of a node was issued by joinservice (J5), so a node needs an entry only if that is not enough: its
 // machine is banned, its ticket was returned, or its name was taken from the machine while certificates of it are still
-// valid (J4). A cluster where none of that has happened has an empty list, and a join does not write it.
+// valid (J4), or its Node had other addresses than the enrollment. A cluster where none of that has happened lists its control
+// planes alone, and a worker's join does not write the list.
 //
 // The admission policies of the chart read the ConfigMap for every write of every node. The API server converts a ConfigMap
 // at each evaluation, at a cost that grows with the number of its keys, and not with their length. So each kind of entry is
