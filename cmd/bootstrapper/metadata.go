@@ -76,8 +76,16 @@ func (s *sources) look(ctx context.Context) {
 
 // search writes the metadata that it finds to the file.
 func (s *sources) search(ctx context.Context) error {
-	local, cloud := s.machine.Choose(s.image.Metadata)
-	f, err := s.machine.Find(ctx, append(local, cloud...))
+	local, disks, cloud := s.machine.Choose(s.image.Metadata)
+	f, err := s.machine.Find(ctx, local)
+	if errors.Is(err, provider.ErrAbsent) && len(disks) > 0 {
+		every := s.machine
+		every.Disks = true
+		f, err = every.Find(ctx, disks)
+	}
+	if errors.Is(err, provider.ErrAbsent) && len(cloud) > 0 {
+		f, err = s.machine.Find(ctx, cloud)
+	}
 	if err != nil {
 		return err
 	}

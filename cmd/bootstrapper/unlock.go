@@ -41,6 +41,12 @@ func runUnlock(ctx context.Context, image, meta, lock, screen string, log *slog.
 	if err != nil {
 		return err
 	}
+	switch at, err := volume.Locate(ctx, disk.Settle); {
+	case err != nil:
+		return err
+	case at != img.StateDisk.Path:
+		log.WarnContext(ctx, "the state disk has another name in this boot", "configured", img.StateDisk.Path, "device", at)
+	}
 	device, err := openTPM(img, lock)
 	if err != nil {
 		return err

@@ -48,14 +48,15 @@ type fixture struct {
 	key, secret  string // files: the owner's key, the init secret
 	public, hash string // of the two
 
+	statePath string            // of the image's state disk; empty: by its serial number
 	image     string            // raw disk
 	predicted map[string]string // PCR → the value that the image results in
 }
 
 // bringUp makes a cluster of node1 and the image, and takes all down when the test ends.
-func bringUp(t *testing.T) *fixture {
+func bringUp(t *testing.T, changes ...func(*fixture, *driver.Up)) *fixture {
 	t.Helper()
-	w := prepare(t)
+	w := prepare(t, changes...)
 	if _, err := w.AddNode(t.Context(), driver.Node{Name: "node1", Role: "control-plane", InitSecretHash: w.hash}); err != nil {
 		t.Fatal(err)
 	}
@@ -64,7 +65,7 @@ func bringUp(t *testing.T) *fixture {
 }
 
 // prepare makes a lab without machines, the image, and one policy for both kinds of machine.
-func prepare(t *testing.T) *fixture {
+func prepare(t *testing.T, changes ...func(*fixture, *driver.Up)) *fixture {
 	t.Helper()
 	lab, root := labtest.New(t, "muster-vm")
 	w := &fixture{Cluster: &labtest.Cluster{Lab: lab, Root: root}}
@@ -78,30 +79,38 @@ func prepare(t *testing.T) *fixture {
 	w.public = w.program(t, "muster", "key", "new", w.key)
 	w.hash = w.program(t, "muster", "init-secret", w.secret)
 	images := filepath.Join(root, "dist", "images")
+	up := driver.Up{
+		Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: []string{"kubelet"},
+		OwnerKeys: w.public, Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
+	}
+	lists := []string{driver.Components}
+	for _, change := range changes {
+		change(w, &up)
+	}
+	if up.Previous {
+		lists = append(lists, driver.NextComponents)
+	}
 	var wg sync.WaitGroup
 	errs := make([]error, 2)
 	wg.Go(func() { w.image, w.predicted, errs[0] = w.buildImage(t) })
-	wg.Go(func() {
-		errs[1] = lab.Up(t.Context(), driver.Up{
-			Lab: filepath.Join(root, "bin", "lab"), Bootstrapper: filepath.Join(root, "bin", "bootstrapper"), Preinstalled: []string{"kubelet"},
-			OwnerKeys: w.public, Images: []string{filepath.Join(images, "joinservice.tar"), filepath.Join(images, "kms.tar")},
-		})
-	})
+	wg.Go(func() { errs[1] = lab.Up(t.Context(), up) })
 	wg.Wait()
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
-	if err := w.leaveOut("kubectl"); err != nil {
-		t.Fatal(err)
+	for _, list := range lists {
+		if err := w.leaveOut(list, "kubectl"); err != nil {
+			t.Fatal(err)
+		}
 	}
 	// Nothing has booted yet: the accepted values come from the builds alone.
 	w.policy(t, 1, "policy.yaml", w.image)
 	return w
 }
 
-// leaveOut removes a program from the list of components. Emulated, each takes half a minute to fetch.
-func (w *fixture) leaveOut(program string) error {
-	path := filepath.Join(w.OwnerDir(), "components.yaml")
+// leaveOut removes a program from a list of components. Emulated, each takes half a minute to fetch.
+func (w *fixture) leaveOut(file, program string) error {
+	path := filepath.Join(w.OwnerDir(), file)
 	b, err := os.ReadFile(path)
 	if err != nil {
 		return err
@@ -158,7 +167,7 @@ func (w *fixture) initialize(t *testing.T, address string, more ...string) {
 	t.Helper()
 	args := append([]string{"muster", "init", "--name", "vm", "--endpoint", address + ":9000", "--init-secret-file", w.secret, "--owner-key-file", w.key, "--policy", "policy.yaml",
 		"--control-plane-endpoint", driver.ControlPlaneEndpoint, "--pod-cidr", driver.PodSubnet, "--service-cidr", driver.ServiceSubnet,
-		"--components", "components.yaml", "--manifests", filepath.Join("manifests", "podnet.yaml"), "--images", filepath.Join(w.Root, "dist", "images", "digests.json")}, more...)
+		"--components", driver.Components, "--manifests", filepath.Join("manifests", "podnet.yaml"), "--images", filepath.Join(w.Root, "dist", "images", "digests.json")}, more...)
 	for try := 1; ; try++ {
 		_, progress, err := w.Run(t.Context(), driver.Owner, "", args...)
 		t.Logf("muster init, run %d: %v\n%s", try, err, progress)
@@ -257,6 +266,9 @@ func (w *fixture) imageYAML(to string) error {
 		return err
 	}
 	conf["ownerKeys"] = []string{w.public}
+	if w.statePath != "" {
+		conf["stateDisk"] = map[string]any{"mode": "luks", "path": w.statePath}
+	}
 	for _, set := range []struct {
 		value string
 		path  []string

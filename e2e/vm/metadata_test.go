@@ -27,9 +27,9 @@ const (
 )
 
 // A machine without a config medium reads all from a string of its firmware's tables, as libvirt and other hosts set it, and joins through DNS. After that its
-// host offers an item of fw_cfg instead, then volumes, as OpenStack, Proxmox and others do.
+// host offers an item of fw_cfg instead, then volumes, as OpenStack, Proxmox and others do. Volumes that pods have written change nothing.
 func TestAMachineFindsItsMetadataWhereItsHostHasThem(t *testing.T) {
-	w := bringUp(t)
+	w := bringUp(t, func(w *fixture, _ *driver.Up) { w.statePath = "/dev/vdb" })
 	asked := w.nameServer(t)
 
 	v := w.worker("node7")
@@ -57,13 +57,20 @@ func TestAMachineFindsItsMetadataWhereItsHostHasThem(t *testing.T) {
 		t.Errorf("the Node has %q, %v", out, err)
 	}
 
+	evil := strings.ReplaceAll(documents, "name: node7", "name: evil")
+	if evil == documents {
+		t.Fatal("nothing was changed")
+	}
+	credential := filepath.Join(volumeFiles(t, map[string]string{"machine.yaml": documents}), "machine.yaml")
 	for _, from := range []struct {
 		name, source string
 		hardware     driver.Hardware
 	}{
-		{"an item of fw_cfg", "credential (credential muster.machine, QEMU's fw_cfg)", driver.Hardware{MachineCredential: filepath.Join(volumeFiles(t, map[string]string{"machine.yaml": documents}), "machine.yaml")}},
+		{"an item of fw_cfg", "credential (credential muster.machine, QEMU's fw_cfg)", driver.Hardware{MachineCredential: credential}},
 		{"a NoCloud volume", "nocloud (/dev/", driver.Hardware{Disk: noCloud(t, documents)}},
 		{"a config drive", "configdrive (/dev/", driver.Hardware{Disk: configDrive(t, documents)}},
+		{"a CD, beside a disk that is first in order", "nocloud (/dev/sr0)", driver.Hardware{CD: noCloud(t, documents), Disk: noCloud(t, evil)}},
+		{"a credential, beside a disk that has the state disk's name", "credential (credential muster.machine, QEMU's fw_cfg)", driver.Hardware{MachineCredential: credential, FirstDisk: noCloud(t, evil)}},
 	} {
 		t.Run(from.name, func(t *testing.T) {
 			if _, err := w.RebootVM(t.Context(), "node7", driver.Boot{Hardware: &from.hardware}); err != nil {

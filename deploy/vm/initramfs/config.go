@@ -96,19 +96,31 @@ func (f netInterface) check(of int) error {
 // config waits for the machine's metadata and writes their file for this boot. It configures the network first if they are a cloud's; the network is nil if
 // DHCP configures it. While neither DHCP nor the cloud answers, it looks into the other sources again and again.
 func (b *boot) config(ctx context.Context, img *metadata.Image, at provider.Machine) (*metadata.Machine, *network, error) {
-	local, cloud := at.Choose(img.Metadata)
-	most := devices
-	if len(cloud) > 0 {
-		most = b.settle
+	local, disks, cloud := at.Choose(img.Metadata)
+	every := at
+	every.Disks = true
+	find := func(at provider.Machine, names []string) (*provider.Found, error) {
+		f, err := at.Find(ctx, names)
+		if errors.Is(err, provider.ErrAbsent) {
+			err = fmt.Errorf("%w: %w", errNotYet, err)
+		}
+		return f, err
 	}
 	for {
-		found, err := await(ctx, most, func() (*provider.Found, error) {
-			f, err := at.Find(ctx, local)
-			if errors.Is(err, provider.ErrAbsent) {
-				err = fmt.Errorf("%w: %w", errNotYet, err)
+		found, err := await(ctx, b.settle, func() (*provider.Found, error) { return find(at, local) })
+		if errors.Is(err, errNotYet) && (len(cloud) == 0 || len(disks) > 0) {
+			most := devices
+			if len(cloud) > 0 {
+				most = 0 // once
 			}
-			return f, err
-		})
+			found, err = await(ctx, most, func() (*provider.Found, error) {
+				f, err := find(at, local)
+				if errors.Is(err, errNotYet) && len(disks) > 0 {
+					f, err = find(every, disks)
+				}
+				return f, err
+			})
+		}
 		if errors.Is(err, errNotYet) && len(cloud) > 0 {
 			if err = b.byDHCP(ctx); err == nil {
 				found, err = at.Find(ctx, cloud)
@@ -143,7 +155,7 @@ func (b *boot) byDHCP(ctx context.Context) error {
 		connect = func(ctx context.Context) error { return b.up(ctx, nil) }
 	}
 	if err := connect(ctx); err != nil {
-		return fmt.Errorf("no network for the cloud's metadata service within %s: %w; a volume with metadata can be attached instead", dhcpTime, err)
+		return fmt.Errorf("no network for the cloud's metadata service within %s: %w; a credential, or a CD with metadata, can be attached instead", dhcpTime, err)
 	}
 	return nil
 }

@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/muster-k8s/muster/internal/image/layout"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata"
 	"github.com/muster-k8s/muster/services/bootstrapper/metadata/provider"
 )
@@ -36,6 +37,46 @@ func TestMetadataAreTakenFromACredential(t *testing.T) {
 	}
 	if !strings.Contains(console.String(), "its metadata are from credential (credential muster.machine") {
 		t.Errorf("%s", console)
+	}
+}
+
+// A pod of the cluster may have written the disk before the machine restarted.
+func TestADiskIsReadOnlyAfterSourcesThatPodsCannotWrite(t *testing.T) {
+	for name, tt := range map[string]struct {
+		vendor string
+		later  string // the credential is there after this time; empty: never
+		want   string
+	}{
+		"a disk alone":         {"QEMU", "", metadata.ProviderMedium},
+		"a credential, late":   {"QEMU", "4s", metadata.ProviderCredential},
+		"in a cloud":           {"Amazon EC2", "10m", metadata.ProviderCredential},
+		"in a cloud, at start": {"Amazon EC2", "1s", metadata.ProviderCredential},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			b, console := booting(t)
+			b.settle = settle
+			b.connect = func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
+			files := t.TempDir()
+			at := provider.Machine{Sys: t.TempDir(), Dev: t.TempDir(), Credentials: t.TempDir(), Mount: func(string) (string, func(), error) { return files, func() {}, nil }}
+			place(t, at.Sys, "class/dmi/id/sys_vendor", tt.vendor)
+			place(t, at.Sys, "class/block/vdc/dev", "")
+			sector := make([]byte, 512)
+			copy(sector[43:], layout.ConfigLabel+"FAT12   ")
+			sector[510], sector[511] = 0x55, 0xaa
+			place(t, at.Dev, "vdc", string(sector))
+			place(t, files, layout.MetadataFile, machine)
+			if tt.later != "" {
+				after, err := time.ParseDuration(tt.later)
+				if err != nil {
+					t.Fatal(err)
+				}
+				time.AfterFunc(after, func() { place(t, at.Credentials, "muster.machine", machine) })
+			}
+			m, _, err := b.config(t.Context(), &metadata.Image{}, at)
+			if err != nil || m.Source.Provider != tt.want {
+				t.Errorf("%s: %+v, %v\n%s", name, m, err, console)
+			}
+		})
 	}
 }
 
@@ -100,7 +141,7 @@ func TestMetadataOfACloudConfigureNoNetwork(t *testing.T) {
 	}
 }
 
-// On a machine of a cloud that gets no address, the operator can still attach a volume, also much later.
+// On a machine of a cloud that gets no address, the operator can still give it a credential, also much later.
 func TestWhileNoDHCPServerAnswersTheOtherSourcesAreLookedAt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b, console := booting(t)

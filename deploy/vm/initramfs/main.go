@@ -32,7 +32,7 @@ const (
 	mediumFolder = "/run/muster/medium"
 	// devices is how long disks of the image may take to appear.
 	devices = time.Minute
-	// settle is how long disks with metadata may take to appear on a machine of a cloud.
+	// settle is how long a credential or an optical drive with metadata may take to appear, before others are looked at that users of the cluster can write.
 	settle = 5 * time.Second
 	// before is how long an error is shown before the machine restarts.
 	before = 30 * time.Second
@@ -62,7 +62,7 @@ type boot struct {
 	journal io.Writer // nil until there is one
 	// metadata is the path of the file with the machine's metadata.
 	metadata string
-	// settle is how long the machine looks for disks with metadata before it asks its cloud.
+	// settle is how long the machine looks for a credential or an optical drive before it looks at disks or asks its cloud.
 	settle time.Duration
 	// connect configures the network by DHCP; nil: [boot.up] does.
 	connect func(ctx context.Context) error

@@ -80,11 +80,16 @@ func arguments(c Config, console string) []string {
 		"-chardev", "socket,id=tpm,path=tpm/" + vtpm.ControlSocket, "-tpmdev", "emulator,id=tpm0,chardev=tpm", "-device", "tpm-crb,tpmdev=tpm0",
 		"-drive", "if=none,id=boot,format=raw,readonly=on,file=" + option(c.Image),
 		"-device", "virtio-blk-pci,drive=boot,serial=boot,bootindex=0",
+	}
+	if c.Hardware.FirstDisk != "" {
+		args = append(args, "-drive", "if=none,id=first,format=raw,readonly=on,file="+option(c.Hardware.FirstDisk), "-device", "virtio-blk-pci,drive=first,serial=first")
+	}
+	args = append(args,
 		// A write that the machine has made is in the host's page cache, which outlives QEMU: nothing has to
 		// be flushed for a power cut to be one. What the machine had not written yet is lost, as it should be.
 		"-drive", "if=none,id=state,format=raw,cache=unsafe,discard=unmap,file=state.raw",
-		"-device", "virtio-blk-pci,drive=state,serial=" + StateSerial,
-	}
+		"-device", "virtio-blk-pci,drive=state,serial="+StateSerial,
+	)
 	if c.ClockOffset != 0 {
 		args = append(args, "-rtc", "base="+time.Now().UTC().Add(c.ClockOffset).Format("2006-01-02T15:04:05"))
 	}
@@ -110,6 +115,9 @@ func arguments(c Config, console string) []string {
 	}
 	if c.Hardware.Disk != "" { // the last one, so that it moves no other to another place
 		args = append(args, "-drive", "if=none,id=more,format=raw,readonly=on,file="+option(c.Hardware.Disk), "-device", "virtio-blk-pci,drive=more,serial=more")
+	}
+	if c.Hardware.CD != "" {
+		args = append(args, "-device", "virtio-scsi-pci,id=scsi", "-drive", "if=none,id=cd,media=cdrom,readonly=on,file="+option(c.Hardware.CD), "-device", "scsi-cd,bus=scsi.0,drive=cd")
 	}
 	return args
 }

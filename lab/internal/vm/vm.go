@@ -73,6 +73,8 @@ type Hardware struct {
 	Firmware  string `json:"firmware"`  // flash image of firmware code, in place of the one that SecureBoot chooses
 	OptionROM string `json:"optionROM"` // PCI expansion ROM of its random-number device
 	Disk      string `json:"disk"`      // raw image of one more disk, read-only
+	FirstDisk string `json:"firstDisk"` // raw image of a read-only disk that gets the kernel's name of the state disk
+	CD        string `json:"cd"`        // image of a CD in a SCSI drive
 	OEMString string `json:"oemString"` // a string of the firmware's tables: SMBIOS, type 11
 	// MachineCredential is a file that QEMU's fw_cfg device offers as the systemd credential muster.machine.
 	MachineCredential string `json:"machineCredential"`

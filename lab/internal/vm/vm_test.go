@@ -63,6 +63,8 @@ func TestQEMUsCommandLineSaysWhatTheMachineIs(t *testing.T) {
 		"with a config medium":               {c: Config{Image: "/i.raw", Medium: map[string][]byte{}}, want: []string{"readonly=on,file=medium.img", "serial=muster-meta"}},
 		"with Secure Boot":                   {c: Config{Image: "/i.raw", SecureBoot: true}, want: []string{"q35,smm=on", "file=" + SecureBootFirmware, "property=secure,value=on"}, not: []string{firmwareCode}},
 		"whose clock is a year behind":       {c: Config{Image: "/i.raw", ClockOffset: -365 * 24 * time.Hour}, want: []string{"-rtc base=" + time.Now().UTC().AddDate(0, 0, -365).Format("2006-01-02T")}},
+		"with a CD":                          {c: Config{Image: "/i.raw", Hardware: Hardware{CD: "/c,x.iso"}}, want: []string{"media=cdrom,readonly=on,file=/c,,x.iso -device scsi-cd,bus=scsi.0"}},
+		"with another disk before its state": {c: Config{Image: "/i.raw", Hardware: Hardware{FirstDisk: "/d,x.raw"}}, want: []string{"file=/d,,x.raw -device virtio-blk-pci,drive=first,serial=first -drive if=none,id=state"}},
 		"with a credential":                  {c: Config{Image: "/i.raw", Hardware: Hardware{MachineCredential: "/m,x.yaml"}}, want: []string{"-fw_cfg name=opt/io.systemd.credentials/muster.machine,file=/m,,x.yaml"}},
 		"a comma in a name is not an option": {c: Config{Image: "/a,readonly=off"}, want: []string{"file=/a,,readonly=off"}},
 	} {

@@ -89,6 +89,9 @@ func ParseImage(criSocket string, ignoreChecks []string, cluster, kubelet, proxy
 	if p := img.kubelet.Port; p != 0 && p != kubeletPort {
 		return nil, fmt.Errorf("kubeadm.kubeletConfiguration: port: leave it out, or set %d: admission refuses Nodes of kubelets with another port", kubeletPort)
 	}
+	if d := time.Duration(img.kubelet.NodeLeaseDurationSeconds) * time.Second; d > MaxNodeLease {
+		return nil, fmt.Errorf("kubeadm.kubeletConfiguration: nodeLeaseDurationSeconds: want at most %.0f: with a longer one, a copy of a machine would get its key while it runs", MaxNodeLease.Seconds())
+	}
 	if len(proxy) > 0 {
 		img.proxy = &kubeproxyv1.KubeProxyConfiguration{}
 		if err := strict(proxy, img.proxy); err != nil {

@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	kubeletv1 "k8s.io/kubelet/config/v1beta1"
@@ -140,7 +141,7 @@ func (i *Image) hostFolders() (out []string) {
 }
 
 // CheckKubelet returns the kubelet's configuration with the right values in all fields that could make the kubelet run programs or take pods or orders
-// from another source, and the names of the fields that it has changed (B8). All other fields are the cluster's and stay.
+// from another source, or renew its Lease too rarely, and the names of the fields that it has changed (B8). All other fields are the cluster's and stay.
 func (i *Image) CheckKubelet(config []byte) (right []byte, changed []string, err error) {
 	var have map[string]any
 	if err := yaml.UnmarshalStrict(config, &have); err != nil {
@@ -182,9 +183,21 @@ func (i *Image) CheckKubelet(config []byte) (right []byte, changed []string, err
 		have["containerRuntimeEndpoint"] = i.criSocket
 		changed = append(changed, "containerRuntimeEndpoint")
 	}
+	// With a longer one, a copy of the machine would get its key while it runs (J11).
+	const lease = "nodeLeaseDurationSeconds"
+	if seconds, ok := have[lease].(float64); ok && seconds > MaxNodeLease.Seconds() {
+		delete(have, lease)
+		if n := hardened.NodeLeaseDurationSeconds; n != 0 {
+			have[lease] = n
+		}
+		changed = append(changed, lease)
+	}
 	right, err = yaml.Marshal(have)
 	return right, changed, err
 }
+
+// MaxNodeLease is the longest duration of a node's Lease. Its kubelet renews it after a quarter of that, and joinservice watches it for 45 s at most.
+const MaxNodeLease = 120 * time.Second
 
 func orNil(s string) any {
 	if s == "" {

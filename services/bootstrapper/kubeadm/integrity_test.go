@@ -96,6 +96,8 @@ func TestAKubeletsFieldsAreAsTheyMustBe(t *testing.T) {
 		"no word of who may give any":         {"authentication:\n  anonymous: {enabled: false}\n  webhook: {enabled: true}\n  x509: {clientCAFile: /etc/kubernetes/pki/ca.crt}\n", "authentication: 1\n", "authentication.anonymous.enabled, authentication.webhook.enabled, authentication.x509.clientCAFile"},
 		"orders of whom another signs":        {"pki/ca.crt", "pki/evil.crt", "authentication.x509.clientCAFile"},
 		"everything allowed":                  {"mode: Webhook", "mode: AlwaysAllow", "authorization.mode"},
+		"a Lease that it renews in time":      {"kind", "nodeLeaseDurationSeconds: 120\nkind", ""},
+		"a Lease that it renews too rarely":   {"kind", "nodeLeaseDurationSeconds: 3600\nkind", "nodeLeaseDurationSeconds"},
 		"a port that asks for no certificate": {"kind", "readOnlyPort: 10255\nkind", "readOnlyPort"},
 	} {
 		config := strings.Replace(right, tt.from, tt.to, 1)
@@ -104,7 +106,7 @@ func TestAKubeletsFieldsAreAsTheyMustBe(t *testing.T) {
 			t.Errorf("%s: %q was changed, %v, want %q", name, changed, err, tt.changed)
 			continue
 		}
-		for _, evil := range []string{"/var/evil", "http://evil", "AlwaysAllow", "10255"} {
+		for _, evil := range []string{"/var/evil", "http://evil", "AlwaysAllow", "10255", "3600"} {
 			if strings.Contains(string(got), evil) {
 				t.Errorf("%s: %s", name, got)
 			}

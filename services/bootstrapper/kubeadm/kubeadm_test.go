@@ -288,6 +288,15 @@ func TestAnotherPortOfKubeletsIsRefused(t *testing.T) {
 	}
 }
 
+// J11
+func TestALeaseIsRenewedOftenEnough(t *testing.T) {
+	for seconds, ok := range map[string]bool{"0": true, "40": true, "120": true, "121": false} {
+		if _, err := ParseImage("unix:///x", nil, nil, []byte(`{"nodeLeaseDurationSeconds":`+seconds+`}`), nil); (err == nil) != ok {
+			t.Errorf("%s seconds: %v", seconds, err)
+		}
+	}
+}
+
 func TestAFragmentIsRefused(t *testing.T) {
 	for name, f := range map[string]string{
 		"an unknown field":  `{"apiServerr":{}}`,

@@ -52,6 +52,8 @@ type Found struct {
 type Machine struct {
 	// Sys is sysfs, Dev the folder of devices, Credentials that of the credentials which systemd has imported; empty: it does not run.
 	Sys, Dev, Credentials string
+	// Disks makes volumes count wherever they are. Otherwise only those in optical drives do: users of a cluster can write volumes on disks, see [Machine.Choose].
+	Disks bool
 	// Mount mounts a vfat volume read-only without devices and programs, and returns its folder and the function that unmounts it.
 	Mount func(device string) (dir string, unmount func(), err error)
 	// Clouds are the addresses of the clouds' metadata services, by the provider's name.
@@ -68,22 +70,28 @@ func This(at string) Machine {
 	}
 }
 
-// Choose returns the providers in which the machine looks: those of the machine itself, and clouds, each in order. By default a cloud is asked only if the
-// firmware's tables name it: on other machines, any neighbor could answer for its address.
-func (m Machine) Choose(s metadata.Sources) (local, cloud []string) {
-	names := s.Providers
+// Choose returns the providers in which the machine looks, each in order: first those of the machine itself, then, with [Machine.Disks], volumes on disks, then
+// clouds. By default a cloud is asked only if the firmware's tables name it: on other machines, any neighbor could answer for its address.
+//
+// A pod with a PersistentVolume of mode Block writes it as it likes, and a volume can stay attached while its node restarts. So a machine reads a volume on a disk
+// only if nothing is found that such a pod can't write, and on a machine of a cloud only if the image names its provider.
+func (m Machine) Choose(s metadata.Sources) (local, disks, cloud []string) {
+	names, here := s.Providers, ""
 	if len(names) == 0 {
-		here := m.Cloud()
+		here = m.Cloud()
 		names = slices.DeleteFunc(metadata.ProviderNames(), func(n string) bool { return isCloud(n) && n != here })
 	}
 	for _, n := range names {
 		if isCloud(n) {
 			cloud = append(cloud, n)
-		} else {
-			local = append(local, n)
+			continue
+		}
+		local = append(local, n)
+		if here == "" && n != metadata.ProviderCredential {
+			disks = append(disks, n)
 		}
 	}
-	return local, cloud
+	return local, disks, cloud
 }
 
 // Find returns the metadata of the first of these providers that is there, or [ErrAbsent].

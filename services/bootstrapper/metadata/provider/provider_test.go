@@ -295,14 +295,18 @@ func TestByDefaultACloudIsAskedOnlyIfTheFirmwareNamesIt(t *testing.T) {
 	} {
 		m := Machine{Sys: t.TempDir()}
 		place(t, m.Sys, "class/dmi/id/"+tt.file, tt.text+"\n")
-		l, c := m.Choose(metadata.Sources{})
-		if !slices.Equal(l, local) || !slices.Equal(c, tt.want) {
-			t.Errorf("%s: %v and %v", name, l, c)
+		l, d, c := m.Choose(metadata.Sources{})
+		onDisks := []string{metadata.ProviderMedium, metadata.ProviderNoCloud, metadata.ProviderConfigDrive}
+		if tt.want != nil {
+			onDisks = nil
+		}
+		if !slices.Equal(l, local) || !slices.Equal(d, onDisks) || !slices.Equal(c, tt.want) {
+			t.Errorf("%s: %v, %v and %v", name, l, d, c)
 		}
 		// What the image names is asked on every machine.
-		l, c = m.Choose(metadata.Sources{Providers: []string{metadata.ProviderOpenStack, metadata.ProviderNoCloud, metadata.ProviderGCP}})
-		if !slices.Equal(l, []string{metadata.ProviderNoCloud}) || !slices.Equal(c, []string{metadata.ProviderOpenStack, metadata.ProviderGCP}) {
-			t.Errorf("%s, named by the image: %v and %v", name, l, c)
+		l, d, c = m.Choose(metadata.Sources{Providers: []string{metadata.ProviderOpenStack, metadata.ProviderNoCloud, metadata.ProviderGCP}})
+		if noCloud := []string{metadata.ProviderNoCloud}; !slices.Equal(l, noCloud) || !slices.Equal(d, noCloud) || !slices.Equal(c, []string{metadata.ProviderOpenStack, metadata.ProviderGCP}) {
+			t.Errorf("%s, named by the image: %v, %v and %v", name, l, d, c)
 		}
 	}
 }
@@ -321,8 +325,8 @@ func TestEachNameHasItsProvider(t *testing.T) {
 }
 
 func TestTheFirstSourceThatIsThereDecides(t *testing.T) {
-	m := Machine{Sys: t.TempDir(), Dev: t.TempDir(), Credentials: t.TempDir()}
-	names, _ := m.Choose(metadata.Sources{})
+	m := Machine{Sys: t.TempDir(), Dev: t.TempDir(), Credentials: t.TempDir(), Disks: true}
+	names, _, _ := m.Choose(metadata.Sources{})
 	if _, err := m.Find(t.Context(), names); !errors.Is(err, ErrAbsent) {
 		t.Fatal(err)
 	}

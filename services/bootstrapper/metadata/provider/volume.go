@@ -32,6 +32,9 @@ func (m Machine) volumes(labels ...string) (out []volume, unread, err error) {
 		return nil, nil, err
 	}
 	for _, e := range all {
+		if !m.Disks && !m.optical(e.Name()) {
+			continue
+		}
 		// A partition that begins where its disk does shows the disk's own file system: a hybrid ISO image has one.
 		if start, err := os.ReadFile(filepath.Join(class, e.Name(), "start")); err == nil && strings.TrimSpace(string(start)) == "0" {
 			continue
@@ -53,6 +56,12 @@ func (m Machine) volumes(labels ...string) (out []volume, unread, err error) {
 		}
 	}
 	return out, unread, nil
+}
+
+// optical reports whether a block device is a drive of CDs or DVDs: SCSI's peripheral device type 5 (SPC-4, standard INQUIRY data). A cluster attaches volumes as disks.
+func (m Machine) optical(name string) bool {
+	kind, err := os.ReadFile(filepath.Join(m.Sys, "class/block", name, "device/type"))
+	return err == nil && strings.TrimSpace(string(kind)) == "5"
 }
 
 // one returns the volume with one of these labels. Two of them are an error: which one is meant is not known.

@@ -50,7 +50,52 @@ func volumeOf(t *testing.T, m Machine, name, file string) {
 
 func machine(t *testing.T) Machine {
 	t.Helper()
-	return Machine{Sys: t.TempDir(), Dev: t.TempDir()}
+	return Machine{Sys: t.TempDir(), Dev: t.TempDir(), Disks: true}
+}
+
+// A pod with a PersistentVolume of mode Block writes it as it likes, and it can stay attached while its node restarts.
+func TestUsersOfAClusterChangeNothingByAVolume(t *testing.T) {
+	here := func(t *testing.T, s metadata.Sources, m Machine) (*Found, error) {
+		t.Helper()
+		local, disks, _ := m.Choose(s)
+		f, err := m.Find(t.Context(), local)
+		if errors.Is(err, ErrAbsent) && len(disks) > 0 {
+			m.Disks = true
+			f, err = m.Find(t.Context(), disks)
+		}
+		return f, err
+	}
+	m := machine(t)
+	m.Disks = false
+	for _, name := range []string{"sdb", "sdc"} { // two of one label would be an error
+		volumeOf(t, m, name, "nocloud-genisoimage.iso.gz")
+		place(t, m.Sys, "class/block/"+name+"/device/type", "0\n")
+	}
+	volumeOf(t, m, "sr0", "nocloud-xorriso.iso.gz")
+	place(t, m.Sys, "class/block/sr0/device/type", "5\n")
+	if f, err := here(t, metadata.Sources{}, m); err != nil || f.From != m.Dev+"/sr0" {
+		t.Errorf("beside a CD: %+v, %v", f, err)
+	}
+	if err := os.RemoveAll(m.Sys + "/class/block/sr0"); err != nil {
+		t.Fatal(err)
+	}
+	if f, err := here(t, metadata.Sources{}, m); err == nil || !strings.Contains(err.Error(), "both have the label") {
+		t.Errorf("without it: %+v, %v", f, err)
+	}
+	m.Credentials = t.TempDir()
+	place(t, m.Credentials, credentialName, document)
+	if f, err := here(t, metadata.Sources{}, m); err != nil || f.Provider != metadata.ProviderCredential {
+		t.Errorf("beside a credential: %+v, %v", f, err)
+	}
+	m.Credentials = ""
+	place(t, m.Sys, "class/dmi/id/sys_vendor", "Amazon EC2\n")
+	if f, err := here(t, metadata.Sources{}, m); !errors.Is(err, ErrAbsent) {
+		t.Errorf("in a cloud: %+v, %v", f, err)
+	}
+	// An image that names the provider wants it there, too.
+	if f, err := here(t, metadata.Sources{Providers: []string{metadata.ProviderNoCloud, metadata.ProviderAWS}}, m); err == nil || !strings.Contains(err.Error(), "both have the label") {
+		t.Errorf("in a cloud, named by the image: %+v, %v", f, err)
+	}
 }
 
 func TestNoCloudVolumesAreRead(t *testing.T) {
