@@ -305,48 +305,6 @@ func TestTestsThatDocumentsNameExist(t *testing.T) {
 	}
 }
 
-// TestInvariantsAreExplainedAndKept compares the numbers in the threat model with those in comments of the code.
-func TestInvariantsAreExplainedAndKept(t *testing.T) {
-	explained := map[string]bool{}
-	for _, m := range regexp.MustCompile(`(?m)^\*\*([AJKBSR]\d+)\. `).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1) {
-		explained[m[1]] = true
-	}
-	var want []string
-	for _, group := range []struct {
-		letter string
-		count  int
-	}{{"A", 10}, {"J", 11}, {"K", 5}, {"B", 11}, {"S", 2}, {"R", 1}} {
-		for i := range group.count {
-			want = append(want, fmt.Sprint(group.letter, i+1))
-		}
-	}
-	if got := slices.Sorted(maps.Keys(explained)); !slices.Equal(got, slices.Sorted(slices.Values(want))) {
-		t.Fatalf("docs/threat-model.md explains %v, want %v", got, want)
-	}
-	// "(A1)", "(A1, A2)", "// J1" and "J1: …" are the forms of such a mention.
-	mention := regexp.MustCompile(`(?:\(|// |//\t|/\* |# |, )([AJKBSR]\d+)\b`)
-	kept := map[string][]string{} // the files that name it
-	for _, rel := range files(t, ".go", ".yaml", ".proto", ".service") {
-		if strings.HasSuffix(rel, "_test.go") {
-			continue
-		}
-		for _, m := range mention.FindAllStringSubmatch(read(t, rel), -1) {
-			kept[m[1]] = append(kept[m[1]], rel)
-		}
-	}
-	keepers := regexp.MustCompile(`(?ms)^\*\*([AJKBSR]\d+)\. .*?^\*Kept by\* (.*?)\. \*Tried by\*`).FindAllStringSubmatch(read(t, "docs/threat-model.md"), -1)
-	if len(keepers) != len(want) {
-		t.Errorf("%d of %d invariants say who keeps them", len(keepers), len(want))
-	}
-	for _, k := range keepers {
-		for _, m := range regexp.MustCompile("`([a-z0-9]+(?:/[a-z0-9-]+)+)`").FindAllStringSubmatch(k[2], -1) {
-			if !slices.ContainsFunc(kept[k[1]], func(rel string) bool { return strings.HasPrefix(rel, m[1]+"/") }) {
-				t.Errorf("no line of code in %s says that it keeps %s", m[1], k[1])
-			}
-		}
-	}
-}
-
 // A package of e2e that no target names would never run, since `make unit` leaves e2e out.
 func TestEachEndToEndPackageHasATarget(t *testing.T) {
 	makefile, table := read(t, "Makefile"), read(t, "CONTRIBUTING.md")
