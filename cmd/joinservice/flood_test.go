@@ -217,7 +217,7 @@ const tooMany = "this node has filed too many certificate requests"
 
 // If a node files requests faster than they can be deleted, admission refuses more until they are deleted.
 func TestANodesRequestsAreNoBacklog(t *testing.T) {
-	const attempts = 6000
+	const attempts = 2000
 	s := setUp(t)
 	s.ticketFor(t, s.machine(t), worker(t))
 	s.ticketFor(t, s.machine(t), worker(t, named("w2", "5f0c95b6-2a3d-4c7e-9f10-000000000002", "192.168.77.13")))
