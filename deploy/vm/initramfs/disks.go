@@ -107,15 +107,27 @@ func disk(sys, serial string) (string, error) {
 // state opens the state disk, and returns the device of its file system. It returns when the disk is open, however
 // long that takes.
 func (b *boot) state(ctx context.Context, img *metadata.Image) (string, error) {
-	device, err := b.stateDisk(ctx, img.StateDisk)
-	if err != nil {
-		return "", err
-	}
 	if img.StateDisk.Mode == metadata.DiskPlain {
+		device, err := b.stateDisk(ctx, img.StateDisk)
+		if err != nil {
+			return "", err
+		}
 		b.print("this image keeps its state on a disk that is NOT encrypted")
 		return device, b.formatPlain(ctx, device)
 	}
 	const mapped = "/dev/mapper/muster-state"
+	found := make(chan error, 1)
+	go func() {
+		_, err := b.stateDisk(ctx, img.StateDisk)
+		found <- err
+	}()
+	select {
+	case err := <-found:
+		if err != nil {
+			return "", err
+		}
+	case <-time.After(devices + time.Second): // `bootstrapper unlock` tells its owner that it is missing, and opens it when it is there
+	}
 	for {
 		err := b.inRoot(ctx, bootstrapper, "unlock", "--image", metadata.ImagePath, "--metadata", metadata.MachinePath)
 		if err == nil {
