@@ -137,6 +137,45 @@ func TestANodeAddsNoForeignAddressToItsNode(t *testing.T) {
 	s.try(t, map[string]write{"a node of before Muster": {func() error { return s.as(t, "w0").Status().Update(t.Context(), moved.DeepCopy(), client.DryRunAll) }, ""}})
 }
 
+// With another node's label kubernetes.io/hostname, pods and local volumes that name that node, and their Secrets, would come to this one.
+func TestANodeIsNamedByItsNameAlone(t *testing.T) {
+	s := setUp(t)
+	w := worker(t)
+	kubelet := s.asNode(t, w, s.ticketFor(t, s.machine(t), w))
+	const label = "kubernetes.io/hostname"
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w1", Labels: map[string]string{label: "w1"}}}
+	another := node.DeepCopy()
+	another.Labels[label] = "cp1"
+	const no = "kubernetes.io/hostname that a node gives itself is its name"
+	s.try(t, map[string]write{"it begins as another": {func() error { return kubelet.Create(t.Context(), another.DeepCopy(), client.DryRunAll) }, no}})
+	membertest.Eventually(t, func() error { return kubelet.Create(t.Context(), node.DeepCopy()) })
+	labeled := func(value string, status bool) func() error {
+		p := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"`+label+`":`+value+`,"example.com/x":"y"}}}`))
+		return func() error {
+			if status {
+				return kubelet.Status().Patch(t.Context(), node.DeepCopy(), p, client.DryRunAll)
+			}
+			return kubelet.Patch(t.Context(), node.DeepCopy(), p, client.DryRunAll)
+		}
+	}
+	s.try(t, map[string]write{
+		"as another":             {labeled(`"cp1"`, false), no},
+		"as another, by status":  {labeled(`"cp1"`, true), no},
+		"by its name":            {labeled(`"w1"`, false), ""},
+		"without a name":         {labeled("null", false), ""},
+		"by its name, by status": {labeled(`"w1"`, true), ""},
+	})
+	// A node of before Muster may have another; it keeps that.
+	other := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "w0", Labels: map[string]string{label: "host0"}}}
+	if err := s.Client.Create(t.Context(), other); err != nil {
+		t.Fatal(err)
+	}
+	s.SetAccess(t, "w0", func(nodeaccess.Entry) nodeaccess.Entry { return nodeaccess.Entry{Unattested: true} })
+	s.try(t, map[string]write{"it keeps another": {func() error {
+		return s.as(t, "w0").Patch(t.Context(), other.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"example.com/x":"y"}}}`)), client.DryRunAll)
+	}, ""}})
+}
+
 // The chart's nodeAddresses.writers write the addresses of the Node that their token was made for.
 func TestACloudsPodWritesTheAddressesOfItsOwnNode(t *testing.T) {
 	s := setUp(t)

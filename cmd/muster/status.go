@@ -75,7 +75,7 @@ if the policy does not accept it, the answer is shown as unproven.`,
 			if a.output == outputJSON {
 				err = a.json(s)
 			} else {
-				err = a.showStatus(s, time.Now())
+				err = a.showStatus(s, older == nil, time.Now())
 			}
 			if err == nil && older != nil { // B7
 				err = &shown{older}
@@ -93,7 +93,8 @@ if the policy does not accept it, the answer is shown as unproven.`,
 	return cmd
 }
 
-func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
+// showStatus prints the state for a person. Unless it is sound, an error follows.
+func (a *app) showStatus(s *clusterapi.Status, sound bool, now time.Time) error {
 	fmt.Fprintf(a.stdout, "API server  %s\n", s.Server)
 	if s.Chart != nil {
 		fmt.Fprintf(a.stdout, "Chart       %s, revision %d, %s\n", s.Chart.Version, s.Chart.Revision, s.Chart.Status)
@@ -149,7 +150,7 @@ func (a *app) showStatus(s *clusterapi.Status, now time.Time) error {
 		fmt.Fprintf(a.stdout, "\n%d of the waiting machines lack only an entry in a list of the policy: muster approve\n", n)
 	}
 	fmt.Fprintln(a.stdout)
-	if len(s.Attention) == 0 {
+	if len(s.Attention) == 0 && sound {
 		fmt.Fprintln(a.stdout, "Nothing needs attention.")
 	}
 	for _, x := range s.Attention {

@@ -40,7 +40,7 @@ func TestStatusNamesCordonedNodes(t *testing.T) {
 	} {
 		var out bytes.Buffer
 		n.Name = "node8"
-		if err := (&app{stdout: &out}).showStatus(&clusterapi.Status{Nodes: []clusterapi.NodeStatus{n}}, time.Now()); err != nil {
+		if err := (&app{stdout: &out}).showStatus(&clusterapi.Status{Nodes: []clusterapi.NodeStatus{n}}, true, time.Now()); err != nil {
 			t.Fatal(err)
 		}
 		if !regexp.MustCompile("node8 +" + regexp.QuoteMeta(want) + " +- ").MatchString(out.String()) {

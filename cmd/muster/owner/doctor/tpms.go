@@ -10,8 +10,8 @@ import (
 	"github.com/muster-k8s/muster/internal/checkup"
 )
 
-// tpms finds TPMs that are enrolled as several machines, each by another endorsement key of the TPM (A8). New ones
-// are refused. Existing ones were enrolled by an older version, or by a policy whose roots allowed it.
+// tpms finds machines that are enrolled under several names, and TPMs that are enrolled as several machines, each by another endorsement key of the TPM (A8).
+// joinservice enrolls none of them: an administrator, an older version or a policy whose roots allowed it did.
 func (d *doctor) tpms(ctx context.Context) error {
 	var all v1alpha1.AttestedNodeList
 	if err := d.kube.Reader().List(ctx, &all); err != nil {
@@ -22,10 +22,19 @@ func (d *doctor) tpms(ctx context.Context) error {
 }
 
 func (d *doctor) oneMachineEach(all []v1alpha1.AttestedNode) {
-	byAK := map[string][]v1alpha1.AttestedNode{}
+	byAK, byMachine := map[string][]v1alpha1.AttestedNode{}, map[string][]string{}
 	for _, n := range all {
+		if !n.Leaving() {
+			byMachine[n.Spec.MachineID] = append(byMachine[n.Spec.MachineID], n.Name)
+		}
 		if n.Status.AKName != "" {
 			byAK[n.Status.AKName] = append(byAK[n.Status.AKName], n)
+		}
+	}
+	for _, machine := range slices.Sorted(maps.Keys(byMachine)) {
+		if names := slices.Sorted(slices.Values(byMachine[machine])); len(names) > 1 {
+			d.Add(CheckTPMs, checkup.Fail, "The machine is refused under every name but one, and a ban of one bans it. Find out which is its own, and remove the others: muster forget NAME.",
+				"%s are enrolled for the same machine, %s", strings.Join(names, ", "), machine)
 		}
 	}
 	for _, ak := range slices.Sorted(maps.Keys(byAK)) {

@@ -3,6 +3,7 @@ package doctor
 import (
 	"strings"
 	"testing"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -22,6 +23,8 @@ func attestedAs(name, machine, ak string) *v1alpha1.AttestedNode {
 func TestATPMThatIsTwoMachinesIsFound(t *testing.T) {
 	banned := attestedAs("w3", "c", "01")
 	banned.Spec.Banned = true
+	removed := attestedAs("w2", "a", "01")
+	removed.DeletionTimestamp = &metav1.Time{Time: time.Now()}
 	for name, tt := range map[string]struct {
 		nodes []*v1alpha1.AttestedNode
 		want  []string // in the one finding; none: no finding
@@ -30,7 +33,8 @@ func TestATPMThatIsTwoMachinesIsFound(t *testing.T) {
 		"one machine":            {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", "01")}},
 		"two of different TPMs":  {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", "01"), attestedAs("w2", "b", "02")}},
 		"two that never came":    {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", ""), attestedAs("w2", "b", "")}},
-		"two names of a machine": {nodes: []*v1alpha1.AttestedNode{attestedAs("w1", "a", "01"), attestedAs("w2", "a", "01")}},
+		"two names of a machine": {[]*v1alpha1.AttestedNode{attestedAs("w2", "a", ""), attestedAs("w1", "a", "01")}, []string{"w1, w2 are enrolled for the same machine", "forget"}},
+		"one name is removed":    {nodes: []*v1alpha1.AttestedNode{removed, attestedAs("w1", "a", "01")}},
 		"two machines of a TPM":  {[]*v1alpha1.AttestedNode{attestedAs("w2", "b", "01"), attestedAs("w1", "a", "01"), attestedAs("w4", "d", "02")}, []string{"w1, w2 have the same TPM", "2 machine IDs", "forget"}},
 		"one of them is banned":  {[]*v1alpha1.AttestedNode{attestedAs("w1", "a", "01"), banned}, []string{"w1, w3 have the same TPM", "is banned"}},
 	} {
