@@ -24,7 +24,8 @@ var otherDevices = regexp.MustCompile(`^(dm-|loop|ram|zram|sr|fd|nbd)[0-9]`)
 
 // Locate finds the state disk under another name, and returns the name that it has in this boot. The kernel names disks in the order in which they appear: a
 // cloud's PersistentVolume that stays attached while a node restarts can have the name that the state disk had. So if the configured device has no header of
-// Muster, and exactly one other disk has one, that one is taken. Who can write a disk can write such a header: the disk's ID is checked before it gets a key (J2).
+// Muster, and exactly one other disk has that of a cluster's state disk, that one is taken. Who can write a disk can write such a header, but gets no key for it: the
+// disk's ID is another (J2). So a disk with the mark of a new one is not taken: it would be formatted.
 //
 // A path below /dev/disk names a disk by its serial number, and stays. Locate refuses with STATE_DISK if several other disks have a header.
 func (l *LUKS) Locate(ctx context.Context, settle time.Duration) (string, error) {
@@ -36,7 +37,7 @@ func (l *LUKS) Locate(ctx context.Context, settle time.Duration) (string, error)
 	}
 	ctx, cancel := context.WithTimeout(ctx, settle)
 	defer cancel()
-	for !l.marked() {
+	for !l.marked(true) {
 		others := l.others()
 		if len(others) > 1 {
 			return "", refuse("%s has no state disk of Muster, and several other disks have one: %s; detach those of other machines", l.device, strings.Join(others, ", "))
@@ -52,20 +53,20 @@ func (l *LUKS) Locate(ctx context.Context, settle time.Duration) (string, error)
 	return l.device, nil
 }
 
-// marked reports whether the disk has a header that Muster has written.
-func (l *LUKS) marked() bool {
+// marked reports whether the disk has a header that Muster has written, of a cluster's state disk or, with orNew, of a new one.
+func (l *LUKS) marked(orNew bool) bool {
 	b, err := l.read()
 	if err != nil {
 		return false
 	}
 	if _, isNew := luks2.New(b); isNew {
-		return true
+		return orNew
 	}
-	_, err = luks2.Parse(b, l.integrity)
-	return err == nil
+	h, err := luks2.Parse(b, l.integrity)
+	return err == nil && (orNew || h.Label == luks2.LabelState)
 }
 
-// others returns the other devices with such a header.
+// others returns the other devices with the header of a cluster's state disk.
 func (l *LUKS) others() (out []string) {
 	all, err := os.ReadDir(filepath.Join(l.sys, "class/block"))
 	if err != nil {
@@ -74,7 +75,7 @@ func (l *LUKS) others() (out []string) {
 	for _, e := range all {
 		other := *l
 		other.device = filepath.Join(l.dev, e.Name())
-		if !otherDevices.MatchString(e.Name()) && other.device != l.device && other.marked() {
+		if !otherDevices.MatchString(e.Name()) && other.device != l.device && other.marked(false) {
 			out = append(out, other.device)
 		}
 	}

@@ -32,7 +32,8 @@ func TestTheStateDiskIsFoundUnderAnotherName(t *testing.T) {
 		"another disk has its name":              {foreign, map[string][]byte{"sdy": blank, "sdz": header(t, luks2.LabelState)}, false, "sdz"},
 		"a blank disk has its name":              {blank, map[string][]byte{"sdz": header(t, luks2.LabelState)}, false, "sdz"},
 		"a blank disk has it, and it comes late": {blank, map[string][]byte{"sdz": header(t, luks2.LabelState)}, true, "sdz"},
-		"it is new, under another name":          {foreign, map[string][]byte{"sdz": header(t, luks2.LabelNew)}, false, "sdz"},
+		"another disk has the mark of a new one": {foreign, map[string][]byte{"sdz": header(t, luks2.LabelNew)}, false, "disk"},
+		"after a reset, the same":                {blank, map[string][]byte{"sdz": header(t, luks2.LabelNew)}, false, "disk"},
 		"it is the volume of a mapping":          {foreign, map[string][]byte{"dm-3": header(t, luks2.LabelState)}, false, "disk"},
 		"two have other names":                   {foreign, map[string][]byte{"sdy": header(t, luks2.LabelState), "sdz": header(t, luks2.LabelState)}, false, ""},
 	} {
