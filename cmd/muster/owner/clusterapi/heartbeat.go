@@ -58,7 +58,7 @@ func (c *Client) Silent(ctx context.Context, nodes []string, within time.Duratio
 	var first map[string]time.Time
 	silent = nodes
 	err = until(listen, func(context.Context) (bool, error) {
-		now, err := c.renewals(ctx) // the last request may end after that time: client-go's rate limiter refuses one that has to wait for longer
+		now, err := c.renewals(ctx) // the last request may end after that time
 		if err != nil {
 			return false, err
 		}
