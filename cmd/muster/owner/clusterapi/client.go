@@ -62,7 +62,7 @@ func Connect(kubeconfig []byte) (*Client, error) {
 		return nil, fmt.Errorf("kubeconfig: %w", err)
 	}
 	cfg.Timeout = requestTimeout
-	cfg.QPS = -1 // the API server's own priority and fairness is the limit; client-go's can return an error of its own just before a context ends
+	cfg.QPS = -1                           // the API server's own priority and fairness is the limit; client-go's can return an error of its own just before a context ends
 	cfg.UserAgent = fieldManager           // also for writes that do not name a field manager
 	cfg.WarningHandler = rest.NoWarnings{} // deprecation warnings about other manifests do not belong in this report
 	return newClient(cfg, kubeconfig, maxAnswer)
