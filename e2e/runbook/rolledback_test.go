@@ -49,8 +49,8 @@ func (w *fixture) rolledBack(t *testing.T) {
 			if err == nil || !strings.Contains(said, "CLUSTER_ROLLED_BACK") || !strings.Contains(said, "not on this disk: node5") {
 				return fmt.Errorf("muster recover %s: %s", n, said)
 			}
-			_, after, _ := strings.Cut(said, "revive epoch ")
-			number, _, _ := strings.Cut(after, " ")
+			_, after, _ := strings.Cut(said, "--accept-epoch ") // of the remedy
+			number, _, _ := strings.Cut(after, ";")
 			if epoch == "" {
 				epoch = number
 			}
