@@ -470,13 +470,22 @@ func (e *Executor) end(ctx context.Context, rec record, output string, err error
 	l := &rec.Last
 	l.State, l.Output, l.EndedAt = Done, cut(output, maxOutput), e.now()
 	if err != nil {
-		l.State, l.Message = Failed, cut(err.Error(), maxMessage)
+		l.State, l.Message = Failed, ends(err.Error(), maxMessage)
 	}
 	e.cfg.Log.InfoContext(ctx, "order ends", "order", l.Order.signed().Digest(), "action", string(l.Action), "state", string(l.State), "message", l.Message)
 	return e.save(rec)
 }
 
 func (e *Executor) now() *time.Time { return new(e.cfg.Now().UTC().Truncate(time.Second)) }
+
+// ends returns the beginning and the end of a text, limit bytes at most: of a program's output, the last lines have the cause.
+func ends(text string, limit int) string {
+	const first, gap = 256, " … "
+	if len(text) <= limit {
+		return text
+	}
+	return strings.ToValidUTF8(text[:first], "") + gap + strings.ToValidUTF8(text[len(text)-(limit-first-len(gap)):], "")
+}
 
 // cut returns at most n bytes of a text.
 func cut(text string, limit int) string {

@@ -417,13 +417,13 @@ func TestTheLargestReportFitsIntoARequest(t *testing.T) {
 func TestAnActionThatFailsSaysWhy(t *testing.T) {
 	n := newNode(t)
 	n.actions[ownerorder.ActionReboot] = Action{Run: func(context.Context, Args) (string, error) {
-		return "", errors.New("no way down " + strings.Repeat("é", maxMessage))
+		return "", errors.New("no way down " + strings.Repeat("é", maxMessage) + " since the door is shut")
 	}}
 	s := n.order(1, reboot)
 	n.deliver(s)
 	n.look()
-	if r := n.reports(s, joinv1.OrderState_ORDER_STATE_FAILED, "no way down"); len(r.GetMessage()) > maxMessage {
-		t.Errorf("a message of %d bytes", len(r.GetMessage()))
+	if r := n.reports(s, joinv1.OrderState_ORDER_STATE_FAILED, "no way down"); len(r.GetMessage()) > maxMessage || len(r.GetMessage()) < maxMessage-4 || !strings.HasSuffix(r.GetMessage(), "é since the door is shut") {
+		t.Errorf("a message of %d bytes: %s", len(r.GetMessage()), r.GetMessage())
 	}
 }
 

@@ -40,6 +40,8 @@ const (
 	ReportPoll = 2 * time.Second
 	// MaxReport bounds a report's output, in bytes.
 	MaxReport = 4 << 10
+	// maxMessage bounds its message, in bytes: as much as joinservice stores.
+	maxMessage = 1 << 10
 )
 
 // Execute signs an order to a node's machine, and waits for the machine's report of its end. Each change is reported to
@@ -179,7 +181,7 @@ func await(ctx context.Context, kube *clusterapi.Client, name string, ask Reques
 					report(problem.Printable(string(r.State)))
 				}
 				// Untrusted: root on the machine and every writer of the API can choose these texts.
-				r.Action, r.Message, r.Output = problem.Printable(r.Action), problem.Printable(r.Message), printable.ASCII(r.Output, MaxReport)
+				r.Action, r.Message, r.Output = problem.Printable(r.Action), printable.ASCII(r.Message, maxMessage), printable.ASCII(r.Output, MaxReport)
 				if last = r; r.State != v1alpha1.OrderRunning {
 					return r, outcome(name, action, r)
 				}
