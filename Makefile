@@ -147,7 +147,7 @@ test-arm64: deps release ## The programs and the unit tests of trust for arm64, 
 	GOARCH=arm64 CGO_ENABLED=0 go test -vet=off -count=1 -p 1 -timeout 60m -exec qemu-aarch64-static ./trust/...
 
 .PHONY: test-vm
-test-vm: deps kube images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery (as root, four to five hours on two cores; continues after an interruption); not part of test
+test-vm: deps kube kube-previous images lab-bin ## Virtual machines: boot, join, reboot, tampering, power cuts, moved disks, two images, recovery, upgrade of Kubernetes (as root, five hours on two cores; continues after an interruption); not part of test
 	go run -buildvcs=false ./tools/longtests -tags vm -state $(BIN)/passed -files '$(E2E_FILES)' -timeout 120m -together '$(E2E_VM_WAIT)' $(E2E_VM)
 
 # How long each fuzz target runs.
